@@ -8,16 +8,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from prometheus_client.parser import text_string_to_metric_families
-from redis import Redis
 
 from apps import shop
+from batchery import install
 from batchery.cli.health import ask
-from conftest import StartWorker
 from support.commands import TIMEOUT_S, start
 from support.harness import Worker, device_busy, kill_all, wait_for
 from support.own_redis import OwnRedis
@@ -63,11 +63,11 @@ StartExporter = Callable[..., Exporter]
 
 
 @pytest.fixture
-def start_exporter(redis_url: str) -> Iterator[StartExporter]:
+def start_exporter(own_redis: OwnRedis) -> Iterator[StartExporter]:
     with contextlib.ExitStack() as stack:
 
-        def begin(*arguments: str, url: str = redis_url) -> Exporter:
-            made = Exporter(url, *arguments)
+        def begin(*arguments: str) -> Exporter:
+            made = Exporter(own_redis.url, *arguments)
             stack.callback(close, made.process)
             return made
 
@@ -79,16 +79,28 @@ def close(process: Any) -> None:
     process.communicate()
 
 
-@pytest.fixture(autouse=True)
-def _on_this_redis(redis_url: str) -> None:
-    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+@pytest.fixture
+def sender(own_redis: OwnRedis) -> Iterator[Celery]:
+    """A client on that Redis."""
+    with Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False) as made:
+        install(made)
+        yield made
+        backend: Any = made.backend
+        backend.result_consumer.stop()
+
+
+@pytest.fixture
+def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
+    made = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1")
+    try:
+        yield made.wait_ready()
+    finally:
+        made.kill()
 
 
 def test_queues_are_counted_where_no_worker_is(
-    start_exporter: StartExporter, redis_url: str
+    start_exporter: StartExporter, sender: Celery
 ) -> None:
-    with contextlib.closing(Redis.from_url(redis_url)) as client:
-        client.flushall()
     exporter = start_exporter("--queues", "other")
     empty = exporter.samples()
     assert (empty["batchery_broker_up",], empty["batchery_workers",]) == (1, 0)
@@ -96,8 +108,8 @@ def test_queues_are_counted_where_no_worker_is(
     assert empty["batchery_queue_oldest_job_seconds", "celery"] == 0
     # Over all lists of a queue, one of each priority.
     for priority in (0, 3, 9):
-        shop.shout.apply_async(("a",), priority=priority)
-    shop.shout.apply_async(("a",), queue="other")
+        sender.send_task("shout", ["a"], priority=priority)
+    sender.send_task("shout", ["a"], queue="other")
     waiting = ("batchery_queue_waiting_jobs", "celery")
     wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
     samples = exporter.samples()
@@ -110,20 +122,20 @@ def test_queues_are_counted_where_no_worker_is(
 
 
 def test_what_workers_hold_and_have_counted_is_added(
-    start_exporter: StartExporter, start_worker: StartWorker, tmp_path: Any
+    start_exporter: StartExporter, worker: Worker, sender: Celery, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.shop").wait_answers(shop.app)
-    shop.shout.submit_many(["a"] * 100).get(timeout=TIMEOUT_S)
+    jobs = [sender.send_task(shop.shout.name, ["a"]) for _ in range(100)]
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == ["A"] * 100
     exporter = start_exporter()
-    key = ("batchery_jobs_total", shop.shout.name, "succeeded")
+    key = ("batchery_jobs_total", "succeeded", shop.shout.name)
     wait_for(lambda: exporter.samples().get(key) == 100, "its jobs are counted")
     samples = exporter.samples()
     assert samples["batchery_workers",] == 1
     assert samples["batchery_worker_ready", worker.name] == 1
-    assert samples["batchery_device_ready", worker.name, "cpu"] == 1
+    assert samples["batchery_device_ready", "cpu", worker.name] == 1
     later = datetime.now(UTC) + timedelta(hours=1)
-    shop.shout.apply_async(("later",), eta=later)
-    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+    sender.send_task(shop.shout.name, ["later"], eta=later)
+    with device_busy(worker, sender, shop.until.name, tmp_path / "gate"):
         held = ("batchery_queue_leased_jobs", "celery")
         wait_for(lambda: exporter.samples()[held] == 2, "one that runs, and one with an ETA")
         samples = exporter.samples()
@@ -147,7 +159,7 @@ def test_workers_are_asked_for_nothing_if_nobody_wants_it(
 def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
     start_exporter: StartExporter, own_redis: OwnRedis
 ) -> None:
-    exporter = start_exporter(url=own_redis.url)
+    exporter = start_exporter()
     assert exporter.samples()["batchery_broker_up",] == 1
     with own_redis.hanging():
         time.sleep(1.1)
@@ -184,7 +196,7 @@ def test_promtool_has_no_complaint_about_the_exporter(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_exporter_ends_with_a_signal(start_exporter: StartExporter, client: Celery) -> None:
+def test_exporter_ends_with_a_signal(start_exporter: StartExporter) -> None:
     exporter = start_exporter()
     exporter.process.terminate()
     assert exporter.process.wait(patient(20)) == 0

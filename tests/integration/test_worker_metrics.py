@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from celery import Celery
 from prometheus_client.parser import text_string_to_metric_families
 
 from apps import shop
@@ -71,6 +72,11 @@ def start(start_worker: StartWorker, app: str, **variables: str) -> Watched:
     return Watched(start_worker(app, "-c", "1", ready=False, env=env), port)
 
 
+@pytest.fixture(autouse=True)
+def _on_this_redis(redis_url: str) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
 @pytest.fixture(scope="module")
 def watched(start_module_worker: StartWorker, redis_url: str) -> Watched:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
@@ -92,14 +98,14 @@ def test_counters_agree_with_what_ran(watched: Watched) -> None:
     for job in failed:
         with pytest.raises(KeyError):
             job.get(timeout=TIMEOUT_S)
-    wait_for(lambda: gained("batchery_jobs_total", task, "succeeded") == 300, "all are counted")
-    wait_for(lambda: gained("batchery_jobs_total", shop.nasty.name, "failed") == 3, "so are these")
+    wait_for(lambda: gained("batchery_jobs_total", "succeeded", task) == 300, "all are counted")
+    wait_for(lambda: gained("batchery_jobs_total", "failed", shop.nasty.name) == 3, "so are these")
     after = watched.samples()
     assert gained("batchery_items_total", task) == 300
     batches = gained("batchery_batches_total", task)
     assert 300 / 64 <= batches <= 300
     assert gained("batchery_batch_size_count", task) == batches
-    assert gained("batchery_batch_size_bucket", task, "64.0") == batches
+    assert gained("batchery_batch_size_bucket", "64.0", task) == batches
     assert gained("batchery_queue_wait_seconds_count", task) == 300
     assert 0 < gained("batchery_queue_wait_seconds_sum", task) < 300 * TIMEOUT_S
     assert gained("batchery_failures_total", "KeyError") == 3
@@ -183,35 +189,38 @@ def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) ->
     assert samples["batchery_leases_held",] == 0
 
 
-def test_stopped_device_turns_livez_and_its_jobs_go_on(start_worker: StartWorker) -> None:
-    watched = start(start_worker, "apps.shop", BATCHERY_MAX_PASS_S="3")
-    watched.worker.wait_ready().wait_answers(shop.app)
-    (device,) = watched.worker.devices()
-    device.send_signal(signal.SIGSTOP)
-    # It has nothing to do, and so it may be silent.
-    assert watched.is_well("/livez")
-    job = shop.shout.delay("a")
-    limit_s = patient(5.0) + 3.0
-    wait_for(lambda: not watched.is_well("/livez"), "it is not live", limit_s)
-    why = watched.says("/livez")[1]
-    assert "hung" in why or "gave no sign" in why
-    assert not watched.is_well("/readyz")
-    assert job.get(timeout=TIMEOUT_S) == "A"
-    wait_for(lambda: watched.is_well("/livez") and watched.is_well("/readyz"), "it is well again")
-    assert watched.samples()["batchery_device_restarts_total",] == 1
-    assert watched.worker.process.poll() is None
-
-
 @pytest.fixture
 def on_own_redis(tmp_path: Path, own_redis: OwnRedis) -> Iterator[Watched]:
-    """A worker on a Redis that the test may stop."""
+    """A worker on a Redis that the test may stop, with a limit for devices that hang."""
     port = free_port()
-    env = {"BATCHERY_METRICS__PORT": str(port)}
+    env = {"BATCHERY_METRICS__PORT": str(port), "BATCHERY_MAX_PASS_S": "3"}
     worker = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1", env=env)
     try:
         yield Watched(worker.wait_ready(), port)
     finally:
         worker.kill()
+
+
+def test_stopped_device_turns_livez_and_its_jobs_go_on(
+    on_own_redis: Watched, own_redis: OwnRedis
+) -> None:
+    watched = on_own_redis
+    (device,) = watched.worker.devices()
+    device.send_signal(signal.SIGSTOP)
+    # It has nothing to do, and so it may be silent.
+    assert watched.is_well("/livez")
+    with Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False) as client:
+        job = client.send_task(shop.shout.name, ["a"])
+        wait_for(lambda: not watched.is_well("/livez"), "it is not live", patient(5.0))
+        why = watched.says("/livez")[1]
+        assert "hung" in why or "gave no sign" in why
+        assert not watched.is_well("/readyz")
+        assert job.get(timeout=TIMEOUT_S) == "A"
+        backend: Any = client.backend
+        backend.result_consumer.stop()
+    wait_for(lambda: watched.is_well("/livez") and watched.is_well("/readyz"), "it is well again")
+    assert watched.samples()["batchery_device_restarts_total",] == 1
+    assert watched.worker.process.poll() is None
 
 
 def test_lost_redis_turns_readyz_and_not_livez(on_own_redis: Watched, own_redis: OwnRedis) -> None:

@@ -1,5 +1,6 @@
 """`batchery exporter`: metrics of the whole cluster, from Redis; alive where no worker is."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -170,14 +171,11 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
     from batchery.operations.port import Port
 
     listening = Port(host, port, watch.encode, lambda: "", partial(why_silent, app))
-    click.echo(f"batchery exporter: {listening.url}/metrics")
-    stopped = threading.Event()
-    listening.start()
-    with Interrupt(at_once=True):
-        try:
-            stopped.wait()
-        except KeyboardInterrupt:
-            listening.close()
+    with Interrupt(at_once=True), contextlib.suppress(KeyboardInterrupt):
+        listening.start()
+        click.echo(f"batchery exporter: {listening.url}/metrics")
+        threading.Event().wait()
+    listening.close()
 
 
 def why_silent(app: Celery) -> str:

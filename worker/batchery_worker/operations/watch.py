@@ -71,24 +71,21 @@ class WorkerWatch:
                 )
                 for each in devices
             ]
-        store = self._find_store(consumer)
-        # Whoever reconnects has no connection for a while.
+        # Whoever reconnects has no connection for a while, and at first no leases.
+        channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
+        opened = getattr(channel, "lease_store", None)
         is_connected = bool(
-            consumer
+            channel is not None
+            and consumer is not None
             and consumer.connection
-            and consumer.task_consumer
             and consumer.blueprint.state == RUN
+            and (opened or not getattr(channel, "leases", False))
         )
+        self._store = store = opened or self._store
         if store is None:
             return self._policy.judge(WorkerSight(sights, is_connected))
         sight = WorkerSight(sights, is_connected, store.beat_s, store.is_silent)
         return self._policy.judge(sight, store.expiry_s / BEATS_PER_EXPIRY)
-
-    def _find_store(self, consumer: Any) -> LeaseStore | None:
-        """The leases; those of the last connection while there is none."""
-        channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
-        self._store = getattr(channel, "lease_store", None) or self._store
-        return self._store
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
