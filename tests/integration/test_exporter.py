@@ -109,14 +109,17 @@ def test_queues_are_counted_where_no_worker_is(
     # Over all lists of a queue, one of each priority.
     for priority in (0, 3, 9):
         sender.send_task("shout", ["a"], priority=priority)
-    sender.send_task("shout", ["a"], queue="other")
+    with sender.connection_for_write() as connection:
+        # It says when it was sent, as those of plain clients do not.
+        shop.shout.apply_async(("a",), connection=connection, queue="other")
     waiting = ("batchery_queue_waiting_jobs", "celery")
     wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
     samples = exporter.samples()
     assert samples["celery_queue_length", "celery"] == 3
     assert samples["batchery_queue_waiting_jobs", "other"] == 1
     assert samples["batchery_queue_leased_jobs", "celery"] == 0
-    assert 0 < samples["batchery_queue_oldest_job_seconds", "celery"] < patient(60)
+    assert 0 < samples["batchery_queue_oldest_job_seconds", "other"] < patient(60)
+    assert ("batchery_queue_oldest_job_seconds", "celery") not in samples
     assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
     assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
 
