@@ -9,12 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 from celery.worker import state as worker_state
 
-from batchery.protocol.headers import MAX_AGE_S, SENT_AT, Form
+from batchery.protocol.headers import Form
 from batchery_worker.job import Batch
 from batchery_worker.request import BatchRequest, LeaseHandle
 
@@ -95,20 +95,6 @@ class DispatchedBatch:
     def is_reserved(self) -> bool:
         """Whether its jobs may kill a worker, so that no other job may run."""
         return self.batch.jobs[0].recovered
-
-    def waits_s(self) -> list[float]:
-        """How long each job waited from being sent until the batch left, in seconds.
-
-        It counts from the job's arrival here where its message does not say when it was sent.
-        """
-        left_s = time() - monotonic() + self.dispatched_s
-        return [
-            left_s - sent_s
-            if type(sent_s := job.payload.message.get(SENT_AT)) is float
-            and left_s - MAX_AGE_S < sent_s < left_s
-            else self.dispatched_s - job.arrived_s
-            for job in self.batch.jobs
-        ]
 
     def left_s(self, now_s: float) -> float:
         """How much of its hard limit is left; only for a batch that has one and has begun."""

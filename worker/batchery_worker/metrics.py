@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from time import monotonic, time
 from typing import Any
 
 from batchery.errors import DeadlineExceeded, counted
@@ -17,6 +18,7 @@ from batchery.protocol.figures import (
     CacheFigures,
     TaskFigures,
 )
+from batchery.protocol.headers import MAX_AGE_S, SENT_AT
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done
 
@@ -45,6 +47,7 @@ class Metrics(BatchFigures):
         done: Done,
         dispatched: DispatchedBatch,
         device: str,
+        items: int,
         waited_ms: float,
     ) -> None:
         """Counts one batch.
@@ -53,10 +56,20 @@ class Metrics(BatchFigures):
             done: The answer of the device.
             dispatched: The batch.
             device: Name of the device.
+            items: Items of all its jobs together.
             waited_ms: How long its jobs together waited from arrival to dispatch.
         """
-        task, items = dispatched.batch.jobs[0].key.task, dispatched.batch.items
-        waits_s = dispatched.waits_s()
+        jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
+        left_s = time() - monotonic() + dispatched_s
+        # From being sent; from its arrival here where a job does not say when that was.
+        waits_s = [
+            left_s - sent_s
+            if type(sent_s := job.payload.message.get(SENT_AT)) is float
+            and left_s - MAX_AGE_S < sent_s < left_s
+            else dispatched_s - job.arrived_s
+            for job in jobs
+        ]
+        task = jobs[0].key.task
         if (own := self.devices.get(device)) is None:
             own = self.devices[device] = BatchSums()
         if (kind := self.tasks.get(task)) is None:
