@@ -1,11 +1,9 @@
 """Statistics of a worker's batches."""
 
 import logging
-from bisect import bisect_left
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from time import monotonic, time
 from typing import Any
@@ -30,8 +28,7 @@ MAX_REASONS = 50
 #: Name of all others.
 OTHER_REASONS = "others"
 
-#: Both are called once a job, and so are none of Python's own functions.
-_find_bound = partial(bisect_left, WAIT_BOUNDS_S)
+#: Called once a job, and so it is none of Python's own functions.
 _get_status = itemgetter(0)
 
 
@@ -61,11 +58,12 @@ class Metrics(BatchFigures):
         """
         jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
         left_s = time() - monotonic() + dispatched_s
+        oldest_s = left_s - MAX_AGE_S
         # From being sent; from its arrival here where a job does not say when that was.
         waits_s = [
             left_s - sent_s
             if type(sent_s := job.payload.message.get(SENT_AT)) is float
-            and left_s - MAX_AGE_S < sent_s < left_s
+            and oldest_s < sent_s < left_s
             else dispatched_s - job.arrived_s
             for job in jobs
         ]
@@ -93,8 +91,14 @@ class Metrics(BatchFigures):
         kind.batch_sizes[size] += 1
         kind.outcomes["succeeded"] += list(map(_get_status, done.jobs)).count("committed")
         kind.waited_s += sum(waits_s)
-        for place, count in Counter(map(_find_bound, waits_s)).items():
-            kind.waits[WAIT_BOUNDS_S[place]] += count
+        waits_s.sort()
+        counted_before = 0
+        for bound_s in WAIT_BOUNDS_S:
+            if (count := bisect_right(waits_s, bound_s)) > counted_before:
+                kind.waits[bound_s] += count - counted_before
+                counted_before = count
+                if count == len(waits_s):
+                    break
 
     def job_failed(self, task: str, reason: str) -> None:
         """Counts a job that failed; the reason is the class of its error."""
