@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
 from batchery.gateway_settings import GatewaySettings, KeySettings
+from batchery.metrics_settings import MetricsSettings
 from batchery.settings import PREFIX, PriorityClass
 from support.docs_page import follow
 from support.harness import TESTS
@@ -219,6 +220,7 @@ def table(model: type[BaseModel], *, variables: bool) -> str:
         (ModelSettings, False),
         (GatewaySettings, False),
         (KeySettings, False),
+        (MetricsSettings, False),
     ],
 )
 def test_the_reference_names_every_setting_as_it_is(

@@ -9,26 +9,10 @@ et al. 2021, and PaLM, Chowdhery et al. 2022, appendix B):
 for the four projections, the two inner layers, and the scores and the mixing of attention.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
+from batchery_worker.models.hardware.devices import PEAK_FLOPS
 from benchmarks.engine.models import Shape
-
-#: Words in a GPU's name -> dense bf16 or fp16 FLOPs per second on its tensor cores, without
-#: sparsity and at boost clocks, from NVIDIA's data sheets. The first that fits counts.
-PEAKS: Mapping[str, float] = MappingProxyType(
-    {
-        "B200": 2.25e15,
-        "H200": 989.4e12,
-        "H100 PCIe": 756.5e12,
-        "H100": 989.4e12,
-        "A100": 312e12,
-        "L40S": 362e12,
-        "L4": 121e12,
-        "A10": 125e12,
-        "T4": 65e12,
-    }
-)
 
 
 def flops_of(shape: Shape, lengths: Sequence[int]) -> float:
@@ -41,7 +25,7 @@ def flops_of(shape: Shape, lengths: Sequence[int]) -> float:
 
 
 def peak_of(gpu: str, dtype: str) -> float | None:
-    """What a GPU could do per second; None where nobody has looked it up.
+    """What a GPU could do per second on its tensor cores; None where nobody has looked it up.
 
     Args:
         gpu: As NVIDIA names it.
@@ -49,4 +33,4 @@ def peak_of(gpu: str, dtype: str) -> float | None:
     """
     if dtype == "fp32":
         return None
-    return next((peak for words, peak in PEAKS.items() if words in gpu), None)
+    return next((peak for words, peak in PEAK_FLOPS.items() if words in gpu), None)

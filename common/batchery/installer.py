@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 STEP = "batchery_worker.bootstep:BatchStep"
+WATCH_STEP = "batchery_worker.operations.step:WatchStep"
 CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
@@ -67,7 +68,7 @@ def install(app: Celery, **settings: Any) -> Celery:
             "worker_consumer": _chosen(app, "worker_consumer") or CONSUMER,
         }
     )
-    app.steps["worker"].add(STEP)
+    app.steps["worker"].update((STEP, WATCH_STEP))
     app.steps["consumer"].add(CONSUMER_STEP)
     use_leases()
     accept_valkey_urls()

@@ -2,9 +2,12 @@
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import redis
@@ -51,6 +54,14 @@ def packed(*commands: Sequence[Any]) -> bytes:
     return b"".join(parts)
 
 
+@dataclass(slots=True)
+class ScriptTime:
+    """How often a script was run, and how long its answers took, all together."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
 class RedisScripts:
     """The scripts of one folder, run on one client; as thread-safe as the client is.
 
@@ -68,6 +79,8 @@ class RedisScripts:
         self._client: Any = client
         self._folder = folder
         self._connection: Any = None
+        #: By name of the script. Threads that run the same one at once may lose a call.
+        self.times: defaultdict[str, ScriptTime] = defaultdict(ScriptTime)
 
     def run(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
         """Runs a script, with the retries of the client.
@@ -76,11 +89,15 @@ class RedisScripts:
             redis.RedisError: As for any command.
         """
         command = (self._digest(name), len(keys), *keys, *args)
+        took, began_s = self.times[name], perf_counter()
         try:
             return self._client.evalsha(*command)
         except redis.exceptions.NoScriptError:
             self._load(name)
             return self._client.evalsha(*command)
+        finally:
+            took.calls += 1
+            took.seconds += perf_counter() - began_s
 
     def run_once(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
         """Runs a script without the client's retries, its packing and its pool; for one thread.
@@ -92,9 +109,13 @@ class RedisScripts:
         """
         connection = self._connected()
         command = ("EVALSHA", self._digest(name), len(keys), *keys, *args)
+        took, began_s = self.times[name], perf_counter()
         try:
             connection.send_packed_command((packed(command),))
-            return connection.read_response()
+            answer = connection.read_response()
+            took.calls += 1
+            took.seconds += perf_counter() - began_s
+            return answer
         except redis.exceptions.NoScriptError:
             self._release()
         except BaseException:
@@ -135,7 +156,10 @@ class RedisScripts:
         Raises:
             redis.RedisError: Redis does not answer.
         """
+        took, began_s = self.times[name], perf_counter()
         answers = self._run_pipeline(name, calls)
+        took.calls += 1
+        took.seconds += perf_counter() - began_s
         if any(isinstance(each, redis.exceptions.NoScriptError) for each in answers):
             self._load(name)
             answers = self._run_pipeline(name, calls)

@@ -27,6 +27,7 @@ from pydantic_settings import SettingsError as JsonError
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
 from batchery.generation_settings import GenerationSettings
+from batchery.metrics_settings import MetricsSettings
 from batchery.priority_class import LOWEST_PRIORITY, PriorityClass
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
@@ -316,6 +317,14 @@ class Settings(BaseSettings):
     device_start_timeout_s: Annotated[
         float, Field(gt=0, description="How long a device may take to load and warm up its models.")
     ] = 600
+    max_pass_s: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="How long a device with work may give no sign before it is killed, as it"
+            " hangs; no limit if unset. It must be longer than any batch.",
+        ),
+    ] = None
     device_max_jobs: Annotated[
         int | None,
         Field(
@@ -354,6 +363,9 @@ class Settings(BaseSettings):
     gateway: Annotated[
         GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
     ] = GatewaySettings()
+    metrics: Annotated[
+        MetricsSettings, Field(description="Where a worker serves its metrics and its health.")
+    ] = MetricsSettings()
 
     @field_validator("redis_url", "result_url")
     @classmethod
@@ -537,6 +549,7 @@ def _names_beside(path: Sequence[str]) -> Iterable[str]:
         ("models", 3): ModelSettings,
         ("classes", 3): PriorityClass,
         ("gateway", 2): GatewaySettings,
+        ("metrics", 2): MetricsSettings,
     }
     table = tables.get((path[0], len(path)))
     return table.model_fields if table else ()

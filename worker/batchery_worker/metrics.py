@@ -1,12 +1,23 @@
 """Statistics of a worker's batches."""
 
 import logging
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
+from time import monotonic, time
 from typing import Any
 
-from batchery.errors import counted
-from batchery.protocol.figures import BatchFigures, BatchSums, CacheFigures
+from batchery.errors import DeadlineExceeded, counted
+from batchery.protocol.figures import (
+    WAIT_BOUNDS_S,
+    BatchFigures,
+    BatchSums,
+    CacheFigures,
+    TaskFigures,
+)
+from batchery.protocol.headers import MAX_AGE_S, SENT_AT
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done
 
 logger = logging.getLogger("batchery.pool")
@@ -17,6 +28,9 @@ MAX_REASONS = 50
 #: Name of all others.
 OTHER_REASONS = "others"
 
+#: Called once a job, and so it is none of Python's own functions.
+_get_status = itemgetter(0)
+
 
 @dataclass(slots=True)
 class Metrics(BatchFigures):
@@ -25,9 +39,40 @@ class Metrics(BatchFigures):
     #: Sums of the devices, by name.
     devices: dict[str, BatchSums] = field(default_factory=dict)
 
-    def batch_done(self, done: Done, device: str, *, items: int, waited_ms: float) -> None:
-        """Counts one batch, whose jobs together waited so long from arrival to dispatch."""
-        for sums in (self, self.devices.setdefault(device, BatchSums())):
+    def batch_done(
+        self,
+        done: Done,
+        dispatched: DispatchedBatch,
+        device: str,
+        items: int,
+        waited_ms: float,
+    ) -> None:
+        """Counts one batch.
+
+        Args:
+            done: The answer of the device.
+            dispatched: The batch.
+            device: Name of the device.
+            items: Items of all its jobs together.
+            waited_ms: How long its jobs together waited from arrival to dispatch.
+        """
+        jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
+        left_s = time() - monotonic() + dispatched_s
+        oldest_s = left_s - MAX_AGE_S
+        # From being sent; from its arrival here where a job does not say when that was.
+        waits_s = [
+            left_s - sent_s
+            if type(sent_s := job.payload.message.get(SENT_AT)) is float
+            and oldest_s < sent_s < left_s
+            else dispatched_s - job.arrived_s
+            for job in jobs
+        ]
+        task = jobs[0].key.task
+        if (own := self.devices.get(device)) is None:
+            own = self.devices[device] = BatchSums()
+        if (kind := self.tasks.get(task)) is None:
+            kind = self.tasks[task] = TaskFigures()
+        for sums in (self, own, kind):
             sums.batches += 1
             sums.items += items
             sums.forward_ms += done.forward_ms
@@ -41,12 +86,29 @@ class Metrics(BatchFigures):
         self.prepare_ms += done.prepare_ms
         self.queued_ms += done.queued_ms
         self.commit_ms += done.commit_ms
-        self.batch_sizes[f"<={1 << (items - 1).bit_length()}"] += 1
+        size = f"<={1 << (items - 1).bit_length()}"
+        self.batch_sizes[size] += 1
+        kind.batch_sizes[size] += 1
+        kind.outcomes["succeeded"] += list(map(_get_status, done.jobs)).count("committed")
+        kind.waited_s += sum(waits_s)
+        waits_s.sort()
+        counted_before = 0
+        for bound_s in WAIT_BOUNDS_S:
+            if (count := bisect_right(waits_s, bound_s)) > counted_before:
+                kind.waits[bound_s] += count - counted_before
+                counted_before = count
+                if count == len(waits_s):
+                    break
 
-    def job_failed(self, reason: str) -> None:
+    def job_failed(self, task: str, reason: str) -> None:
         """Counts a job that failed; the reason is the class of its error."""
         self.failed_jobs += 1
         self._count_failure(reason, 1)
+        self.job_ended(task, "shed" if reason == DeadlineExceeded.__name__ else "failed")
+
+    def job_ended(self, task: str, outcome: str) -> None:
+        """Counts how a job ended whose result no device has stored."""
+        self.tasks.setdefault(task, TaskFigures()).outcomes[outcome] += 1
 
     def _count_failure(self, reason: str, count: int) -> None:
         known = reason in self.failures or len(self.failures) < MAX_REASONS

@@ -88,6 +88,8 @@ class HybridPool:
         self._private_hub: PrivateHub | None = None
         default = get_installation(app).settings.max_batch_size
         self._max_batch_size = max(task.max_batch_size or default for task in tasks)
+        #: Called once the processes of ordinary tasks are forked, when threads may start.
+        self.on_forked: Callable[[], None] = _ignore
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ordinary, name)
@@ -101,6 +103,7 @@ class HybridPool:
         """
         try:
             self._ordinary.start()
+            self.on_forked()
             self._start_devices()
         except StartError as error:
             self.terminate()
@@ -196,7 +199,7 @@ class HybridPool:
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Kills an ordinary job's process; a device has jobs of others, too, and is not killed."""
-        if self._dispatcher is not None and pid in self._dispatcher.pids:
+        if self._dispatcher is not None and pid in (each.pid for each in self._dispatcher.devices):
             logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
         else:
             self._ordinary.terminate_job(pid, signal)
@@ -244,6 +247,18 @@ class HybridPool:
         if self._dispatcher is None or self._private_hub is not None:
             return None
         return self._dispatcher.demand
+
+    @property
+    def devices(self) -> Sequence[DeviceProcess] | None:
+        """The devices, for any thread to look at; None before the start and after the end."""
+        dispatcher = self._dispatcher
+        return None if dispatcher is None else tuple(dispatcher.devices)
+
+    def deliver(self, function: Callable[[], None]) -> None:
+        """Calls a function on the event loop's thread, if devices are there; from any thread."""
+        dispatcher = self._dispatcher
+        if dispatcher is not None:
+            dispatcher.deliver(function)
 
     @property
     def ordinary(self) -> Any:

@@ -19,10 +19,19 @@ NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it ha
 @inspect_command(name=FIGURES)
 def figures(state: Any, **_: Any) -> dict[str, Any]:
     """Devices, waiting jobs and batches of a worker."""
-    ask = getattr(state.consumer.pool, "figures", None)
+    return collect_figures(state.consumer) or NO_DEVICE
+
+
+def collect_figures(consumer: Any) -> dict[str, Any] | None:
+    """The figures of a worker, by Celery's consumer; None if it has no devices.
+
+    On the thread of the event loop.
+    """
+    ask = getattr(consumer.pool, "figures", None)
     if ask is None or (found := ask()) is None:
-        return NO_DEVICE
-    return {**found, "queues": _queues(state)}
+        return None
+    watch = getattr(consumer.controller, "watch", None)
+    return {**found, "queues": _queues(consumer), **(watch.figures() if watch is not None else {})}
 
 
 @inspect_command(name=RECORD)
@@ -37,13 +46,13 @@ def record(
     recorder, after = (cursors or {}).get(state.hostname, (None, 0))
     if ask is None or (found := ask(recorder, after)) is None:
         return NO_DEVICE
-    return {**found, "queues": _queues(state)}
+    return {**found, "queues": _queues(state.consumer)}
 
 
-def _queues(state: Any) -> list[str]:
-    consumer = state.consumer.task_consumer
+def _queues(consumer: Any) -> list[str]:
     # While the broker is away, nothing is consumed.
-    return sorted(queue.name for queue in consumer.queues) if consumer else []
+    tasks = consumer.task_consumer
+    return sorted(queue.name for queue in tasks.queues) if tasks else []
 
 
 @click.command(FIGURES, short_help="Show what the batches of all workers look like.")

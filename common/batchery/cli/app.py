@@ -107,8 +107,12 @@ def use_redis(app: Celery, url: str) -> None:
     app.backend_cls = url
 
 
-def check_broker(app: Celery) -> None:
+def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
     """Makes sure that the app's broker answers.
+
+    Args:
+        app: The app.
+        timeout_s: How long a Redis may take to answer, in seconds.
 
     Raises:
         RedisUnavailable: No Redis answers.
@@ -119,7 +123,7 @@ def check_broker(app: Celery) -> None:
         if url.startswith(REDIS_SCHEMES):
             # Celery has moved the TLS options from the URL here, or found them in a setting.
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
-            check_redis(_with_tls(as_redis(url), tls), tls=tls)
+            check_redis(_with_tls(as_redis(url), tls), timeout_s, tls=tls)
             return
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))

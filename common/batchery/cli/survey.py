@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import redis
 from celery import Celery
 from celery.app.control import flatten_reply
+from kombu.transport import redis as kombu_redis
 
 from batchery.cli.console import broker_errors
 from batchery.protocol.figures import FIGURES, WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters
+from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 
 #: How long workers that were found are asked alone, in seconds; then all are looked through again.
 DISCOVERY_S = 5.0
@@ -51,12 +54,16 @@ class Survey:
         dead_letters: Number of dead letters; None if the broker is not a Redis.
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
+        leased: Messages that workers hold, by queue; none where the broker is not a Redis.
+        scheduled: How many of them wait for their time; None if the broker is not a Redis.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
     queues: Mapping[str, int]
     dead_letters: int | None = None
     oldest_s: Mapping[str, float | None] = field(default_factory=dict)
+    leased: Mapping[str, int] = field(default_factory=dict)
+    scheduled: int | None = None
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -135,7 +142,7 @@ class WorkerDirectory:
             arguments: Of the command.
         """
         if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
-            tasks = self._broadcast("registered", timeout_s, taskinfoitems=["is_installed"])
+            tasks = _broadcast(self._app, "registered", timeout_s, taskinfoitems=["is_installed"])
             self._installed = installed_workers(tasks)
             self._found_s = self._clock()
         installed = [name for name, is_installed in self._installed.items() if is_installed]
@@ -143,16 +150,17 @@ class WorkerDirectory:
             name: {"error": NOT_INSTALLED} for name in self._installed if name not in installed
         }
         return found | (
-            self._broadcast(command, timeout_s, installed, **arguments) if installed else {}
+            _broadcast(self._app, command, timeout_s, installed, **arguments) if installed else {}
         )
 
-    def _broadcast(
-        self, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any
-    ) -> dict[str, Any]:
-        replies = self._app.control.broadcast(
-            command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
-        )
-        return flatten_reply(replies or [])
+
+def _broadcast(
+    app: Celery, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    replies = app.control.broadcast(
+        command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
+    )
+    return flatten_reply(replies or [])
 
 
 def registered_tasks(
@@ -236,14 +244,65 @@ def survey(
     with broker_errors():
         workers = directory.ask(timeout_s)
         names = {name for figures in workers.values() for name in figures.get("queues", ())}
-        names.update(queues)
-        waiting = waiting_in(app, names)
-        return Survey(
-            workers,
-            {name: each.jobs for name, each in waiting.items()},
-            dead_letters(app),
-            {name: each.oldest_s for name, each in waiting.items()},
-        )
+        return _look_at_broker(app, workers, {*names, *queues}, registered_workers(app))
+
+
+def survey_registered(
+    app: Celery, timeout_s: float, queues: Collection[str] = (), *, asks: bool = True
+) -> Survey:
+    """As `survey`, but asks only workers that are registered in Redis: where none is, none is.
+
+    Args:
+        app: The app whose broker is asked.
+        timeout_s: How long answers are collected, in seconds.
+        queues: Names of queues that are looked into, whether a worker consumes them or not.
+        asks: Whether workers are asked at all.
+
+    Raises:
+        RedisUnavailable: The broker does not answer.
+    """
+    with broker_errors():
+        registered = registered_workers(app)
+        names = [each.name for each in registered.values() if each.name is not None]
+        workers = _broadcast(app, FIGURES, timeout_s, names) if names and asks else {}
+        consumed = {queue for each in registered.values() for queue in each.queues or ()}
+        return _look_at_broker(app, workers, {*consumed, *queues}, registered)
+
+
+def _look_at_broker(
+    app: Celery,
+    workers: Mapping[str, Any],
+    queues: set[str],
+    registered: Mapping[str, RegisteredWorker],
+) -> Survey:
+    waiting = waiting_in(app, queues)
+    letters = dead_letters(app)
+    leased = dict.fromkeys(sorted(queues), 0) if letters is not None else {}
+    for each in registered.values():
+        for queue, count in each.leased.items():
+            leased[queue] = leased.get(queue, 0) + count
+    return Survey(
+        workers,
+        {name: each.jobs for name, each in waiting.items()},
+        letters,
+        {name: each.oldest_s for name, each in waiting.items()},
+        leased,
+        None if letters is None else sum(each.scheduled for each in registered.values()),
+    )
+
+
+def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
+    """The workers with leases, by id, the dead among them; none if the broker is not a Redis.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        if not isinstance(channel, kombu_redis.Channel):
+            return {}
+        client = redis.Redis(connection_pool=channel.pool)
+        return LiveWorkers(client, channel.global_keyprefix).registered()
 
 
 def app_queues(app: Celery) -> set[str]:

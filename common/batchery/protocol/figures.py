@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from batchery.redis_scripts import ScriptTime
+
 #: Remote-control command that asks for the figures.
 FIGURES = "batchery"
 
@@ -20,6 +22,12 @@ RECORD = "batchery_record"
 
 #: Digits of what is reported behind the point.
 DIGITS = 3
+
+#: Upper bounds of the waits that are counted apart, in seconds.
+WAIT_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
+    float("inf"),
+)
 
 
 class RecordedJob(NamedTuple):
@@ -130,6 +138,26 @@ class CacheFigures:
 
 
 @dataclass(slots=True)
+class TaskFigures(BatchSums):
+    """Sums over the batches of one task."""
+
+    #: Number of jobs that ended, by how: `succeeded`, `failed`, `shed` or `fenced`.
+    outcomes: Counter[str] = field(default_factory=Counter)
+    #: As `BatchFigures.batch_sizes`.
+    batch_sizes: Counter[str] = field(default_factory=Counter)
+    #: Number of jobs by how long they waited from being sent until their batch left: by the least
+    #: of `WAIT_BOUNDS_S` that is not below it.
+    waits: Counter[float] = field(default_factory=Counter)
+    #: All these waits together.
+    waited_s: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """The same for JSON, which has texts as keys."""
+        waits = {str(bound_s): count for bound_s, count in sorted(self.waits.items())}
+        return {**super(TaskFigures, self).report(), "waits": waits}
+
+
+@dataclass(slots=True)
 class BatchFigures(BatchSums):
     """Sums over all batches of a worker; times are those of all batches or jobs together."""
 
@@ -158,6 +186,7 @@ class BatchFigures(BatchSums):
     tracer_jobs: Counter[str] = field(default_factory=Counter)
     #: Counts of the caches, by task.
     caches: dict[str, CacheFigures] = field(default_factory=dict)
+    tasks: dict[str, TaskFigures] = field(default_factory=dict)
 
     RATIOS: ClassVar[tuple[str, ...]] = (
         *("mean_batch_size", "padding_waste", "mean_waited_ms"),
@@ -180,6 +209,7 @@ class BatchFigures(BatchSums):
             "batch_sizes": {size: self.batch_sizes[size] for size in sizes},
             "tracer_jobs": dict(self.tracer_jobs.most_common()),
             "caches": {task: each.report() for task, each in sorted(self.caches.items())},
+            "tasks": {task: each.report() for task, each in sorted(self.tasks.items())},
         }
 
 
@@ -191,6 +221,8 @@ class MemorySnapshot:
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
     total_bytes: int | None = None
+    #: What it could compute per second, in FLOPs; None where nobody has looked it up.
+    peak_flops: float | None = None
 
 
 @dataclass(slots=True)
@@ -218,6 +250,8 @@ class ModelSnapshot:
     #: How many steps it has made, and how long each took.
     steps: int = 0
     step_ms: float | None = None
+    #: Floating-point operations on tokens that carried something; 0 where nobody counts them.
+    flops: float = 0.0
     peak_bytes: int | None = None
     token_us: float = 0.0
     item_us: float = 0.0
@@ -252,6 +286,30 @@ class WaitingJobs:
 
 
 @dataclass(slots=True)
+class LeaseFigures:
+    """The messages that a worker holds, and its round trips to Redis."""
+
+    held: int = 0
+    #: Messages of dead workers that this one has put back into their queues.
+    recovered: int = 0
+    #: By name of the script.
+    scripts: dict[str, ScriptTime] = field(default_factory=dict)
+
+    @property
+    def round_trips(self) -> int:
+        """How often they were run."""
+        return sum(script.calls for script in self.scripts.values())
+
+
+@dataclass(slots=True)
+class HealthFigures:
+    """What `/livez` and `/readyz` of a worker say."""
+
+    live: bool
+    ready: bool
+
+
+@dataclass(slots=True)
 class WorkerFigures:
     """The answer of a worker with devices."""
 
@@ -266,6 +324,12 @@ class WorkerFigures:
     costs: dict[str, LearnedCosts] = field(default_factory=dict)
     #: Names of the queues that it consumes.
     queues: list[str] = field(default_factory=list)
+    #: None where the broker is no Redis, while it is away, and of older workers.
+    leases: LeaseFigures | None = None
+    #: None of older workers.
+    health: HealthFigures | None = None
+    #: How late the event loop was, at the worst of the last seconds; None if nobody measures it.
+    loop_lag_s: float | None = None
 
     def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
         """The figures of the time between two answers, whose length is then `clock_s`.

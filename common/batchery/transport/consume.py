@@ -9,6 +9,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import redis
@@ -88,6 +89,7 @@ class Fetcher:
         #: The last questions, with notes and without: an idle worker asks both again and again.
         self._known: dict[bool, SentFetch] = {}
         self._asked: SentFetch | None = None
+        self._asked_s = 0.0
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
         #: Whether the last fetch left out queues that had their share.
@@ -146,6 +148,7 @@ class Fetcher:
             self._unsorted = None
         self._lease_store.flush()
         self._asked, self.left_some_out = asked, asked.left_some_out
+        self._asked_s = perf_counter()
         connection.send_packed_command((asked.spelled.commands,))
         return True
 
@@ -257,6 +260,9 @@ class Fetcher:
             refusal = error
         asked = self._asked
         assert asked is not None
+        took = self._lease_store.scripts.times["fetch"]
+        took.calls += 1
+        took.seconds += perf_counter() - self._asked_s
         if answer == []:
             self.known_capacity = asked.question.capacity
             self.is_entered = bool(asked.spelled.entry)

@@ -13,6 +13,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
+from time import monotonic
 from typing import Any, Protocol
 
 import redis
@@ -64,6 +66,12 @@ class LeaseStore:
         self.expiry_s = expiry_s
         self.scripts = transport_scripts(client)
         self.db = int(client.connection_pool.connection_kwargs.get("db") or 0)
+        #: When the last heartbeat was answered, on the monotonic clock; None before the first one.
+        self.beat_s: float | None = None
+        #: Whether the last one was not answered.
+        self.is_silent = False
+        #: How many messages of dead workers this one has put back.
+        self.recovered = 0
         #: Whether all leases are gone: another worker took over, or Redis lost its data.
         self.fenced = False
         self._registration = Registration(client, self.keys, self.scripts, expiry_s)
@@ -83,13 +91,21 @@ class LeaseStore:
         """This worker's id; a fenced worker gets a new one."""
         return self._registration.worker
 
-    @property
-    def info(self) -> str:
-        """What others want to know of this worker, as JSON; from any thread."""
+    def describe(self, leased: Mapping[str, int], scheduled: int) -> str:
+        """What others want to know of this worker, as JSON; from any thread.
+
+        Args:
+            leased: How many messages of each queue it holds.
+            scheduled: How many of them wait for their time.
+        """
         holder = self.holder
-        return self._registration.info(
-            getattr(holder, "active_queues", None), getattr(holder, "node_name", None)
-        )
+        queues, name = getattr(holder, "active_queues", None), getattr(holder, "node_name", None)
+        return self._registration.info(queues, name, leased, scheduled)
+
+    def figures(self) -> dict[str, Any]:
+        """What `celery inspect batchery` shows of it; from any thread."""
+        scripts = {name: asdict(took) for name, took in list(self.scripts.times.items())}
+        return {"held": len(self.leases), "recovered": self.recovered, "scripts": scripts}
 
     @property
     def lease_key(self) -> str:
@@ -108,6 +124,7 @@ class LeaseStore:
         self._registration.check_server()
         self._registration.register(self.leases.last_token)
         self._open = True
+        self.beat_s = monotonic()
         atexit.register(self._close_quietly)
 
     def rejoin(self) -> int:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import redis
@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from batchery.transport import Transport
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
-from batchery.transport.worker_registry import ODD_ENTRY, read_expiry
+from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_name
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
@@ -30,11 +30,17 @@ class RegisteredWorker:
         heartbeat: Its last one; compared, but not read as a time.
         expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
         queues: Names of the queues that it consumes; None if it does not say, as older versions.
+        name: Its node name; None if it does not say.
+        leased: How many messages of each queue it held at its last heartbeat.
+        scheduled: How many of them waited for their time.
     """
 
     heartbeat: int
     expiry_s: float | None
     queues: Collection[str] | None
+    name: str | None = None
+    leased: Mapping[str, int] = field(default_factory=dict)
+    scheduled: int = 0
 
 
 class LiveWorkers:
@@ -80,9 +86,14 @@ class LiveWorkers:
             heartbeats, infos = pipe.execute()
         return {
             worker.decode(): RegisteredWorker(
-                int(heartbeat), read_expiry(infos.get(worker)), list_queues(infos.get(worker))
+                int(heartbeat),
+                read_expiry(about),
+                list_queues(about),
+                read_name(about),
+                *read_held(about),
             )
             for worker, heartbeat in heartbeats
+            for about in [infos.get(worker)]
         }
 
     def may_be_others(self) -> bool:
@@ -108,6 +119,20 @@ class LiveWorkers:
         ]
         # One that is busy holds messages. Others have once awaited the answers of workers.
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
+
+
+def read_held(about: bytes | None) -> tuple[Mapping[str, int], int]:
+    """How many messages of each queue a worker holds, and how many of them wait for their time.
+
+    Args:
+        about: The worker's entry in worker-info; older versions say neither.
+    """
+    try:
+        known = json.loads(about or b"{}")
+        leased = {str(queue): int(count) for queue, count in known.get("leased", {}).items()}
+        return leased, int(known.get("scheduled", 0))
+    except (*ODD_ENTRY, AttributeError):
+        return {}, 0
 
 
 def list_queues(about: bytes | None) -> Collection[str] | None:

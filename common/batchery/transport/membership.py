@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping
 from time import monotonic
 from types import MappingProxyType
@@ -10,6 +11,8 @@ from typing import Any
 import redis
 
 from batchery.fork_gate import fork_gate
+from batchery.transport.dead_letters import find_queue
+from batchery.transport.inbox import scheduled_tokens
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
 from batchery.transport.worker_registry import read_expiry, read_name
@@ -111,6 +114,8 @@ class Heartbeat:
         self._lease_store = lease_store
         self._client = client
         self._scripts = transport_scripts(client)
+        # Only this thread runs them, so nothing is lost.
+        self._scripts.times = lease_store.scripts.times
         self._pause_s = lease_store.expiry_s / BEATS_PER_EXPIRY
         self._detector = FailureDetector(lease_store.expiry_s, max_gap_s=lease_store.expiry_s / 2)
         self._expiries_s: dict[str, float] = {}
@@ -135,6 +140,7 @@ class Heartbeat:
                     self.beat(monotonic())
             except (redis.RedisError, OSError) as error:
                 logger.debug("heartbeat: %r", error)
+                self._lease_store.is_silent = True
                 self._detector.reset()
             except Exception:
                 logger.exception("heartbeat failed")
@@ -155,7 +161,8 @@ class Heartbeat:
             return
         worker = store.worker
         keys = [store.keys.workers, store.keys.worker_info]
-        flat = self._scripts.run("renew", keys, worker, store.info)
+        flat = self._scripts.run("renew", keys, worker, self._describe())
+        store.beat_s, store.is_silent = monotonic(), False
         if flat is None:
             if worker == store.worker and store.is_open:
                 store.fenced = True
@@ -169,6 +176,13 @@ class Heartbeat:
         expiries_s = self._read_expiries(heartbeats)
         for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):
             self._recover(name, beat, now_s)
+
+    def _describe(self) -> str:
+        """What this worker says of itself, with how much of each queue it holds."""
+        store, leased = self._lease_store, Counter[str]()
+        for key, count in store.leases.by_key().items():
+            leased[find_queue(key, store.keys.prefix)] += count
+        return store.describe(leased, len(scheduled_tokens()))
 
     def _read_expiries(self, workers: Collection[str]) -> Mapping[str, float]:
         """The expiries of other workers, as they registered them."""
@@ -201,6 +215,7 @@ class Heartbeat:
         if answer is None:
             return
         count, suspects = answer
+        self._lease_store.recovered += count
         why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
         logger.warning(
             "worker %s is dead; its jobs are back in their queues: %d%s",

@@ -6,6 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -70,12 +71,20 @@ class Registration:
                 f" and this worker knows {SCHEMA}; update the worker"
             )
 
-    def info(self, queues: Sequence[str] | None = None, name: str | None = None) -> str:
+    def info(
+        self,
+        queues: Sequence[str] | None = None,
+        name: str | None = None,
+        leased: Mapping[str, int] = MappingProxyType({}),
+        scheduled: int = 0,
+    ) -> str:
         """What others want to know of this worker, as JSON; from any thread.
 
         Args:
             queues: Names of the queues that it consumes; None while that is not known.
             name: Its node name; the same.
+            leased: How many messages of each queue it holds.
+            scheduled: How many of them wait for their time.
         """
         about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
         about["expiry_s"] = self._expiry_s
@@ -83,6 +92,8 @@ class Registration:
             about["queues"] = queues
         if name is not None:
             about["name"] = name
+        if leased:
+            about |= {"leased": leased, "scheduled": scheduled}
         return json.dumps(about)
 
     def unregister(self) -> None:

@@ -30,7 +30,8 @@ def _no_receivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the event loop, and of those that plan on it."""
     made = Clock()
-    for module in ("dispatch.dispatcher", "dispatch.demand", "device_pool.supervisor"):
+    planners = ("dispatch.dispatcher", "dispatch.demand", "device_pool.supervisor")
+    for module in (*planners, "device_pool.process"):
         monkeypatch.setattr(f"batchery_worker.{module}.monotonic", made)
     return made
 
@@ -48,15 +49,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevices]:
 def start_pool(
     clock: Clock, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StartPool]:
-    """Starts pools on fake devices of these names; they end with the test."""
+    """Starts pools on fake devices of these names, with settings; they end with the test."""
     made: list[FakeWorker] = []
     monkeypatch.setattr(worker_state, "should_stop", None)
     monkeypatch.setattr(worker_state, "should_terminate", None)
 
-    def start(*names: str) -> FakeWorker:
+    def start(*names: str, **settings: Any) -> FakeWorker:
         # As in a worker, where completion threads find the app, too.
         monkeypatch.setattr("celery._state.default_app", app)
-        install(app, devices=list(names or ["cpu"]))
+        install(app, devices=list(names or ["cpu"]), **settings)
         made.append(FakeWorker(app, devices, Loop(clock)))
         return made[-1]
 

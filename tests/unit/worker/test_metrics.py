@@ -1,15 +1,35 @@
 """Sums and means over batches."""
 
 import json
-from typing import Any
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from batchery.protocol.figures import read_figures
+from batchery.protocol.headers import SENT_AT
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done
+from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.metrics import MAX_REASONS, Metrics
 
 
 def done(*, jobs: int, forward_ms: float, **more: Any) -> Done:
     return Done(1, [("committed", ())] * jobs, forward_ms, 75, 100, 1.0, 2.0, 3.0, **more)
+
+
+def batch(items: int, *sent_ago_s: float, task: str = "shout") -> DispatchedBatch:
+    """A batch of one job, or of one for each time since it was sent; it leaves now."""
+    now_s, unix_s = time.monotonic(), time.time()
+    jobs = tuple(
+        Job(
+            *("id", BatchKey(task), Limits(64), items if at == 0 else 0, now_s - 0.02),
+            payload=cast(Any, SimpleNamespace(message={SENT_AT: unix_s - ago_s})),
+        )
+        for at, ago_s in enumerate(sent_ago_s or (-9.0,))
+    )
+    return DispatchedBatch(Batch(jobs), now_s)
 
 
 def test_a_worker_without_batches_has_no_means() -> None:
@@ -22,8 +42,8 @@ def test_a_worker_without_batches_has_no_means() -> None:
 
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), "cpu", items=4, waited_ms=30)
-    metrics.batch_done(done(jobs=4, forward_ms=30), "cpu", items=8, waited_ms=30)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 30)
+    metrics.batch_done(done(jobs=4, forward_ms=30), batch(8), "cpu", 8, 30)
     snapshot = metrics.snapshot()
     assert (snapshot["batches"], snapshot["jobs"], snapshot["items"]) == (2, 6, 12)
     assert snapshot["mean_batch_size"] == 6
@@ -39,7 +59,7 @@ def test_means_and_waste_follow_from_the_sums() -> None:
 def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
-        metrics.batch_done(done(jobs=1, forward_ms=0), "cpu", items=items, waited_ms=0)
+        metrics.batch_done(done(jobs=1, forward_ms=0), batch(items), "cpu", items, 0)
     assert metrics.snapshot()["batch_sizes"] == {
         "<=1": 1,
         "<=2": 1,
@@ -70,9 +90,9 @@ def test_the_items_of_each_cache_are_counted_by_how_they_got_their_results() -> 
 
 def test_each_device_has_sums_of_its_own() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), "cuda:0", items=4, waited_ms=0)
-    metrics.batch_done(done(jobs=2, forward_ms=5), "cuda:1", items=2, waited_ms=0)
-    metrics.batch_done(done(jobs=2, forward_ms=10), "cuda:0", items=4, waited_ms=0)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4, 0)
+    metrics.batch_done(done(jobs=2, forward_ms=5), batch(2), "cuda:1", 2, 0)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4, 0)
     assert metrics.of_device("cuda:0") == {
         "batches": 2,
         "items": 8,
@@ -86,9 +106,9 @@ def test_each_device_has_sums_of_its_own() -> None:
 
 def test_failures_are_counted_by_class_of_their_error() -> None:
     metrics = Metrics()
-    metrics.job_failed("ValueError")
+    metrics.job_failed("shout", "ValueError")
     told = {"InvalidItem": 3, "ValueError": 1}
-    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), "cpu", items=9, waited_ms=0)
+    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), batch(9), "cpu", 9, 0)
     snapshot = metrics.snapshot()
     assert (snapshot["failed_jobs"], snapshot["failed_items"]) == (1, 4)
     assert snapshot["failures"] == {"InvalidItem": 3, "ValueError": 2}
@@ -97,7 +117,7 @@ def test_failures_are_counted_by_class_of_their_error() -> None:
 def test_errors_of_ever_new_classes_are_counted_together() -> None:
     metrics = Metrics()
     for number in range(MAX_REASONS + 7):
-        metrics.job_failed(f"Error{number}")
+        metrics.job_failed("shout", f"Error{number}")
     failures = metrics.snapshot()["failures"]
     assert len(failures) == MAX_REASONS + 1
     assert failures["others"] == 7
@@ -105,10 +125,43 @@ def test_errors_of_ever_new_classes_are_counted_together() -> None:
 
 def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), "cpu", items=4, waited_ms=30)
-    metrics.job_failed("ValueError")
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 30)
+    metrics.job_failed("shout", "ValueError")
     metrics.reused("embed", {"items": 8, "hits": 4, "deduplicated": 2, "computed": 2})
     answer = {"devices": {}, "clock_s": 1.0, "batches": metrics.snapshot()}
     figures = read_figures(json.loads(json.dumps(answer)))
     assert figures is not None
     assert figures.batches.report() == metrics.snapshot()
+
+
+def test_each_task_has_sums_of_its_own() -> None:
+    metrics = Metrics()
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 0)
+    metrics.batch_done(done(jobs=1, forward_ms=5), batch(1, task="embed"), "cpu", 1, 0)
+    mixed = Done(1, [("committed", ()), ("needs tracer", ()), ("fenced", ())], 1.0, 0, 0)
+    metrics.batch_done(mixed, batch(3), "cpu", 3, 0)
+    metrics.job_ended("shout", "succeeded")
+    metrics.job_failed("shout", "ValueError")
+    metrics.job_failed("shout", "DeadlineExceeded")
+    shout, embed = metrics.tasks["shout"], metrics.tasks["embed"]
+    assert (shout.batches, shout.items, shout.forward_ms, shout.tokens) == (2, 7, 11, 75)
+    assert shout.outcomes == {"succeeded": 4, "failed": 1, "shed": 1}
+    assert shout.batch_sizes == {"<=4": 2}
+    assert (embed.batches, embed.outcomes, embed.batch_sizes) == (1, {"succeeded": 1}, {"<=1": 1})
+
+
+def test_waits_count_from_when_jobs_were_sent() -> None:
+    metrics = Metrics()
+    metrics.batch_done(done(jobs=3, forward_ms=1), batch(3, 0.09, 0.3, 4000.0), "cpu", 3, 0)
+    found = metrics.tasks["shout"]
+    assert found.waits == {0.1: 1, 0.5: 1, float("inf"): 1}
+    assert found.waited_s == pytest.approx(4000.39, abs=0.1)
+
+
+@pytest.mark.parametrize("sent_at", [None, "soon", True, float("nan"), -1e300, 9e99])
+def test_wait_of_a_job_that_says_nonsense_counts_from_its_arrival(sent_at: Any) -> None:
+    metrics, dispatched = Metrics(), batch(1)
+    payload: Any = dispatched.batch.jobs[0].payload
+    payload.message[SENT_AT] = sent_at
+    metrics.batch_done(done(jobs=1, forward_ms=1), dispatched, "cpu", 1, 0)
+    assert metrics.tasks["shout"].waited_s == pytest.approx(0.02)

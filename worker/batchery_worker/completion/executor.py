@@ -209,6 +209,7 @@ class CompletionExecutor:
         if error is not None:
             # Events tell of it by its repr: a pool of processes loses the wrapper on the way.
             value.exception = error
+        completion.succeeded = error is None
         is_failure = error is not None and not isinstance(error, NOT_FAILURES)
         if is_failure or error is None:
             tell_readers(self._app.backend, completion.task_id, completion.call.message)

@@ -130,16 +130,15 @@ class Settlement:
                 return
             call.request.batch = info
         self.pending += 1
-        self._executor.submit(
-            Completion(
-                task_id=call.task_id,
-                call=call,
-                make_outcome=outcome,
-                info=info,
-                on_end=partial(self._settled, call),
-                may_hold=self._executor.tracer.may_hold(call),
-            )
+        completion = Completion(
+            task_id=call.task_id,
+            call=call,
+            make_outcome=outcome,
+            info=info,
+            on_end=lambda failure: self._settled(completion, failure),
+            may_hold=self._executor.tracer.may_hold(call),
         )
+        self._executor.submit(completion)
 
     def settle_batch(self, answered: Iterable[Answered]) -> None:
         """Settles the jobs of a batch that a device has answered."""
@@ -226,6 +225,7 @@ class Settlement:
                 stored = partial(_stored_result, job.id) if is_listened else None
                 committed = CommittedJob(job.payload, UNKNOWN_RESULT, ran_s, stored, None)
                 self._listened_first(committed, listened)
+                self._metrics.job_ended(job.key.task, "succeeded")
             else:
                 self.fenced(job.payload)
         self._notify_listeners(listened)
@@ -242,6 +242,7 @@ class Settlement:
         request.acknowledged = True
         worker_state.task_ready(request)
         self._metrics.fenced_jobs += 1
+        self._metrics.job_ended(call.task_name, "fenced")
 
     def _withdraw(self, call: TaskCall) -> None:
         self._in_flight.remove(call)
@@ -253,11 +254,14 @@ class Settlement:
         self._executor.stop()
         self.empty_mailbox()
 
-    def _settled(self, call: TaskCall, failure: str | None) -> None:
+    def _settled(self, completion: Completion, failure: str | None) -> None:
+        call = completion.call
         self._in_flight.remove(call)
         self.pending -= 1
         if failure is not None:
-            self._metrics.job_failed(failure)
+            self._metrics.job_failed(call.task_name, failure)
+        elif completion.succeeded:
+            self._metrics.job_ended(call.task_name, "succeeded")
 
 
 def _stored_result(task_id: str, backend: Any) -> Any:

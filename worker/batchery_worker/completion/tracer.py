@@ -45,6 +45,8 @@ class Completion(JobCompletion):
     may_hold: bool
     #: The tracer's answer: whether the job failed, and its result.
     traced: Any = None
+    #: Whether it has succeeded; neither a failure nor a success is, for example, a retry.
+    succeeded: bool = False
     #: The job whose messages and result are held back; None if everything is written.
     held: WithheldJob | None = None
 

@@ -71,6 +71,8 @@ class LoadedModel:
         self._memory = memory
         self._loaded_bytes = loaded_bytes
         self._peak_bytes = 0
+        #: Tokens that it has computed, without padding.
+        self._tokens = 0
         kind = device.partition(":")[0]
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
@@ -131,6 +133,7 @@ class LoadedModel:
             # Some errors of CUDA end its context, and with it all passes from now on. Those raise
             # here, outside of what isolates failures: the process ends, and its jobs run again.
             self._memory.wait()
+        self._tokens += done[1]
         took_ms = (self._clock() - started_s - self._batch.others_s) * 1e3
         self._peak_bytes = max(self._peak_bytes, self._memory.peak_bytes())
         if self._failed_passes == failed_passes:
@@ -173,6 +176,8 @@ class LoadedModel:
             "out_of_memory": self._failed_passes,
             **self._costs(),
         }
+        if flops := getattr(self.model, "flops_per_token", 0):
+            figures["flops"] = float(flops) * self._tokens
         if self._peak_bytes:
             figures |= {"loaded_bytes": self._loaded_bytes, "peak_bytes": self._peak_bytes}
         return figures

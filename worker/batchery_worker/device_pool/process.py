@@ -134,6 +134,13 @@ class DeviceProcess:
     in_turn: list[DispatchedBatch] = field(default_factory=list)
     #: Number of deaths in a row, without a finished batch between them.
     deaths: int = 0
+    #: Number of times in a row that it was killed because it hung, without a finished batch.
+    hangs: int = 0
+    #: Whether its process was killed because it hung, and no other one is ready yet.
+    is_hung: bool = False
+    #: When it last gave a sign, or got work while it had none, on the monotonic clock; infinite
+    #: while its results wait for Redis.
+    heard_s: float = 0.0
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
     pid: int = 0
@@ -206,6 +213,10 @@ class DeviceProcess:
             each.urgent and each.began_s is None for each in self.batches.values()
         )
 
+    def silent_s(self, now_s: float) -> float:
+        """How long it has given no sign although it has work, in seconds; 0 if it has none."""
+        return max(0.0, now_s - self.heard_s) if self.batches else 0.0
+
     @property
     def backoff_s(self) -> float:
         """Pause before the next start, in seconds; 0 before the first one."""
@@ -263,6 +274,8 @@ class DeviceProcess:
 
     def hold(self, work_id: int, dispatched: DispatchedBatch) -> None:
         """Notes that the process has a batch."""
+        if not self.batches:
+            self.heard_s = monotonic()
         self.batches[work_id] = dispatched
         if not dispatched.urgent:
             self.in_turn.append(dispatched)
@@ -289,7 +302,7 @@ class DeviceProcess:
         if not dispatched.urgent:
             self.in_turn.remove(dispatched)
         self.taken -= dispatched.items_left
-        self.deaths = 0
+        self.deaths = self.hangs = 0
         self.jobs += len(done.jobs)
         return dispatched
 
@@ -314,6 +327,8 @@ class DeviceProcess:
         """
         assert self.link is not None
         replies = [load_reply(frame) for frame in self.link.receive()]
+        if replies:
+            self.heard_s = monotonic()
         for reply in replies:
             self.reported = getattr(reply, "figures", None) or self.reported
         return replies

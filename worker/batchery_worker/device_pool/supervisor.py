@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -24,6 +25,13 @@ MAX_FAILED_STARTS = 5
 #: The same while the worker starts; one failed start may be an accident.
 MAX_FIRST_STARTS = 2
 
+#: How often in a row a device may hang, without a finished batch, before the worker ends: then it
+#: is hardly a job that hangs.
+MAX_HANGS = 5
+
+#: Longest time between two looks for devices that hang, in seconds.
+MAX_LOOK_PAUSE_S = 1.0
+
 #: After so much time a job that had to leave its slots has its process killed, in seconds: a step
 #: of the model may hang.
 MAX_STEP_S = 10.0
@@ -36,6 +44,7 @@ class DeviceSupervisor:
         self,
         devices: Sequence[DeviceProcess],
         limits: RecyclingLimits = RecyclingLimits(),  # noqa: B008 - it cannot be changed
+        max_pass_s: float | None = None,
         *,
         on_ready: Callable[[], None],
         on_done: Callable[[DispatchedBatch, Done, DeviceProcess], None],
@@ -47,11 +56,17 @@ class DeviceSupervisor:
         Args:
             devices: None of them has been started.
             limits: When a device process is recycled.
+            max_pass_s: How long a device with work may give no sign, in seconds, before its
+                process is killed; None for no limit.
             on_ready: Called when a device can take batches.
             on_done: Called when a device has finished a batch.
             on_death: Called with the batches of a device that died, and how it died, for people.
-            on_lost: Called when every device is given up, with the reason, for people.
+            on_lost: Called when every device is given up, or one hangs again and again, with the
+                reason, for people.
         """
+        self._max_pass_s = max_pass_s
+        #: Number of event loops so far: what was planned on an earlier one must not go on.
+        self._loops = 0
         self.devices = list(devices)
         #: Devices that were given up. Their last processes must still be waited for.
         self._given_up_for_good: list[DeviceProcess] = []
@@ -93,6 +108,8 @@ class DeviceSupervisor:
                     hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
             else:
                 hub.call_later(device.backoff_s, self._spawn, device)
+        self._loops += 1
+        self._plan_look_for_hangs()
 
     def start(self, hub: Any, timeout_s: float, interrupted: Callable[[], None]) -> None:
         """Starts all devices and waits until they are ready.
@@ -260,6 +277,33 @@ class DeviceSupervisor:
         dispatched.expired = True
         device.kill()
 
+    def _plan_look_for_hangs(self) -> None:
+        if self._max_pass_s is not None:
+            pause_s = min(MAX_LOOK_PAUSE_S, self._max_pass_s / 4)
+            self._hub.call_later(pause_s, self._look_for_hangs, self._loops, self._max_pass_s)
+
+    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
+        """Kills the devices that have given no sign for too long, and looks again later."""
+        if loop != self._loops:
+            return
+        # The loop may have stood still itself.
+        self.read()
+        for device in list(self.devices):
+            silent_s = device.silent_s(monotonic())
+            if silent_s > max_pass_s and device.link is not None:
+                logger.error(
+                    "device %s hangs: no sign of it for %.1f s, and max_pass_s is %g: it is killed",
+                    *(device.name, silent_s, max_pass_s),
+                )
+                device.hangs += 1
+                device.is_hung = True
+                device.kill()
+                # At once, as a process that a driver holds may not end: then no pipe says so.
+                self._on_process_death(device)
+                if device.hangs == MAX_HANGS:
+                    self._on_lost(f"device {device.name} hung {MAX_HANGS} times in a row")
+        self._plan_look_for_hangs()
+
     def _on_writable(self, device: DeviceProcess) -> None:
         if device.link is not None and device.link.flush():
             self._hub.remove_writer(device.link.writer)
@@ -281,6 +325,7 @@ class DeviceSupervisor:
             device.state = State.READY
             device.load_s, device.ready_s = reply.load_s, monotonic()
             device.failed_starts = 0
+            device.is_hung = False
             self._refusals.pop(device.name, None)
             logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
             self._recycle_next()
@@ -293,6 +338,7 @@ class DeviceSupervisor:
         elif isinstance(reply, ResultsWait):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
+            device.heard_s = inf
         elif isinstance(reply, Began):
             self._begin(device, reply.id, device.batches[reply.id])
             # The next urgent one can be prepared meanwhile.

@@ -89,6 +89,7 @@ class Dispatcher:
         self._supervisor = DeviceSupervisor(
             devices,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
+            settings.max_pass_s,
             on_ready=self._plan_dispatch,
             on_done=self._on_done,
             on_death=self._on_death,
@@ -107,11 +108,10 @@ class Dispatcher:
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = False
+        self._dispatch_planned = self._draining = False
         #: Whether jobs are being admitted that are dispatched together.
         self._gathering = False
         self._wake_planned_s = float("inf")
-        self._draining = False
         #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
         self._told_slow: set[str] = set()
         self._told_target: set[str] = set()
@@ -122,9 +122,9 @@ class Dispatcher:
         return self._hub
 
     @property
-    def pids(self) -> set[int]:
-        """Process ids of the devices."""
-        return {device.pid for device in self._supervisor.devices}
+    def devices(self) -> Sequence[DeviceProcess]:
+        """The devices, but for those that were given up."""
+        return self._supervisor.devices
 
     def start(self) -> None:
         """Starts the devices and waits for their models.
@@ -507,7 +507,7 @@ class Dispatcher:
             self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(done, device.name, items=items, waited_ms=sum(waited_ms))
+        self._metrics.batch_done(done, dispatched, device.name, items, sum(waited_ms))
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
         info = batch_info(

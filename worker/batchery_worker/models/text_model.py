@@ -107,6 +107,10 @@ class TextModel(Model):
     #: How many passes may be started before `postprocess` of the current one.
     passes_ahead = 0
 
+    #: A multiplication and an addition with each weight that is not looked up. Attention itself is
+    #: left out.
+    flops_per_token = 0
+
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self._gives_json = False
@@ -161,6 +165,7 @@ class TextModel(Model):
             raise ModelLoadError(
                 f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
             )
+        self.flops_per_token = 2 * int(self.model.num_parameters(exclude_embeddings=True))
         self._finish_load(source, sorted(info["missing_keys"]))
         self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
         self._choose_padding()

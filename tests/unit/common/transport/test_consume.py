@@ -4,12 +4,13 @@ Redis is a connection that keeps the commands; the test says what it answers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import redis
 from celery.worker import state as worker_state
 
+from batchery.redis_scripts import RedisScripts
 from batchery.transport import consume
 from batchery.transport.consume import (
     MAX_FETCH_BYTES,
@@ -22,7 +23,7 @@ from batchery.transport.consume import (
 )
 from batchery.transport.inbox import Capacity, Inbox
 from batchery.transport.leases import Leases
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import LUA, Keys
 
 KEYS = Keys("shop-")
 
@@ -128,6 +129,7 @@ class Store:
         self.noted: list[str] = []
         self.sorted: list[bytes] = []
         self.calls: list[str] = []
+        self.scripts = RedisScripts(cast(Any, None), LUA)
 
     def flush(self) -> None:
         self.calls.append("flush")
@@ -480,6 +482,15 @@ def test_refusal_is_raised_when_all_answers_were_read(make: Make) -> None:
         scene.answer(redis.ResponseError("READONLY"), b"OK", 0)
     assert scene.connection.answers == []
     assert not scene.fetcher.is_entered
+
+
+def test_fetches_are_counted_with_their_time(make: Make) -> None:
+    scene = make("a")
+    for _ in range(2):
+        scene.asks()
+        scene.answer([], b"OK", 0)
+    took = scene.store.scripts.times["fetch"]
+    assert (took.calls, 0 < took.seconds < 60) == (2, True)
 
 
 def test_fenced_worker_gets_no_answer(make: Make) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.transport.live_workers import MAX_IDLE_S, LiveWorkers, list_queues
+from batchery.transport.live_workers import MAX_IDLE_S, LiveWorkers, list_queues, read_held
 from batchery.transport.redis_schema import REPLIES_CLIENT
 
 PLAIN = "id=1 addr=h:1 name={name} db={db} idle={idle} cmd={cmd} user=default"
@@ -84,7 +84,7 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
         hgetall = zrange
 
         def execute(self) -> Any:
-            about = b'{"expiry_s": 2.5, "queues": ["q"]}'
+            about = b'{"expiry_s": 2.5, "queues": ["q"], "name": "a@b", "leased": {"q": 3}}'
             return [(b"w1", 7.0), (b"w2", 8.0)], {b"w1": about}
 
     client: Any = Client()
@@ -92,7 +92,14 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
     first, second = LiveWorkers(client, "shop-").registered().items()
     assert (first[0], first[1].heartbeat, first[1].expiry_s) == ("w1", 7, 2.5)
     assert first[1].queues == {"q"}
+    assert (first[1].name, first[1].leased, first[1].scheduled) == ("a@b", {"q": 3}, 0)
     assert (second[0], second[1].expiry_s, second[1].queues) == ("w2", None, None)
+    assert (second[1].name, second[1].leased, second[1].scheduled) == (None, {}, 0)
+
+
+@pytest.mark.parametrize("about", [b"{", b"[]", b'{"leased": 3}', b'{"leased": {"q": "x"}}'])
+def test_worker_that_says_nonsense_holds_nothing(about: bytes) -> None:
+    assert read_held(about) == ({}, 0)
 
 
 def test_broker_that_is_no_redis_has_no_workers_to_read() -> None:

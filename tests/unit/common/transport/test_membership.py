@@ -6,6 +6,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from batchery.transport import membership
+from batchery.transport.leases import Leases
 from batchery.transport.membership import FailureDetector, Heartbeat
 from batchery.transport.redis_schema import Keys
 
@@ -106,6 +107,7 @@ class Scripts:
 
     def __init__(self) -> None:
         self.ran: list[tuple[Any, ...]] = []
+        self.times: dict[str, Any] = {}
         self.answers: dict[str, Any] = {}
 
     def run(self, name: str, keys: Sequence[str], *args: Any) -> Any:
@@ -128,8 +130,11 @@ class Scene:
         self.infos: dict[str, bytes] = {}
         self.store = SimpleNamespace(
             worker="w1",
-            info="about w1",
+            describe=lambda leased, scheduled: f"about w1 {dict(leased)} {scheduled}",
+            leases=Leases(),
             keys=Keys(),
+            scripts=self.scripts,
+            recovered=0,
             expiry_s=EXPIRY_S,
             fenced=False,
             is_open=True,
@@ -169,8 +174,17 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 def test_heartbeat_renews_the_worker_and_sends_what_waits(scene: Scene) -> None:
     scene.beat(0.0)
-    assert scene.scripts.ran == [("renew", "w1", "about w1")]
+    assert scene.scripts.ran == [("renew", "w1", "about w1 {} 0")]
     assert scene.flushes == 1
+    assert scene.store.beat_s is not None
+
+
+def test_heartbeat_says_how_much_of_each_queue_the_worker_holds(scene: Scene) -> None:
+    owner: Any = None
+    for token, key in (("1", "embed"), ("2", "embed\x06\x163"), ("3", "celery")):
+        scene.store.leases.take(token, owner, key)
+    scene.beat(0.0)
+    assert scene.scripts.ran == [("renew", "w1", "about w1 {'embed': 2, 'celery': 1} 0")]
 
 
 def test_jobs_of_a_silent_worker_are_recovered_once_it_is_dead(
@@ -181,6 +195,7 @@ def test_jobs_of_a_silent_worker_are_recovered_once_it_is_dead(
     for second in range(int(EXPIRY_S) + 1):
         scene.beat(float(second), w2=7, w3=second)
     assert scene.recovered == [["w2", 7, 1]]
+    assert scene.store.recovered == 3
     assert "worker w2@host is dead; its jobs are back in their queues: 3" in caplog.text
     assert membership.CAUTION not in caplog.text
 

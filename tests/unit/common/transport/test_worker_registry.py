@@ -86,3 +86,5 @@ def test_worker_registers_what_is_known_of_it() -> None:
     about = json.loads(registration.info(["q"], "w1@host"))
     assert (about["queues"], about["name"]) == (["q"], "w1@host")
     assert json.loads(registration.info([]))["queues"] == []
+    about = json.loads(registration.info(["q"], "w1@host", {"q": 3}, 1))
+    assert (about["leased"], about["scheduled"]) == ({"q": 3}, 1)

@@ -141,6 +141,14 @@ def test_the_figures_say_what_chose_the_budget(served: LoadedModel) -> None:
     assert figures == {"chosen_by": "memory", "out_of_memory": 1, "loaded_bytes": 70}
 
 
+def test_figures_count_operations_without_padding(
+    served: LoadedModel, model: Tight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "flops_per_token", 3, raising=False)
+    run(served, [10, 4])
+    assert served.figures()["flops"] == 3.0 * 14
+
+
 def test_cpu_memory_is_not_counted() -> None:
     memory = find_memory("cpu")
     memory.forget_peak()

@@ -1,0 +1,205 @@
+"""`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
+
+import contextlib
+import http.client
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
+
+from apps import shop
+from batchery import install
+from batchery.cli.health import ask
+from support.commands import TIMEOUT_S, start
+from support.harness import Worker, device_busy, kill_all, wait_for
+from support.own_redis import OwnRedis
+from support.patience import patient
+
+Samples = dict[tuple[str, ...], float]
+
+
+class Exporter:
+    """A running exporter."""
+
+    def __init__(self, redis_url: str, *arguments: str) -> None:
+        command = ("batchery", "exporter", "-A", "apps.shop", "--port", "0", *arguments)
+        process: Any = start(redis_url, *command)
+        self.process = process
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found, line or process.stderr.read()
+        self.port = int(found[1])
+
+    def says(self, path: str) -> tuple[int, str]:
+        return ask(f"http://127.0.0.1:{self.port}", path)
+
+    def scrape(self) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(20))
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            return answer.read().decode()
+
+    def samples(self) -> Samples:
+        """By name and the values of the labels."""
+        families: Any = text_string_to_metric_families(self.scrape())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+StartExporter = Callable[..., Exporter]
+
+
+@pytest.fixture
+def start_exporter(own_redis: OwnRedis) -> Iterator[StartExporter]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str) -> Exporter:
+            made = Exporter(own_redis.url, *arguments)
+            stack.callback(close, made.process)
+            return made
+
+        yield begin
+
+
+def close(process: Any) -> None:
+    kill_all(process)
+    process.communicate()
+
+
+@pytest.fixture
+def sender(own_redis: OwnRedis) -> Iterator[Celery]:
+    """A client on that Redis."""
+    with Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False) as made:
+        install(made)
+        yield made
+        backend: Any = made.backend
+        backend.result_consumer.stop()
+
+
+@pytest.fixture
+def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
+    made = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1")
+    try:
+        yield made.wait_ready()
+    finally:
+        made.kill()
+
+
+def test_queues_are_counted_where_no_worker_is(
+    start_exporter: StartExporter, sender: Celery
+) -> None:
+    exporter = start_exporter("--queues", "other")
+    empty = exporter.samples()
+    assert (empty["batchery_broker_up",], empty["batchery_workers",]) == (1, 0)
+    assert empty["batchery_queue_waiting_jobs", "celery"] == 0
+    assert empty["batchery_queue_oldest_job_seconds", "celery"] == 0
+    # Over all lists of a queue, one of each priority.
+    for priority in (0, 3, 9):
+        sender.send_task("shout", ["a"], priority=priority)
+    with sender.connection_for_write() as connection:
+        # It says when it was sent, as those of plain clients do not.
+        shop.shout.apply_async(("a",), connection=connection, queue="other")
+    waiting = ("batchery_queue_waiting_jobs", "celery")
+    wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
+    samples = exporter.samples()
+    assert samples["celery_queue_length", "celery"] == 3
+    assert samples["batchery_queue_waiting_jobs", "other"] == 1
+    assert samples["batchery_queue_leased_jobs", "celery"] == 0
+    assert 0 < samples["batchery_queue_oldest_job_seconds", "other"] < patient(60)
+    assert ("batchery_queue_oldest_job_seconds", "celery") not in samples
+    assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
+    assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
+
+
+def test_what_workers_hold_and_have_counted_is_added(
+    start_exporter: StartExporter, worker: Worker, sender: Celery, tmp_path: Path
+) -> None:
+    jobs = [sender.send_task(shop.shout.name, ["a"]) for _ in range(100)]
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == ["A"] * 100
+    exporter = start_exporter()
+    key = ("batchery_jobs_total", "succeeded", shop.shout.name)
+    wait_for(lambda: exporter.samples().get(key) == 100, "its jobs are counted")
+    samples = exporter.samples()
+    assert samples["batchery_workers",] == 1
+    assert samples["batchery_worker_ready", worker.name] == 1
+    assert samples["batchery_device_ready", "cpu", worker.name] == 1
+    later = datetime.now(UTC) + timedelta(hours=1)
+    sender.send_task(shop.shout.name, ["later"], eta=later)
+    with device_busy(worker, sender, shop.until.name, tmp_path / "gate"):
+        held = ("batchery_queue_leased_jobs", "celery")
+        wait_for(lambda: exporter.samples()[held] == 2, "one that runs, and one with an ETA")
+        samples = exporter.samples()
+        assert samples["batchery_scheduled_jobs",] == 1
+        assert samples["batchery_queue_waiting_jobs", "celery"] == 0
+    # What it has counted stays when it goes.
+    worker.stop()
+    wait_for(lambda: exporter.samples()["batchery_workers",] == 0, "it has gone")
+    assert exporter.samples()[key] == 100
+    wait_for(lambda: exporter.samples()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
+
+
+def test_workers_are_asked_for_nothing_if_nobody_wants_it(
+    start_exporter: StartExporter, worker: Worker
+) -> None:
+    samples = start_exporter("--no-workers").samples()
+    assert samples["batchery_workers",] == 0
+    assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
+
+
+def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
+    start_exporter: StartExporter, own_redis: OwnRedis
+) -> None:
+    exporter = start_exporter()
+    assert exporter.samples()["batchery_broker_up",] == 1
+    with own_redis.hanging():
+        time.sleep(1.1)
+        began_s = time.monotonic()
+        text = exporter.scrape()
+        assert time.monotonic() - began_s < patient(6.0)
+        assert "batchery_broker_up 0.0" in text
+        assert "batchery_queue_waiting_jobs{" not in text
+        assert "celery_queue_length" not in text
+        assert exporter.says("/livez") == (200, "ok")
+        assert exporter.says("/readyz")[0] == 503
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it answers again")
+    own_redis.kill()
+    assert exporter.says("/readyz")[0] == 503
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it has gone")
+    own_redis.start()
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it is there again")
+    assert exporter.says("/readyz") == (200, "ok")
+
+
+def test_promtool_has_no_complaint_about_the_exporter(
+    start_exporter: StartExporter, worker: Worker
+) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=start_exporter().scrape(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exporter_ends_with_a_signal(start_exporter: StartExporter) -> None:
+    exporter = start_exporter()
+    exporter.process.terminate()
+    assert exporter.process.wait(patient(20)) == 0

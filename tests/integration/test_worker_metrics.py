@@ -1,0 +1,278 @@
+"""A worker's own port: its counters agree with what ran, and its health with how it is."""
+
+import contextlib
+import http.client
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
+
+from apps import shop
+from batchery.cli.health import ask
+from batchery_worker.devstack.redis_server import free_port
+from conftest import StartWorker
+from support.commands import TIMEOUT_S, run
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
+from support.patience import patient
+
+Samples = dict[tuple[str, ...], float]
+
+
+class Watched(NamedTuple):
+    """A worker with a port."""
+
+    worker: Worker
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def says(self, path: str) -> tuple[int, str]:
+        """The status and the text of `/livez` or `/readyz`."""
+        return ask(self.url, path)
+
+    def is_well(self, path: str) -> bool:
+        return self.says(path) == (200, "ok")
+
+    def scrape(self) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(10))
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            return answer.read().decode()
+
+    def samples(self) -> Samples:
+        """By name and the values of the labels, but for the worker's name."""
+        families: Any = text_string_to_metric_families(self.scrape())
+        return {
+            (sample.name, *(v for k, v in sample.labels.items() if k != "worker")): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+StartWatched = Callable[..., Watched]
+
+
+def start(start_worker: StartWorker, app: str, **variables: str) -> Watched:
+    """Starts a worker with a port, and does not wait until it is ready."""
+    port = free_port()
+    env = {"BATCHERY_METRICS__PORT": str(port), **variables}
+    return Watched(start_worker(app, "-c", "1", ready=False, env=env), port)
+
+
+@pytest.fixture(autouse=True)
+def _on_this_redis(redis_url: str) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+@pytest.fixture(scope="module")
+def watched(start_module_worker: StartWorker, redis_url: str) -> Watched:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    made = start(start_module_worker, "apps.shop")
+    made.worker.wait_ready().wait_answers(shop.app)
+    return made
+
+
+def test_counters_agree_with_what_ran(watched: Watched) -> None:
+    task = shop.shout.name
+    before = watched.samples()
+
+    def gained(*key: str) -> float:
+        after = watched.samples()
+        return after.get(key, 0.0) - before.get(key, 0.0)
+
+    shop.shout.submit_many([f"text {n}" for n in range(300)]).get(timeout=TIMEOUT_S)
+    failed = [shop.nasty.delay("raise") for _ in range(3)]
+    for job in failed:
+        with pytest.raises(KeyError):
+            job.get(timeout=TIMEOUT_S)
+    wait_for(lambda: gained("batchery_jobs_total", "succeeded", task) == 300, "all are counted")
+    wait_for(lambda: gained("batchery_jobs_total", "failed", shop.nasty.name) == 3, "so are these")
+    after = watched.samples()
+    assert gained("batchery_items_total", task) == 300
+    batches = gained("batchery_batches_total", task)
+    assert 300 / 64 <= batches <= 300
+    assert gained("batchery_batch_size_count", task) == batches
+    assert gained("batchery_batch_size_bucket", "64.0", task) == batches
+    assert gained("batchery_queue_wait_seconds_count", task) == 300
+    assert 0 < gained("batchery_queue_wait_seconds_sum", task) < 300 * TIMEOUT_S
+    assert gained("batchery_failures_total", "KeyError") == 3
+    assert gained("batchery_tracer_jobs_total", "a failure") == 3
+    assert gained("batchery_redis_round_trips_total") > 1
+    assert gained("batchery_redis_script_seconds_count", "fetch") > 1
+    assert (after["batchery_worker_live",], after["batchery_worker_ready",]) == (1, 1)
+    assert after["batchery_device_ready", "cpu"] == 1
+    assert after["batchery_leases_held",] == 0
+
+
+def test_event_loop_says_how_late_it_is(watched: Watched) -> None:
+    wait_for(lambda: ("batchery_event_loop_lag_seconds",) in watched.samples(), "it is measured")
+    assert 0 <= watched.samples()["batchery_event_loop_lag_seconds",] < patient(10)
+
+
+def test_promtool_has_no_complaint_about_a_worker(watched: Watched) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    command = [promtool, "check", "metrics"]
+    done = subprocess.run(
+        command, input=watched.scrape(), text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_readers_that_do_not_read_hold_up_neither_others_nor_the_worker(watched: Watched) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", watched.port)))
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert watched.is_well("/livez")
+        assert watched.scrape()
+        assert shop.shout.delay("a").get(timeout=TIMEOUT_S) == "A"
+
+
+def test_command_for_probes_says_it_by_its_exit_code(watched: Watched, redis_url: str) -> None:
+    health = ("batchery", "health", "--url", watched.url)
+    assert run(redis_url, *health)[:2] == (0, "ok\n")
+    assert run(redis_url, *health, "--ready")[:2] == (0, "ok\n")
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    code, _, err = run(redis_url, "batchery", "health", "--url", nowhere)
+    assert (code, "does not answer" in err) == (1, True)
+    code, _, err = run(redis_url, "batchery", "health", "--url", "localhost")
+    assert (code, "it is no URL" in err) == (2, True)
+
+
+def test_port_that_is_taken_ends_the_worker_with_one_line(
+    watched: Watched, start_worker: StartWorker
+) -> None:
+    env = {"BATCHERY_METRICS__PORT": str(watched.port)}
+    worker = start_worker("apps.shop", ready=False, env=env)
+    assert worker.wait_exit() == 2
+    (line,) = [line for line in worker.log.splitlines() if "metrics:" in line]
+    assert f"cannot listen on 127.0.0.1:{watched.port}" in line
+    assert "Traceback" not in worker.log
+
+
+def test_worker_is_live_while_it_loads_and_ready_when_it_has_loaded(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    watched = start(start_worker, "apps.slow_start", GATE_FOLDER=str(tmp_path))
+    wait_for(lambda: watched.is_well("/livez"), "it lives", patient(60))
+    status, why = watched.says("/readyz")
+    assert (status, "not ready" in why or "not started" in why) == (503, True)
+    assert watched.samples()["batchery_worker_ready",] == 0
+    (tmp_path / "gate").touch()
+    wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
+    assert watched.samples()["batchery_worker_ready",] == 1
+    watched.worker.stop()
+    assert watched.says("/livez")[0] == 0
+
+
+def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) -> None:
+    watched = start(start_worker, "apps.ordinary")
+    wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
+    samples = watched.samples()
+    assert samples["batchery_worker_live",] == 1
+    assert samples["batchery_leases_held",] == 0
+
+
+@pytest.fixture
+def on_own_redis(tmp_path: Path, own_redis: OwnRedis) -> Iterator[Watched]:
+    """A worker on a Redis that the test may stop, with a limit for devices that hang."""
+    port = free_port()
+    env = {"BATCHERY_METRICS__PORT": str(port), "BATCHERY_MAX_PASS_S": "3"}
+    worker = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1", env=env)
+    try:
+        yield Watched(worker.wait_ready(), port)
+    finally:
+        worker.kill()
+
+
+def test_stopped_device_turns_livez_and_its_jobs_go_on(
+    on_own_redis: Watched, own_redis: OwnRedis
+) -> None:
+    watched = on_own_redis
+    (device,) = watched.worker.devices()
+    device.send_signal(signal.SIGSTOP)
+    # It has nothing to do, and so it may be silent.
+    assert watched.is_well("/livez")
+    with Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False) as client:
+        job = client.send_task(shop.shout.name, ["a"])
+        wait_for(lambda: not watched.is_well("/livez"), "it is not live", patient(5.0))
+        why = watched.says("/livez")[1]
+        assert "hung" in why or "gave no sign" in why
+        assert not watched.is_well("/readyz")
+        assert job.get(timeout=TIMEOUT_S) == "A"
+        backend: Any = client.backend
+        backend.result_consumer.stop()
+    wait_for(lambda: watched.is_well("/livez") and watched.is_well("/readyz"), "it is well again")
+    assert watched.samples()["batchery_device_restarts_total",] == 1
+    assert watched.worker.process.poll() is None
+
+
+def test_lost_redis_turns_readyz_and_not_livez(on_own_redis: Watched, own_redis: OwnRedis) -> None:
+    watched = on_own_redis
+    wait_for(lambda: watched.is_well("/readyz"), "it is ready")
+    for lose in (own_redis.hanging(), gone(own_redis)):
+        with lose:
+            wait_for(lambda: not watched.is_well("/readyz"), "it is not ready", patient(5.0))
+            assert watched.is_well("/livez")
+            # Its figures are the last ones, as its event loop may wait for Redis.
+            assert watched.samples()["batchery_worker_ready",] == 0
+        wait_for(lambda: watched.is_well("/readyz"), "it is ready again", patient(60))
+
+
+@contextlib.contextmanager
+def gone(redis: OwnRedis) -> Iterator[None]:
+    redis.kill()
+    yield
+    redis.start()
+
+
+def test_file_for_node_exporter_is_written(start_worker: StartWorker, tmp_path: Path) -> None:
+    file = tmp_path / "worker.prom"
+    env = {"BATCHERY_METRICS__TEXTFILE": str(file)}
+    start_worker("apps.shop", "-c", "1", env=env)
+    wait_for(file.exists, "it is there", patient(30))
+    assert "batchery_worker_live" in file.read_text()
+
+
+def test_systemd_hears_that_a_worker_is_ready_and_lives(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(patient(60))
+        env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "600000"}
+        worker = start_worker("apps.shop", "-c", "1", ready=False, env=env)
+        heard = []
+        while "READY=1" not in heard:
+            heard.append(listener.recv(100).decode())
+        assert " ready." in worker.log
+        assert [listener.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+        worker.process.send_signal(signal.SIGTERM)
+        while heard[-1] != "STOPPING=1":
+            heard.append(listener.recv(100).decode())
+        assert worker.wait_exit() == 0
+
+
+def test_nobody_listens_unless_the_settings_say_so(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.shop", "-c", "1")
+    family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+    listening = [
+        each for process in family for each in process.net_connections() if each.status == "LISTEN"
+    ]
+    assert listening == []

@@ -1,0 +1,236 @@
+"""Figures as metrics: names and values, sums that never fall, and figures of other versions."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser as openmetrics
+
+from batchery.cli.survey import Survey
+from batchery.operations import families
+from batchery.operations.families import RunningTotals
+from batchery.protocol.figures import (
+    BatchFigures,
+    CacheFigures,
+    DeviceSnapshot,
+    HealthFigures,
+    LeaseFigures,
+    MemorySnapshot,
+    ModelSnapshot,
+    TaskFigures,
+    WaitingJobs,
+    WorkerFigures,
+    read_figures,
+)
+from batchery.redis_scripts import ScriptTime
+from support.harness import TESTS
+
+GPU = DeviceSnapshot(
+    "ready",
+    2,
+    resident_kib=1024,
+    memory=MemorySnapshot(reserved_bytes=5, total_bytes=9, peak_flops=312e12),
+    models={
+        "embed": ModelSnapshot(16_384, flops=6e12),
+        "chat": ModelSnapshot(0, slots=16, slots_taken=3),
+    },
+)
+
+
+def make_batches(jobs: int = 10) -> BatchFigures:
+    task = TaskFigures(
+        batches=2,
+        items=jobs,
+        tokens=90,
+        computed_tokens=100,
+        outcomes=Counter(succeeded=jobs, failed=1),
+        batch_sizes=Counter({"<=8": 1, "<=2048": 1}),
+        waits=Counter({0.1: jobs - 1, float("inf"): 1}),
+        waited_s=2000.5,
+    )
+    return BatchFigures(
+        batches=2,
+        jobs=jobs,
+        failures=Counter(ValueError=1),
+        forward_ms=1500.0,
+        tracer_jobs=Counter({"a chain": 2}),
+        caches={"embed": CacheFigures(items=3, hits=1, deduplicated=1, computed=1)},
+        tasks={"embed": task},
+    )
+
+
+def make_worker(jobs: int = 10) -> WorkerFigures:
+    return WorkerFigures(
+        {"cuda:0": GPU},
+        make_batches(jobs),
+        clock_s=1.0,
+        waiting_by_queue={"embed": WaitingJobs(3, 7.5)},
+        leases=LeaseFigures(8, 2, {"fetch": ScriptTime(4, 0.5), "renew": ScriptTime(2, 0.1)}),
+        health=HealthFigures(live=True, ready=False),
+        loop_lag_s=0.002,
+    )
+
+
+def make_survey(**workers: WorkerFigures) -> Survey:
+    survey = Survey({}, {"embed": 3, "none": 0}, 1, {"embed": 2.5}, {"embed": 8}, 2)
+    survey.__dict__["figures"] = workers
+    return survey
+
+
+def read(found: Iterable[Metric]) -> dict[tuple[str, ...], float]:
+    """The samples, by name and the values of their labels."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in found
+        for sample in family.samples
+    }
+
+
+def test_what_a_worker_counted_is_named_by_task() -> None:
+    found = read(families.collect_sums(make_batches()))
+    assert found["batchery_jobs_total", "embed", "succeeded"] == 10
+    assert found["batchery_jobs_total", "embed", "failed"] == 1
+    assert found["batchery_tokens_total", "embed"] == 90
+    assert found["batchery_computed_tokens_total", "embed"] == 100
+    assert found["batchery_stage_seconds_total", "forward"] == 1.5
+    assert found["batchery_tracer_jobs_total", "a chain"] == 2
+    assert found["batchery_failures_total", "ValueError"] == 1
+    assert found["batchery_cache_items_total", "embed", "hit"] == 1
+
+
+def test_histograms_count_all_up_to_each_bound() -> None:
+    found = read(families.collect_sums(make_batches()))
+    sizes = {key[-1]: n for key, n in found.items() if key[0] == "batchery_batch_size_bucket"}
+    assert (sizes["4.0"], sizes["8.0"], sizes["1024.0"], sizes["+Inf"]) == (0, 1, 1, 2)
+    assert found["batchery_batch_size_sum", "embed"] == 10
+    waits = {key[-1]: n for key, n in found.items() if "wait_seconds_bucket" in key[0]}
+    assert (waits["0.05"], waits["0.1"], waits["1800.0"], waits["+Inf"]) == (0, 9, 9, 10)
+    assert found["batchery_queue_wait_seconds_sum", "embed"] == 2000.5
+
+
+def test_what_is_of_a_worker_alone_has_its_name() -> None:
+    found = read(families.collect_workers({"w": make_worker()}))
+    assert (found["batchery_worker_live", "w"], found["batchery_worker_ready", "w"]) == (1, 0)
+    assert found["batchery_leases_held", "w"] == 8
+    assert found["batchery_leases_recovered_total", "w"] == 2
+    assert found["batchery_redis_round_trips_total", "w"] == 6
+    assert found["batchery_redis_script_seconds_sum", "w", "fetch"] == 0.5
+    assert found["batchery_event_loop_lag_seconds", "w"] == 0.002
+    assert found["batchery_model_batch_tokens", "w", "cuda:0", "embed"] == 16_384
+    assert found["batchery_model_slots_taken", "w", "cuda:0", "chat"] == 3
+    assert found["batchery_model_flops_total", "w", "cuda:0", "embed"] == 6e12
+    # One that has no slots has no such figures.
+    assert ("batchery_model_slots", "w", "cuda:0", "embed") not in found
+
+
+def test_devices_have_their_state_and_memory() -> None:
+    found = read(families.collect_devices({"w": make_worker()}))
+    of_device = {key[0].removeprefix("batchery_device_"): n for key, n in found.items()}
+    assert (of_device["ready"], of_device["peak_flops"]) == (1, 312e12)
+    assert of_device["resident_memory_bytes"] == 2**20
+    assert (of_device["memory_bytes"], of_device["memory_size_bytes"]) == (5, 9)
+
+
+def test_queues_are_told_from_a_lost_redis() -> None:
+    found = read(families.collect_cluster(make_survey(w=make_worker())))
+    assert found["batchery_broker_up",] == found["batchery_workers",] == 1
+    assert found["batchery_queue_waiting_jobs", "embed"] == 3
+    assert found["batchery_queue_leased_jobs", "embed"] == 8
+    # One that a worker holds has waited for longer than those in Redis.
+    assert found["batchery_queue_oldest_job_seconds", "embed"] == 7.5
+    assert found["batchery_queue_oldest_job_seconds", "none"] == 0
+    assert (found["batchery_scheduled_jobs",], found["batchery_dead_letters",]) == (2, 1)
+    assert read(families.collect_aliases(make_survey()))["celery_queue_length", "embed"] == 3
+    assert read(families.collect_cluster(None)) == {("batchery_broker_up",): 0}
+    assert read(families.collect_aliases(None)) == {}
+
+
+def test_totals_do_not_fall_when_workers_go_or_are_restarted() -> None:
+    totals = RunningTotals()
+
+    def add(**workers: int) -> float:
+        found = read(totals.add({name: make_worker(jobs) for name, jobs in workers.items()}))
+        return found.get(("batchery_jobs_total", "embed", "succeeded"), 0.0)
+
+    assert add() == 0
+    assert add(a=10, b=5) == 15
+    assert add(a=12) == 17
+    # It comes again as it was, the other one with less than before: it was restarted.
+    assert add(a=3, b=5) == 20
+    assert add() == 20
+
+
+def test_totals_forget_workers_that_were_seen_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "MAX_WORKERS", 2)
+    totals = RunningTotals()
+    for name in ("a", "b", "c"):
+        list(totals.add({name: make_worker()}))
+    assert list(totals._last) == ["b", "c"]
+
+
+def test_figures_of_an_older_worker_make_metrics_with_what_they_have() -> None:
+    batches = {"jobs": 3, "batches": 1, "failures": {"KeyError": 1}}
+    old = read_figures({"devices": {}, "clock_s": 1.0, "batches": batches})
+    assert old is not None
+    assert read(families.collect_sums(old.batches))["batchery_failures_total", "KeyError"] == 1
+    found = read(families.collect_workers({"w": old}))
+    assert set(found) == {
+        ("batchery_worker_waiting_jobs", "w"),
+        ("batchery_device_restarts_total", "w"),
+    }
+
+
+def test_figures_of_a_newer_worker_are_read_without_what_is_new() -> None:
+    report: dict[str, Any] = {**make_batches().report(), "dreams": 3}
+    report["tasks"]["embed"]["dreams"] = {"sheep": 1}
+    answer = {"devices": {}, "clock_s": 1.0, "batches": report, "dreams": None, "leases": None}
+    new = read_figures(json.loads(json.dumps(answer)))
+    assert new is not None
+    assert new.batches.tasks == make_batches().tasks
+
+
+def collect_all() -> Iterable[Metric]:
+    survey = make_survey(w=make_worker())
+    yield from families.collect_cluster(survey)
+    yield from families.collect_aliases(survey)
+    yield from RunningTotals().add(survey.figures)
+    yield from families.collect_workers(survey.figures)
+    yield from families.collect_devices(survey.figures)
+    yield from families.collect_failures(survey.figures)
+
+
+def test_all_of_it_is_what_prometheus_reads(tmp_path: Path) -> None:
+    text, media_type = families.encode(collect_all(), "application/openmetrics-text; version=1.0.0")
+    assert media_type.startswith("application/openmetrics-text")
+    parse: Any = openmetrics.text_string_to_metric_families
+    assert {family.name for family in parse(text.decode())} == {
+        family.name for family in collect_all()
+    }
+    families.write_textfile(str(tmp_path / "worker.prom"), collect_all())
+    assert (tmp_path / "worker.prom").read_bytes() == families.encode(collect_all())[0]
+    assert list(tmp_path.iterdir()) == [tmp_path / "worker.prom"]
+
+
+def test_page_names_all_metrics_and_no_other() -> None:
+    page = (TESTS.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = page.partition("## All metrics")[2].partition("Some are quotients")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    documented = {
+        name: (row[1], set(re.findall(r"\w+", row[2])))
+        for row in rows
+        for name in re.findall(r"`(\w+)`", row[0])
+    }
+    there = {
+        f"{family.name}_total" if family.type == "counter" else family.name: (
+            family.type,
+            {label for sample in family.samples for label in sample.labels} - {"le"},
+        )
+        for family in collect_all()
+    }
+    assert documented == there

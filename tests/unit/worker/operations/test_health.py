@@ -1,0 +1,79 @@
+"""The policy: what makes a worker not ready, and what makes it not live."""
+
+import pytest
+
+from batchery_worker.operations.health import (
+    REDIS_GRACE_S,
+    DeviceSight,
+    HealthPolicy,
+    Verdict,
+    WorkerSight,
+)
+
+NOW_S = 1000.0
+
+FINE = WorkerSight([DeviceSight("cpu", is_ready=True)], is_connected=True, beat_s=NOW_S - 0.5)
+
+
+def judge(sight: WorkerSight, max_pass_s: float | None = None, now_s: float = NOW_S) -> Verdict:
+    return HealthPolicy(max_pass_s, lambda: now_s).judge(sight)
+
+
+def test_worker_that_consumes_with_its_models_loaded_is_live_and_ready() -> None:
+    assert judge(FINE) == Verdict("", "")
+    # Without leases, as on another broker, nothing is known of heartbeats.
+    assert judge(FINE._replace(beat_s=None)) == Verdict("", "")
+    # Ordinary tasks need no device.
+    assert judge(FINE._replace(devices=[])) == Verdict("", "")
+
+
+@pytest.mark.parametrize(
+    ("sight", "why"),
+    [
+        (FINE._replace(devices=None), "the devices have not started"),
+        (FINE._replace(devices=[DeviceSight("cpu", False)]), "device cpu is not ready"),
+        (FINE._replace(is_connected=False), "the worker does not consume its queues"),
+        (FINE._replace(is_silent=True), "Redis does not answer"),
+        (FINE._replace(beat_s=NOW_S - 3.1), "Redis does not answer"),
+    ],
+)
+def test_worker_that_cannot_run_jobs_now_is_not_ready_and_goes_on_living(
+    sight: WorkerSight, why: str
+) -> None:
+    assert judge(sight) == Verdict("", why)
+
+
+def test_all_reasons_are_named() -> None:
+    two = [DeviceSight("cuda:0", True), DeviceSight("cuda:1", False)]
+    sight = WorkerSight(two, is_connected=False, beat_s=NOW_S, is_silent=True)
+    assert judge(sight).not_ready == (
+        "device cuda:1 is not ready; the worker does not consume its queues; Redis does not answer"
+    )
+
+
+def test_slow_heartbeats_may_be_as_rare_as_they_are() -> None:
+    policy = HealthPolicy(None, lambda: NOW_S)
+    late = FINE._replace(beat_s=NOW_S - 20)
+    assert policy.judge(late, beat_pause_s=12.0) == Verdict("", "")
+    assert policy.judge(late, beat_pause_s=6.0).not_ready == "Redis does not answer"
+
+
+def test_lost_redis_makes_a_worker_not_live_only_after_a_long_grace() -> None:
+    beat_s = FINE.beat_s or 0.0
+    assert judge(FINE, now_s=beat_s + REDIS_GRACE_S).not_live == ""
+    dead = judge(FINE, now_s=beat_s + REDIS_GRACE_S + 1)
+    assert dead.not_live == dead.not_ready == "Redis has not answered for 601 s"
+
+
+def test_device_without_a_sign_is_dead_only_if_there_is_a_limit() -> None:
+    silent = FINE._replace(devices=[DeviceSight("cpu", True, silent_s=3.2)])
+    assert judge(silent) == Verdict("", "")
+    assert judge(silent, max_pass_s=4.0) == Verdict("", "")
+    why = "device cpu has work, and gave no sign for 3.2 s"
+    assert judge(silent, max_pass_s=3.0) == Verdict(why, why)
+
+
+def test_device_that_hung_is_dead_until_another_process_is_ready() -> None:
+    hung = FINE._replace(devices=[DeviceSight("cpu", False, is_hung=True)])
+    why = "device cpu hung, and is being replaced"
+    assert judge(hung, max_pass_s=3.0) == Verdict(why, why)

@@ -1,0 +1,148 @@
+"""What is seen of a worker: for its health, for its own port, and over remote control."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from celery.bootsteps import RUN  # type: ignore[attr-defined]
+
+from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
+from batchery.settings import Settings
+from batchery.transport.lease_store import LeaseStore
+from batchery.transport.membership import BEATS_PER_EXPIRY
+from batchery_worker.device_pool.process import State
+from batchery_worker.operations.health import (
+    DeviceSight,
+    HealthPolicy,
+    Verdict,
+    WorkerSight,
+)
+from batchery_worker.remote_control import collect_figures
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+logger = logging.getLogger("batchery.worker")
+
+#: How often the lag of the event loop is measured, in seconds; and how many times are remembered.
+TICK_S = 1.0
+MAX_TICKS = 15
+
+#: How long the event loop may take to hand out figures, in seconds; then the last ones are shown.
+ANSWER_TIMEOUT_S = 1.0
+
+#: For how long figures are shown again to those who ask next, in seconds.
+FRESH_S = 0.5
+
+
+class WorkerWatch:
+    """Looks at a worker; from any thread, unless a method says otherwise."""
+
+    def __init__(self, worker: Any, settings: Settings) -> None:
+        """Costs nothing until somebody asks.
+
+        Args:
+            worker: Celery's `WorkController`.
+            settings: Of its app.
+        """
+        self._worker = worker
+        self._policy = HealthPolicy(settings.max_pass_s)
+        self._store: LeaseStore | None = None
+        self._asking = threading.Lock()
+        self._known: WorkerFigures | None = None
+        self._known_s = float("-inf")
+        self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
+        self._ticked_s = 0.0
+
+    def judge(self) -> Verdict:
+        """Whether the worker is live, and ready."""
+        pool, consumer = self._worker.pool, getattr(self._worker, "consumer", None)
+        devices = getattr(pool, "devices", ())
+        sights = None
+        if devices is not None:
+            now_s = monotonic()
+            sights = [
+                DeviceSight(
+                    *(each.name, each.state is State.READY, each.silent_s(now_s), each.is_hung)
+                )
+                for each in devices
+            ]
+        # Whoever reconnects has no connection for a while, and at first no leases.
+        channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
+        opened = getattr(channel, "lease_store", None)
+        is_connected = bool(
+            channel is not None
+            and consumer is not None
+            and consumer.connection
+            and consumer.blueprint.state == RUN
+            and (opened or not getattr(channel, "leases", False))
+        )
+        self._store = store = opened or self._store
+        if store is None:
+            return self._policy.judge(WorkerSight(sights, is_connected))
+        sight = WorkerSight(sights, is_connected, store.beat_s, store.is_silent)
+        return self._policy.judge(sight, store.expiry_s / BEATS_PER_EXPIRY)
+
+    def figures(self) -> dict[str, Any]:
+        """What remote control answers besides the figures of the pool."""
+        verdict, store = self.judge(), self._store
+        return {
+            "leases": None if store is None else store.figures(),
+            "health": {"live": not verdict.not_live, "ready": not verdict.not_ready},
+            "loop_lag_s": max(map(float, tuple(self._lags_s)), default=None),
+        }
+
+    def measure_lag(self, loop: Any) -> None:
+        """Measures how late an event loop is, from now on; again after each reconnect."""
+        self._ticked_s = monotonic()
+        loop.call_repeatedly(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now_s = monotonic()
+        self._lags_s.append(max(0.0, now_s - self._ticked_s - TICK_S))
+        self._ticked_s = now_s
+
+    def collect(self) -> "Iterator[Metric]":
+        """The worker's metrics; from any thread but that of the event loop."""
+        # Imported here, as only those who have the extra `metrics` come here.
+        from batchery.operations.families import collect_devices, collect_sums, collect_workers
+
+        figures, verdict = self._ask(), self.judge()
+        if figures is None:
+            # The devices load their models, or there are none.
+            nothing = {"devices": {}, "batches": {}, "clock_s": monotonic()}
+            figures = read_figures({**nothing, **self.figures()})
+            assert figures is not None
+        figures.health = HealthFigures(not verdict.not_live, not verdict.not_ready)
+        workers = {str(self._worker.hostname): figures}
+        yield from collect_sums(figures.batches)
+        yield from collect_workers(workers)
+        yield from collect_devices(workers)
+
+    def _ask(self) -> WorkerFigures | None:
+        """The figures, from the event loop; the last ones if it does not answer in time."""
+        with self._asking:
+            if monotonic() - self._known_s < FRESH_S:
+                return self._known
+            answer: Future[dict[str, Any] | None] = Future()
+
+            def collect() -> None:
+                try:
+                    answer.set_result(collect_figures(self._worker.consumer))
+                except Exception as error:  # noqa: BLE001 - whoever waits must not wait in vain
+                    answer.set_exception(error)
+
+            if getattr(self._worker.pool, "devices", None) is None:
+                return self._known
+            self._worker.pool.deliver(collect)
+            try:
+                found = answer.result(ANSWER_TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001 - the counters must go on
+                logger.debug("figures are old, as the event loop gives none: %r", error)
+            else:
+                self._known, self._known_s = read_figures(found or {}), monotonic()
+            return self._known
