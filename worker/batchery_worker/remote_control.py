@@ -5,6 +5,7 @@ command line asks only for commands that it knows by name; there, this module ma
 by the subcommand below.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def figures(state: Any, **_: Any) -> dict[str, Any]:
     ask = getattr(state.consumer.pool, "figures", None)
     if ask is None or (found := ask()) is None:
         return NO_DEVICE
-    return {**found, "queues": _queues(state)}
+    return {**found, "queues": _queues(state), "time_s": time.time()}
 
 
 @inspect_command(name=RECORD)

@@ -266,6 +266,8 @@ class WorkerFigures:
     costs: dict[str, LearnedCosts] = field(default_factory=dict)
     #: Names of the queues that it consumes.
     queues: list[str] = field(default_factory=list)
+    #: When it answered, in seconds since 1970 by its machine's clock; None from older versions.
+    time_s: float | None = None
 
     def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
         """The figures of the time between two answers, whose length is then `clock_s`.

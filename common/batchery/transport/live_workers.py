@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from batchery.transport import Transport
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
-from batchery.transport.worker_registry import read_expiry
+from batchery.transport.worker_registry import read_expiry, read_text
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
@@ -30,11 +30,17 @@ class RegisteredWorker:
         heartbeat: Its last one; compared, but not read as a time.
         expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
         queues: Names of the queues that it consumes; None if it does not say, as older versions.
+        name: Its node name; None while that is not known. The others are None in older versions.
+        host: Name of its machine.
+        version: That of its Batchery.
     """
 
     heartbeat: int
     expiry_s: float | None
     queues: Collection[str] | None
+    name: str | None = None
+    host: str | None = None
+    version: str | None = None
 
 
 class LiveWorkers:
@@ -79,9 +85,7 @@ class LiveWorkers:
             pipe.hgetall(self._keys.worker_info)
             heartbeats, infos = pipe.execute()
         return {
-            worker.decode(): RegisteredWorker(
-                int(heartbeat), read_expiry(infos.get(worker)), list_queues(infos.get(worker))
-            )
+            worker.decode(): read_worker(int(heartbeat), infos.get(worker))
             for worker, heartbeat in heartbeats
         }
 
@@ -108,6 +112,12 @@ class LiveWorkers:
         ]
         # One that is busy holds messages. Others have once awaited the answers of workers.
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
+
+
+def read_worker(heartbeat: int, about: bytes | None) -> RegisteredWorker:
+    """A worker by its last heartbeat and its entry in worker-info."""
+    texts = {name: read_text(about, name) for name in ("name", "host", "version")}
+    return RegisteredWorker(heartbeat, read_expiry(about), list_queues(about), **texts)
 
 
 def list_queues(about: bytes | None) -> Collection[str] | None:

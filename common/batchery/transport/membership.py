@@ -12,7 +12,7 @@ import redis
 from batchery.fork_gate import fork_gate
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
-from batchery.transport.worker_registry import read_expiry, read_name
+from batchery.transport.worker_registry import read_expiry, read_text
 
 logger = logging.getLogger("batchery.transport")
 
@@ -192,5 +192,5 @@ class Heartbeat:
         why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
         logger.warning(
             "worker %s is dead; its jobs are back in their queues: %d%s",
-            *(read_name(about) or worker, count, why),
+            *(read_text(about, "name") or worker, count, why),
         )

@@ -6,6 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import redis
@@ -30,6 +31,7 @@ class Registration:
         self._scripts = scripts
         self._expiry_s = expiry_s
         self._pid = os.getpid()
+        self._version = version("batchery")
         self.worker = ""
 
     @property
@@ -71,7 +73,7 @@ class Registration:
             name: Its node name; the same.
         """
         about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
-        about["expiry_s"] = self._expiry_s
+        about |= {"expiry_s": self._expiry_s, "version": self._version}
         if queues is not None:
             about["queues"] = queues
         if name is not None:
@@ -140,9 +142,15 @@ def read_expiry(about: bytes | None) -> float | None:
         return None
 
 
-def read_name(about: bytes | None) -> str | None:
-    """The node name that a worker has registered; None if there is none."""
+def read_text(about: bytes | None, field: str) -> str | None:
+    """A text that a worker has registered; None if there is none, as from older versions.
+
+    Args:
+        about: The worker's entry in worker-info.
+        field: `name`, `host` or `version`.
+    """
     try:
-        return str(json.loads(about or b"{}")["name"])
+        text = json.loads(about or b"{}")[field]
     except (ValueError, TypeError, KeyError):
         return None
+    return text if isinstance(text, str) else None
