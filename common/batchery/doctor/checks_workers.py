@@ -64,6 +64,12 @@ def _find_idle_queues(facts: Facts) -> Iterator[Symptom]:
         yield from when(consumed and not waiting.get(queue), text, queue=queue)
 
 
+def _find_dead_letters(facts: Facts) -> list[Symptom]:
+    # None of a broker that is no Redis.
+    letters = facts.survey.dead_letters or 0
+    return when(letters, f"{letters:,} dead letters")
+
+
 # Figures of one worker
 
 #: A check of one worker's figures; the text of a symptom begins with the worker's name.
@@ -182,9 +188,7 @@ CHECKS: Mapping[str, Find] = {
     "worker-clock": _find_worker_clocks,
     "queue-unserved": _find_unserved,
     "queue-without-worker": _find_idle_queues,
-    "dead-letters": lambda facts: when(
-        facts.survey.dead_letters, f"{facts.survey.dead_letters:,} dead letters"
-    ),
+    "dead-letters": _find_dead_letters,
     "slow-way": check_workers(_find_slow_way),
     "fenced-jobs": check_workers(_find_fenced),
     "small-batches": check_workers(_find_small_batches),

@@ -71,7 +71,7 @@ def _read_driver() -> tuple[int, float | FactUnknown]:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(devices)):
         return 0, FactUnknown("the driver of CUDA does not start")
     driver.cuDriverGetVersion(ctypes.byref(number))
-    return devices.value, number.value // 10 / 100
+    return devices.value, number.value // 1000 + number.value % 1000 / 100
 
 
 def _read_torch_cuda() -> float | FactUnknown | None:
