@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from batchery.cli.survey import Survey
-from batchery.doctor.facts import Facts, KnownFigures, ModelFolder, TaskOptions
+from batchery.doctor.facts import BatchTaskFacts, Facts, KnownFigures, ModelFolder
 from batchery.gateway_settings import GatewaySettings
 from batchery.protocol.figures import (
     BatchFigures,
@@ -24,8 +24,6 @@ INFO = {
     "role": "master",
     "connected_slaves": 0,
     "aof_enabled": 1,
-    "aof_last_write_status": "ok",
-    "rdb_last_bgsave_status": "ok",
     "used_memory": 100 << 20,
     "maxmemory": 1 << 30,
     "maxmemory_policy": "noeviction",
@@ -34,24 +32,19 @@ INFO = {
     "connected_clients": 20,
     "maxclients": 10_000,
     "rejected_connections": 0,
-    "cmdstat_evalsha": {"calls": 100_000, "usec_per_call": 300.0},
 }
 
 CONFIG = {"save": "3600 1 300 100", "timeout": "0", "min-replicas-to-write": "0"}
 
-CONF = {
+CONF: dict[str, Any] = {
     "accept_content": ["json"],
     "broker_connection_max_retries": None,
     "broker_transport_options": {},
-    "result_compression": None,
     "result_expires": 86_400,
-    "result_serializer": "json",
     "task_always_eager": False,
-    "task_protocol": 2,
     "task_reject_on_worker_lost": None,
     "task_serializer": "json",
     "task_time_limit": None,
-    "worker_disable_prefetch": False,
     "worker_prefetch_multiplier": 4,
 }
 
@@ -73,7 +66,7 @@ def make_figures(
     *, device: str = "cuda:0", model: dict[str, Any] | None = None, **batches: Any
 ) -> WorkerFigures:
     """Figures of a worker with one device and one model that did its work well."""
-    sums = {"batches": 1000, "jobs": 50_000, "items": 50_000, "tokens": 900_000}
+    sums: dict[str, Any] = {"batches": 1000, "jobs": 50_000, "items": 50_000, "tokens": 900_000}
     sums |= {"computed_tokens": 1_000_000, "forward_ms": 5000.0, "waited_ms": 250_000.0}
     sizes = Counter({"<=1": 10, "<=64": 990})
     memory = MemorySnapshot(reserved_bytes=10 << 30, total_bytes=80 << 30)
@@ -118,7 +111,7 @@ def make_facts(**changes: Any) -> Facts:
         "worker_conf": {WORKER: {}},
         "worker_ahead_s": {WORKER: 0.0},
         "conf": CONF,
-        "tasks": [TaskOptions("embed", "embed", "json")],
+        "tasks": [BatchTaskFacts("embed", "embed", "json")],
         "is_installed": True,
         "backend": "redis",
         "servers": ("127.0.0.1:6379", "127.0.0.1:6379"),

@@ -59,13 +59,6 @@ def _find_refused(facts: Facts) -> Iterator[Symptom]:
         yield from when(not is_accepted, text, accept=sorted({"json", name}))
 
 
-def _find_slow_results(facts: Facts) -> Iterator[Symptom]:
-    serializer, compression = facts.conf["result_serializer"], facts.conf["result_compression"]
-    yield from when(facts.tasks and serializer != "json", f"result_serializer is {serializer!r}")
-    yield from when(facts.tasks and compression, f"result_compression is {compression!r}")
-    yield from when(facts.tasks and facts.backend == "other", "the result backend is not Redis")
-
-
 def _find_odd_expiry(facts: Facts) -> list[Symptom]:
     expires = facts.conf["result_expires"]
     seconds = expires.total_seconds() if hasattr(expires, "total_seconds") else expires
@@ -110,12 +103,9 @@ CHECKS: Mapping[str, Find] = {
     "prefetch-unlimited": check_setting(
         "worker_prefetch_multiplier", lambda value: not 0 < value <= limits.MAX_PREFETCH
     ),
-    "prefetch-disabled": check_setting("worker_disable_prefetch", bool),
     "requeue-forever": check_setting("task_reject_on_worker_lost", bool),
-    "task-protocol": check_setting("task_protocol", lambda value: value != 2),
     "serializer-refused": _find_refused,
     "pickle-accepted": check_setting("accept_content", lambda value: "pickle" in str(list(value))),
-    "results-slow": _find_slow_results,
     "result-expires": _find_odd_expiry,
     "result-backend-missing": lambda facts: when(
         facts.tasks and facts.backend == "none", "the app has no result backend"

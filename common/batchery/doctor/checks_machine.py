@@ -20,11 +20,6 @@ def _find_old_driver(facts: Facts) -> list[Symptom]:
     return when(int(driver) < int(torch), text, wheel=f"{driver:.1f}".replace(".", ""))
 
 
-def _find_torch_without_cuda(facts: Facts) -> list[Symptom]:
-    is_blind = facts.cuda_devices and facts.torch_cuda is None
-    return when(is_blind, f"torch has no CUDA, and there are {facts.cuda_devices} CUDA devices")
-
-
 def _find_small_shm(facts: Facts) -> list[Symptom]:
     is_small = facts.cuda_devices and facts.shm_bytes < limits.MIN_SHM_BYTES
     return when(is_small, f"/dev/shm has {facts.shm_bytes >> 20:,} MiB")
@@ -68,7 +63,6 @@ def _is_loopback(host: str) -> bool:
 
 CHECKS: Mapping[str, Find] = {
     "driver-old": _find_old_driver,
-    "torch-without-cuda": _find_torch_without_cuda,
     "main-memory": lambda facts: when(
         facts.memory_share > limits.MAX_MAIN_MEMORY, f"{facts.memory_share:.0%} are in use"
     ),

@@ -24,11 +24,6 @@ def _find_snapshots(facts: Facts) -> list[Symptom]:
     return when(save, f"appendonly is no, and save is {save}")
 
 
-def _find_disk_errors(facts: Facts) -> Iterator[Symptom]:
-    for name in ("aof_last_write_status", "rdb_last_bgsave_status"):
-        yield from when(facts.info[name] != "ok", f"{name} is {facts.info[name]}")
-
-
 def _find_eviction(facts: Facts) -> list[Symptom]:
     policy, evicted = facts.info["maxmemory_policy"], facts.info["evicted_keys"]
     text = f"maxmemory-policy is {policy}; {evicted:,} keys were evicted since Redis started"
@@ -64,14 +59,6 @@ def _find_slow_commands(facts: Facts) -> Iterable[Symptom]:
         yield Symptom(f"{text} {worst.name} with {worst.took_ms:,.0f} ms, {worst.age_s:.0f} s ago")
 
 
-def _find_slow_scripts(facts: Facts) -> list[Symptom]:
-    # A Redis that has run no script has no such figure.
-    script = facts.info.get("cmdstat_evalsha") or {"calls": 0, "usec_per_call": 0}
-    mean_ms, is_mean = script["usec_per_call"] / 1e3, script["calls"] >= limits.MIN_SCRIPT_CALLS
-    text = f"scripts take {mean_ms:.1f} ms on average"
-    return when(is_mean and mean_ms > limits.MAX_SCRIPT_MS, text)
-
-
 def _find_lagging_replicas(facts: Facts) -> Iterator[Symptom]:
     for number in range(facts.info.get("connected_slaves", 0)):
         replica = facts.info[f"slave{number}"]
@@ -105,7 +92,6 @@ CHECKS: Mapping[str, Find] = {
     ),
     "redis-no-persistence": _find_lost_on_crash,
     "redis-snapshots-only": _find_snapshots,
-    "redis-disk": _find_disk_errors,
     "redis-eviction": _find_eviction,
     "redis-memory": _find_full_memory,
     "redis-backlog": _find_backlog,
@@ -114,7 +100,6 @@ CHECKS: Mapping[str, Find] = {
         f"a round trip from here takes {facts.round_trip_ms:.1f} ms",
     ),
     "redis-slow-commands": _find_slow_commands,
-    "redis-script-time": _find_slow_scripts,
     "redis-replica-lag": _find_lagging_replicas,
     "redis-lost-writes": _find_lost_writes,
     "redis-connections": _find_crowd,

@@ -94,11 +94,6 @@ def _find_slow_way(_: Facts, figures: WorkerFigures) -> list[Symptom]:
     return when(slow.total() > jobs * limits.MAX_TRACER_SHARE, text)
 
 
-def _find_fenced(_: Facts, figures: WorkerFigures) -> list[Symptom]:
-    jobs = figures.batches.fenced_jobs
-    return when(jobs, f"the outcome of {jobs:,} jobs came after the end of their lease")
-
-
 def _find_small_batches(facts: Facts, figures: WorkerFigures) -> list[Symptom]:
     batches, lone = figures.batches.batches, figures.batches.batch_sizes["<=1"]
     waiting = sum(facts.survey.queues.values()) + figures.waiting
@@ -155,10 +150,6 @@ def check_devices(find: Callable[[Facts, str, DeviceSnapshot], list[Symptom]]) -
     return check_workers(find_in_worker)
 
 
-def _find_dead_device(_: Facts, name: str, device: DeviceSnapshot) -> list[Symptom]:
-    return when(device.state == "dead", f"{name} is dead")
-
-
 def _find_out_of_memory(_: Facts, name: str, device: DeviceSnapshot) -> list[Symptom]:
     return [
         Symptom(f"{model} ran out of memory {each.out_of_memory:,} times on {name}", model=model)
@@ -190,13 +181,11 @@ CHECKS: Mapping[str, Find] = {
     "queue-without-worker": _find_idle_queues,
     "dead-letters": _find_dead_letters,
     "slow-way": check_workers(_find_slow_way),
-    "fenced-jobs": check_workers(_find_fenced),
     "small-batches": check_workers(_find_small_batches),
     "padding-waste": check_workers(_find_padding),
     "latency-missed": check_workers(_find_missed_target),
     "device-restarts": check_workers(_find_restarts),
     "device-on-cpu": _find_local_idle_gpus,
-    "device-dead": check_devices(_find_dead_device),
     "device-out-of-memory": check_devices(_find_out_of_memory),
     "device-memory": check_devices(_find_full_device),
     "device-fp32": check_devices(_find_fp32),

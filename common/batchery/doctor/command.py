@@ -82,8 +82,9 @@ def draw(diagnosis: Diagnosis) -> RenderableType:
     for each in diagnosis.findings:
         text = Text.assemble(each.found, "\n", (each.why, "dim"), "\n", (each.fix, "bold"))
         table.add_row(Text(each.severity, STYLES[each.severity]), each.check, text)
-    for name, why in diagnosis.unchecked.items():
-        table.add_row("unchecked", name, Text(why, "dim"))
+    for why in dict.fromkeys(diagnosis.unchecked.values()):
+        names = [name for name, each in diagnosis.unchecked.items() if each == why]
+        table.add_row("unchecked", counted(len(names), "check"), f"{why}\n{', '.join(names)}")
     wrong, unchecked = counted(len(diagnosis.findings), "finding"), len(diagnosis.unchecked)
     return Group(
         *([table] if table.row_count else []),

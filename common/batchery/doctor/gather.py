@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,12 +12,22 @@ from celery.app import trace
 from celery.backends.base import DisabledBackend
 from celery.backends.redis import RedisBackend
 from kombu.transport import redis as kombu_redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from batchery.cli.app import TIMEOUT_S, check_broker
+from batchery.cli.console import AWAY
 from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
-from batchery.doctor.facts import Facts, FactUnknown, KnownFigures, SlowCommand, TaskOptions
+from batchery.doctor.facts import (
+    BatchTaskFacts,
+    Facts,
+    FactUnknown,
+    KnownFigures,
+    SlowCommand,
+    ask_each,
+)
 from batchery.doctor.machine import gather_machine, gather_models
-from batchery.errors import SettingsError, StartError
+from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.queue_limits import find_destination
@@ -35,9 +44,8 @@ SLOWLOG_ENTRIES = 128
 #: The Celery settings that are checked.
 CONF = (
     *("accept_content", "broker_connection_max_retries", "broker_transport_options"),
-    *("result_compression", "result_expires", "result_serializer", "task_always_eager"),
-    *("task_protocol", "task_reject_on_worker_lost", "task_serializer", "task_time_limit"),
-    *("worker_disable_prefetch", "worker_prefetch_multiplier"),
+    *("result_expires", "task_always_eager", "task_reject_on_worker_lost", "task_serializer"),
+    *("task_time_limit", "worker_prefetch_multiplier"),
 )
 
 #: Where facts come from, by their names.
@@ -53,50 +61,48 @@ def gather(app: Celery, path: str, timeout_s: float, flower_url: str | None) -> 
         timeout_s: How long workers are awaited after each question, in seconds.
         flower_url: URL of a Flower; None for port 5555 of this machine's own address.
     """
-    known = {"app": path, **gather_machine(flower_url), **_gather_settings(app)}
-    if isinstance(known["settings"], FactUnknown) and known["settings_problem"]:
-        return Facts(**known)
-    known |= _ask_each(_list_app_sources(app))
+    known = {"app": path, **gather_machine(flower_url), **_gather_settings(app, path)}
+    if "settings" not in known:
+        return Facts(**known)  # They may say where Redis is.
+    known |= ask_each(_list_app_sources(app))
     try:
         check_broker(app)
-    except StartError as error:
+        known |= _gather_cluster(app, timeout_s)
+    except (*AWAY, StartError) as error:
         return Facts(**known, redis_problem=str(error))
-    with ExitStack() as stack:
-        known |= _gather_cluster(app, timeout_s, stack)
     return Facts(**known, redis_problem="")
-
-
-def _ask_each(sources: Sources) -> dict[str, Any]:
-    """The facts of some sources; why, where one fails."""
-    found: dict[str, Any] = {}
-    for name, ask in sources.items():
-        try:
-            found[name] = ask()
-        except redis.ResponseError as error:
-            found[name] = FactUnknown(f"Redis refuses it: {error}")
-        except Exception as error:  # noqa: BLE001 (an app's code, and a network, may raise anything)
-            found[name] = FactUnknown(f"{type(error).__name__}: {error}")
-    return found
 
 
 # The app
 
 
-def _gather_settings(app: Celery) -> dict[str, Any]:
+def _gather_settings(app: Celery, path: str) -> dict[str, Any]:
+    """What `install` made of the app, and the folders of its models.
+
+    Raises:
+        AppNotImportable: A module that it includes cannot be imported.
+    """
+    try:
+        app.loader.import_default_modules()
+        app.finalize()
+    except SettingsError as error:
+        return {"settings_problem": str(error)}
+    except Exception as error:
+        raise AppNotImportable(f"app {path!r}: {type(error).__name__}: {error}") from error
     try:
         installation = get_installation(app)
     except SettingsError as error:
-        return {"settings": FactUnknown(str(error)), "settings_problem": "", "is_installed": False}
-    known: dict[str, Any] = {"is_installed": True, "settings_problem": ""}
+        return {"is_installed": False, "settings_problem": "", "settings": FactUnknown(str(error))}
     try:
-        known["settings"] = installation.settings
-        # Registers the models of the settings, which may fail.
-        app.loader.import_default_modules()
-        app.finalize()
-        known["settings_problem"] = str(installation.error or "")
+        models = installation.settings.models
     except SettingsError as error:
-        known |= {"settings": FactUnknown(str(error)), "settings_problem": str(error)}
-    return known | _ask_each({"folders": lambda: gather_models(installation.settings.models)})
+        return {"is_installed": True, "settings_problem": str(error)}
+    return {
+        "is_installed": True,
+        "settings_problem": str(installation.error or ""),
+        "settings": installation.settings,
+        **ask_each({"folders": lambda: gather_models(models)}),
+    }
 
 
 def _list_app_sources(app: Celery) -> Sources:
@@ -106,13 +112,13 @@ def _list_app_sources(app: Celery) -> Sources:
             _read_task(app, task) for task in app.tasks.values() if isinstance(task, BatchTask)
         ],
         "backend": lambda: _name_backend(app),
-        "servers": lambda: (_name_server(_broker_url(app)), _name_server(app.backend.url)),
+        "servers": lambda: _name_servers(app),
         "tracer_module": lambda: trace.build_tracer.__module__,
     }
 
 
-def _read_task(app: Celery, task: Any) -> TaskOptions:
-    return TaskOptions(
+def _read_task(app: Celery, task: Any) -> BatchTaskFacts:
+    return BatchTaskFacts(
         task.name,
         find_destination(app, task.name, {}).queue,
         task.serializer,
@@ -128,44 +134,54 @@ def _name_backend(app: Celery) -> str:
     return "redis" if isinstance(app.backend, RedisBackend) else "other"
 
 
-def _broker_url(app: Celery) -> str:
+def _name_servers(app: Celery) -> tuple[str, str]:
+    """Host and port of broker and result backend, of the first one of several."""
     with app.connection_for_read() as connection:
-        return str(connection.as_uri())
-
-
-def _name_server(url: str) -> str:
-    """Host and port of a Redis; the path of a socket."""
-    parts = urlsplit(redis_url(url))
-    host = (parts.hostname or parts.path).replace("localhost", "127.0.0.1")
-    return f"{host}:{parts.port or 6379}"
+        urls = (connection.as_uri(), str(getattr(app.backend, "url", None) or ""))
+    parts = [urlsplit(redis_url(url).partition(";")[0]) for url in urls]
+    names = [(each.hostname or each.path).replace("localhost", "127.0.0.1") for each in parts]
+    broker, results = (f"{name}:{at.port or 6379}" for name, at in zip(names, parts, strict=True))
+    return broker, results
 
 
 # Redis and workers
 
 
-def _gather_cluster(app: Celery, timeout_s: float, stack: ExitStack) -> dict[str, Any]:
+def _gather_cluster(app: Celery, timeout_s: float) -> dict[str, Any]:
     # Kombu itself would wait for ever for a Redis that begins to hang now.
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {"socket_timeout": TIMEOUT_S, **options}
-    known = _ask_each({"channel": lambda: stack.enter_context(app.connection_for_read()).channel()})
-    channel = known.pop("channel")
+    known: dict[str, Any] = {}
+    more: Sources = {}
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        if isinstance(channel, kombu_redis.Channel):
+            client, prefix = _make_client(channel), channel.global_keyprefix
+            known |= ask_each(_list_redis_sources(client, channel))
+            more = {"job_bytes": lambda: _weigh_job(client, prefix, found.queues)}
     began_s = time.time()
-    known |= _ask_each({"survey": lambda: _survey(app, timeout_s)})
+    known |= ask_each({"survey": lambda: _survey(app, timeout_s)})
+    found = known["survey"]
+    if isinstance(found, FactUnknown):
+        return known
     ended_s = time.time()
     inspect = app.control.inspect(timeout=timeout_s)
-    known |= _ask_each(
-        {
-            "worker_ahead_s": lambda: _compare_clocks(known["survey"], began_s, ended_s),
-            "consumed": lambda: {
-                worker: [queue["name"] for queue in queues]
-                for worker, queues in (inspect.active_queues() or {}).items()
-            },
-            "worker_conf": lambda: inspect.conf() or {},
-        }
-    )
-    if not isinstance(channel, kombu_redis.Channel):
-        return known
-    return known | _ask_each(_list_redis_sources(channel, known["survey"]))
+    sources = {
+        **more,
+        "worker_ahead_s": lambda: _compare_clocks(found, began_s, ended_s),
+        "consumed": lambda: {
+            worker: [queue["name"] for queue in queues]
+            for worker, queues in (inspect.active_queues() or {}).items()
+        },
+        "worker_conf": lambda: inspect.conf() or {},
+    }
+    return known | ask_each(sources)
+
+
+def _make_client(channel: Any) -> Any:
+    """A client with connections of its own, which answers or fails within seconds."""
+    pool = channel._get_pool()
+    pool.connection_kwargs |= {"socket_timeout": TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
+    return redis.Redis(connection_pool=pool)
 
 
 def _survey(app: Celery, timeout_s: float) -> Survey:
@@ -182,18 +198,15 @@ def _compare_clocks(found: Survey, began_s: float, ended_s: float) -> dict[str, 
     }
 
 
-def _list_redis_sources(channel: Any, found: Survey) -> Sources:
-    # Not kombu's own client, which adds its key prefix to some arguments.
-    client: Any = redis.Redis(connection_pool=channel.pool)
-    prefix, unacked = channel.global_keyprefix, channel.unacked_index_key
+def _list_redis_sources(client: Any, channel: Any) -> Sources:
+    workers = LiveWorkers(client, channel.global_keyprefix, channel.unacked_index_key)
     return {
-        "info": lambda: KnownFigures("INFO", {**client.info(), **client.info("commandstats")}),
+        "info": lambda: KnownFigures("INFO", client.info()),
         "config": lambda: KnownFigures("CONFIG", client.config_get("*")),
         "slow_commands": lambda: [_read_slow(each) for each in client.slowlog_get(SLOWLOG_ENTRIES)],
         "round_trip_ms": lambda: statistics.median(_time_ping(client) for _ in range(PINGS)),
         "redis_ahead_s": lambda: _read_clock(client),
-        "job_bytes": lambda: _weigh_job(client, prefix, found.queues),
-        "registered": lambda: LiveWorkers(client, prefix, unacked).registered().values(),
+        "registered": lambda: workers.registered().values(),
     }
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batchery.doctor.facts import FactUnknown, ModelFolder
+from batchery.doctor.facts import FactUnknown, ModelFolder, ask_each
 from batchery.settings import HUB_ID, ModelSettings
 
 #: How long Flower may take for its page, in seconds.
@@ -27,19 +27,22 @@ NOBODY = ("198.51.100.1", 9)
 
 
 def gather_machine(flower_url: str | None) -> dict[str, Any]:
-    """Gathers all of them but for the models; takes no longer than Flower does."""
-    devices, driver = _read_driver()
-    return {
-        "host": platform.node(),
-        "version": version("batchery"),
-        "cuda_devices": devices,
-        "driver_cuda": driver,
-        "torch_cuda": _read_torch_cuda(),
-        "memory_share": _read_memory_share(),
-        "open_files": _read_open_files(),
-        "shm_bytes": _read_shm_bytes(),
-        "open_flower": _find_open_flower(flower_url),
+    """Gathers all of them but for the models; takes no longer than Flower does.
+
+    Args:
+        flower_url: URL of a Flower; None for port 5555 of this machine's own address.
+    """
+    sources = {
+        "host": platform.node,
+        "version": lambda: version("batchery"),
+        "torch_cuda": _read_torch_cuda,
+        "memory_share": _read_memory_share,
+        "open_files": _read_open_files,
+        "shm_bytes": lambda: shutil.disk_usage("/dev/shm").total,
+        "open_flower": lambda: _find_open_flower(flower_url),
     }
+    devices, driver = _read_driver()
+    return {**ask_each(sources), "cuda_devices": devices, "driver_cuda": driver}
 
 
 def gather_models(models: Mapping[str, ModelSettings]) -> dict[str, ModelFolder | None]:
@@ -74,39 +77,27 @@ def _read_driver() -> tuple[int, float | FactUnknown]:
     return devices.value, number.value // 1000 + number.value % 1000 / 100
 
 
-def _read_torch_cuda() -> float | FactUnknown | None:
+def _read_torch_cuda() -> float | None:
     """The version of CUDA that torch is built for, by its files: it would take long to load."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return FactUnknown("torch is not installed here")
+        raise FactUnknown("torch is not installed here")
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     found = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
     return float(found[1]) if found else None
 
 
-def _read_memory_share() -> float | FactUnknown:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return FactUnknown("only Linux has /proc/meminfo")
+def _read_memory_share() -> float:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return 1 - kib["MemAvailable"] / kib["MemTotal"]
 
 
-def _read_open_files() -> int | FactUnknown:
-    if sys.platform == "win32":
-        return FactUnknown("Windows has no such limit")
+def _read_open_files() -> int:
     import resource  # Windows has none, where clients run, too.
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def _read_shm_bytes() -> int | FactUnknown:
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return FactUnknown("there is no /dev/shm")
 
 
 def _find_open_flower(url: str | None) -> str:

@@ -15,12 +15,6 @@ MAX_COMMAND_MS = 100.0
 #: Age of such a command, in seconds; older ones are history.
 SLOW_WINDOW_S = 3600.0
 
-#: A script, in milliseconds on average; ten busy workers keep Redis busy with such scripts.
-MAX_SCRIPT_MS = 5.0
-
-#: Calls of scripts; fewer of them are no average.
-MIN_SCRIPT_CALLS = 1000
-
 #: Age of a replica's last answer, in seconds; a failover loses as much.
 MAX_LAG_S = 10
 
