@@ -53,14 +53,14 @@ def test_bad_settings_of_redis_are_found(start_redis: StartRedis, tmp_path: Path
         appendonly="no", maxmemory_policy="allkeys-lru", timeout="30", maxmemory="64mb"
     )
     with Redis.from_url(server.url) as client:
-        client.execute_command("DEBUG", "SLEEP", "0.2")
+        client.eval("for i = 1, 1e8 do end", 0)
     report = diagnose(server.url, "-A", "apps.shop", cwd=tmp_path)
     assert report["exit_code"] == 2
     assert {
         *("redis-no-persistence", "redis-eviction", "redis-timeout", "redis-slow-commands"),
         "worker-none",
     } <= set(report["found"])
-    assert "DEBUG" in report["found"]["redis-slow-commands"]
+    assert "EVAL" in report["found"]["redis-slow-commands"]
     assert report["unchecked"] == {}
 
 
@@ -87,7 +87,9 @@ def test_full_redis_with_a_backlog_and_a_replica_is_found(
 def test_managed_redis_without_config_leaves_checks_unmade(
     start_redis: StartRedis, tmp_path: Path, way: str
 ) -> None:
-    server = start_redis(**({"rename_command": 'CONFIG ""'} if way == "renamed" else {}))
+    renamed = tmp_path / "renamed.conf"
+    renamed.write_text('rename-command CONFIG ""\n' if way == "renamed" else "")
+    server = start_redis(include=str(renamed))
     url = server.url
     if way == "forbidden":
         with Redis.from_url(url) as client:

@@ -34,8 +34,10 @@ def _find_full_memory(facts: Facts) -> list[Symptom]:
     used, limit, name = facts.info["used_memory"], facts.info["maxmemory"], "maxmemory"
     if not limit:
         limit, name = facts.info["total_system_memory"], "its machine's memory"
-    text = f"Redis uses {used / limit:.0%} of {name}, which is {limit / 2**20:,.0f} MiB"
-    return when(used / limit > limits.MAX_MEMORY_SHARE, text)
+    # Some managed servers say that their machine has none.
+    share = used / limit if limit else 0.0
+    text = f"Redis uses {share:.0%} of {name}, which is {limit / 2**20:,.0f} MiB"
+    return when(share > limits.MAX_MEMORY_SHARE, text)
 
 
 def _find_backlog(facts: Facts) -> list[Symptom]:

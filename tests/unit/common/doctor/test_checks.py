@@ -197,6 +197,7 @@ WRONG: list[Case] = [
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("redis-version", info(redis_version="6.2.0")),
     ("redis-memory", info(maxmemory=0)),
+    ("redis-memory", info(maxmemory=0, total_system_memory=0)),
     ("redis-backlog", {**info(maxmemory=0), "survey": make_survey(queues={"embed": 10_000_000})}),
     ("redis-slow-commands", slow(250.0, 7200.0)),
     ("redis-slow-commands", slow(20.0, 60.0)),
