@@ -108,7 +108,7 @@ def make_facts(**changes: Any) -> Facts:
         "registered": [make_registered()],
         "survey": make_survey(),
         "consumed": {WORKER: ["celery", "embed"]},
-        "worker_conf": {WORKER: {}},
+        "worker_options": {WORKER: {}},
         "worker_ahead_s": {WORKER: 0.0},
         "conf": CONF,
         "tasks": [BatchTaskFacts("embed", "embed", "json")],

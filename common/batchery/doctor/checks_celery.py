@@ -78,15 +78,14 @@ def _find_ignored_results(facts: Facts) -> list[Symptom]:
 
 
 def _find_other_steps(facts: Facts) -> Iterator[Symptom]:
-    mine = _read_steps(facts.conf)
-    for worker, conf in facts.worker_conf.items():
-        steps = _read_steps(conf)
+    mine = _read_steps(facts.conf["broker_transport_options"])
+    for worker, options in facts.worker_options.items():
+        steps = _read_steps(options)
         text = f"priority_steps are {mine} here, and {steps} in {worker}"
         yield from when(steps != mine, text, steps=mine)
 
 
-def _read_steps(conf: Mapping[str, Any]) -> list[int]:
-    options = conf.get("broker_transport_options") or {}
+def _read_steps(options: Mapping[str, Any]) -> list[int]:
     return sorted(map(int, options.get("priority_steps") or PRIORITY_STEPS))
 
 

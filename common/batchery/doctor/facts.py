@@ -88,8 +88,8 @@ class Facts:
     survey: Survey = _UNKNOWN
     #: Names of queues.
     consumed: Mapping[str, Collection[str]] = _UNKNOWN
-    #: Celery settings that are not the defaults.
-    worker_conf: Mapping[str, Mapping[str, Any]] = _UNKNOWN
+    #: Their `broker_transport_options`.
+    worker_options: Mapping[str, Mapping[str, Any]] = _UNKNOWN
     #: By how much the clock is certainly ahead of this machine's.
     worker_ahead_s: Mapping[str, float] = _UNKNOWN
 

@@ -172,9 +172,17 @@ def _gather_cluster(app: Celery, timeout_s: float) -> dict[str, Any]:
             worker: [queue["name"] for queue in queues]
             for worker, queues in (inspect.active_queues() or {}).items()
         },
-        "worker_conf": lambda: inspect.conf() or {},
+        "worker_options": lambda: {
+            worker: _read_transport_options(conf) for worker, conf in (inspect.conf() or {}).items()
+        },
     }
     return known | ask_each(sources)
+
+
+def _read_transport_options(conf: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Settings of Django projects have a prefix, and what the worker itself has set has none.
+    names = [name for name in conf if name.lower().endswith("broker_transport_options")]
+    return conf[min(names, key=len)] if names else {}
 
 
 def _make_client(channel: Any) -> Any:

@@ -132,7 +132,7 @@ WRONG: list[Case] = [
     ("connection-retries", conf(broker_connection_max_retries=100), "is 100"),
     (
         "priority-steps",
-        {"worker_conf": {WORKER: {"broker_transport_options": {"priority_steps": [0, 5]}}}},
+        {"worker_options": {WORKER: {"priority_steps": [0, 5]}}},
         "[0, 3, 6, 9] here, and [0, 5] in w1@here",
     ),
     ("tracer-wrapped", {"tracer_module": "wrapt.patches"}, "wrapt.patches"),
@@ -206,7 +206,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("visibility-timeout", conf(broker_transport_options={"leases": False})),
     ("serializer-refused", conf(accept_content=["application/json"])),
     ("result-backend-missing", {"backend": "none", "tasks": []}),
-    ("priority-steps", {"worker_conf": {WORKER: {"broker_transport_options": {"x": 1}}}}),
+    ("priority-steps", {"worker_options": {WORKER: {"fetch_messages": 9}}}),
     ("tracer-wrapped", {"tracer_module": "sentry_sdk.integrations.celery"}),
     ("worker-none", {"consumed": {}}),
     ("worker-stock", {"consumed": {"stock@here": ["mail"]}}),

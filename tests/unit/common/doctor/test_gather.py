@@ -123,3 +123,11 @@ def test_job_is_weighed_in_the_longest_queue() -> None:
     )
     assert gather._weigh_job(client, "p-", {"short": 1, "long": 10}) == 500.0
     assert gather._weigh_job(client, "p-", {}) == 0.0
+
+
+def test_transport_options_of_a_worker_are_found_as_each_app_spells_them() -> None:
+    read = gather._read_transport_options
+    assert read({}) == {}
+    assert read({"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}}) == {"a": 1}
+    both = {"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}, "broker_transport_options": {"a": 2}}
+    assert read(both) == {"a": 2}
