@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
+from batchery_worker.devstack.stack import Stack
 from conftest import StartWorker
 from support.commands import run, start
 from support.harness import TESTS, wait_for
@@ -273,8 +274,6 @@ def read_deploy_options() -> dict[str, str]:
 
 
 def test_open_flower_is_found_and_one_with_a_login_is_not(redis_url: str, tmp_path: Path) -> None:
-    from batchery_worker.devstack.stack import Stack
-
     environment = {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"}
     with Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment) as stack:
         report = diagnose(redis_url, "-A", "apps.shop", "--flower", str(stack.flower_url))

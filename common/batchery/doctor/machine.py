@@ -108,7 +108,7 @@ def _find_open_flower(url: str | None) -> str:
         url = url or f"http://{_find_own_address()}:{FLOWER_PORT}"
         with opener.open(f"{url.rstrip('/')}/workers", timeout=FLOWER_TIMEOUT_S) as page:
             # One with a login redirects to it.
-            is_open = page.url.endswith("/workers") and b"<title>Flower" in page.read()
+            is_open = page.url.endswith("/workers") and b"Flower</title>" in page.read()
     except (OSError, ValueError):
         return ""
     return url if is_open else ""

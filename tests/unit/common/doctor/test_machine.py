@@ -114,7 +114,9 @@ class Pages(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"<title>Else" if "else" in self.path else b"<title>Flower</title>")
+            self.wfile.write(
+                b"<title>Else</title>" if "else" in self.path else b"<title>Flower</title>"
+            )
 
     def log_message(self, *_: Any) -> None:
         """Says nothing."""
