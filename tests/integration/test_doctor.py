@@ -77,7 +77,9 @@ def test_full_redis_with_a_backlog_and_a_replica_is_found(
     start_redis: StartRedis, tmp_path: Path
 ) -> None:
     primary = start_redis(maxmemory="24mb")
-    replica = start_redis(replicaof=f"127.0.0.1 {primary.port}")
+    replica = start_redis()
+    with Redis.from_url(replica.url) as client:
+        client.replicaof("127.0.0.1", primary.port)
     with Redis.from_url(primary.url) as client, client.pipeline() as pipe:
         wait_for(lambda: client.info("replication").get("slave0"), "the replica")
         for _ in range(20):

@@ -20,7 +20,7 @@ WORKER = "w1@here"
 
 INFO = {
     "redis_version": "7.2.4",
-    "redis_mode": "standalone",
+    "cluster_enabled": 0,
     "role": "master",
     "connected_slaves": 0,
     "aof_enabled": 1,

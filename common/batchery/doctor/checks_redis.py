@@ -87,7 +87,7 @@ CHECKS: Mapping[str, Find] = {
     "redis-away": lambda facts: when(facts.redis_problem, facts.redis_problem),
     "redis-version": _find_old_version,
     "redis-cluster": lambda facts: when(
-        facts.info["redis_mode"] == "cluster", "the broker is a Redis Cluster"
+        facts.info["cluster_enabled"], "the broker is a Redis Cluster"
     ),
     "redis-replica": lambda facts: when(
         facts.info["role"] == "slave", f"it is a replica of {facts.info.get('master_host')}"

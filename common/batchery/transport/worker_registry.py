@@ -111,7 +111,8 @@ def require_supported(info: Mapping[str, Any]) -> None:
             f"the broker is Redis {version}, but leases need 6.2 or newer;"
             " update it, or set broker_transport_options={'leases': False}"
         )
-    if info.get("redis_mode") == "cluster":
+    # Valkey has its mode under a name of its own.
+    if "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         raise RedisUnavailable(
             "the broker is a Redis Cluster, where a script cannot reach several queues;"
             " use one server or Sentinel, or set broker_transport_options={'leases': False}"

@@ -71,7 +71,7 @@ REPLICA = {"ip": "10.0.0.2", "port": 6379, "state": "online", "lag": 1}
 WRONG: list[Case] = [
     ("redis-away", {"redis_problem": "no Redis at redis://h"}, "no Redis at"),
     ("redis-version", info(redis_version="6.0.16"), "6.0.16"),
-    ("redis-cluster", info(redis_mode="cluster"), "Cluster"),
+    ("redis-cluster", info(cluster_enabled=1), "Cluster"),
     ("redis-replica", info(role="slave", master_host="10.0.0.1"), "10.0.0.1"),
     ("redis-no-persistence", {**info(aof_enabled=0), "config": config(save="")}, "save is empty"),
     ("redis-snapshots-only", info(aof_enabled=0), "save is 3600 1 300 100"),

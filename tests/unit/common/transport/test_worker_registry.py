@@ -33,6 +33,8 @@ def test_redis_that_is_too_old_is_refused(version: str) -> None:
 def test_cluster_is_refused_and_a_server_that_says_nothing_is_not() -> None:
     with pytest.raises(RedisUnavailable, match="Cluster"):
         require_supported({"redis_mode": "cluster"})
+    with pytest.raises(RedisUnavailable, match="Cluster"):
+        require_supported({"server_mode": "cluster"})
     require_supported({})
 
 
