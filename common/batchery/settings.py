@@ -44,6 +44,9 @@ NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
 
 DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
+#: Model ids of the hub. Any other name of a model must be a folder.
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
 
 def check_broker_url(url: str) -> str:
     """Returns the URL of a broker, or several with semicolons between, as Celery takes them.

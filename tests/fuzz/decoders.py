@@ -139,7 +139,7 @@ def check_job(value: Any) -> None:
 def read_worker(data: bytes) -> None:
     """What workers and gateways read of a worker's entry."""
     worker_registry.read_expiry(data)
-    worker_registry.read_name(data)
+    worker_registry.read_text(data, "name")
     live_workers.list_queues(data)
 
 

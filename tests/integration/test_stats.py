@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_stats_tell_what_the_batches_of_a_worker_look_like(worker: Worker, redis
     figures = report["workers"][worker.name]
     assert figures["devices"]["cpu"]["state"] == "ready"
     assert figures["queues"] == ["celery", "embed"]
+    assert abs(figures["time_s"] - time.time()) < TIMEOUT_S
     assert figures["batches"]["jobs"] >= 100
     assert sum(figures["batches"]["batch_sizes"].values()) == figures["batches"]["batches"]
     assert figures["rates"]["jobs_per_s"] >= 0

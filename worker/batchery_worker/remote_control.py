@@ -5,6 +5,7 @@ command line asks only for commands that it knows by name; there, this module ma
 by the subcommand below.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,12 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
     if ask is None or (found := ask()) is None:
         return None
     watch = getattr(consumer.controller, "watch", None)
-    return {**found, "queues": _queues(consumer), **(watch.figures() if watch is not None else {})}
+    return {
+        **found,
+        "queues": _queues(consumer),
+        "time_s": time.time(),
+        **(watch.figures() if watch is not None else {}),
+    }
 
 
 @inspect_command(name=RECORD)

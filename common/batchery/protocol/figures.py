@@ -330,6 +330,8 @@ class WorkerFigures:
     health: HealthFigures | None = None
     #: How late the event loop was, at the worst of the last seconds; None if nobody measures it.
     loop_lag_s: float | None = None
+    #: When it answered, in seconds since 1970 by its machine's clock; None from older versions.
+    time_s: float | None = None
 
     def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
         """The figures of the time between two answers, whose length is then `clock_s`.

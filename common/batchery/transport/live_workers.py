@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from batchery.transport import Transport
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
-from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_name
+from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_text
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
@@ -30,7 +30,9 @@ class RegisteredWorker:
         heartbeat: Its last one; compared, but not read as a time.
         expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
         queues: Names of the queues that it consumes; None if it does not say, as older versions.
-        name: Its node name; None if it does not say.
+        name: Its node name; None while that is not known. The others are None in older versions.
+        host: Name of its machine.
+        version: That of its Batchery.
         leased: How many messages of each queue it held at its last heartbeat.
         scheduled: How many of them waited for their time.
     """
@@ -39,6 +41,8 @@ class RegisteredWorker:
     expiry_s: float | None
     queues: Collection[str] | None
     name: str | None = None
+    host: str | None = None
+    version: str | None = None
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int = 0
 
@@ -85,15 +89,8 @@ class LiveWorkers:
             pipe.hgetall(self._keys.worker_info)
             heartbeats, infos = pipe.execute()
         return {
-            worker.decode(): RegisteredWorker(
-                int(heartbeat),
-                read_expiry(about),
-                list_queues(about),
-                read_name(about),
-                *read_held(about),
-            )
+            worker.decode(): read_worker(int(heartbeat), infos.get(worker))
             for worker, heartbeat in heartbeats
-            for about in [infos.get(worker)]
         }
 
     def may_be_others(self) -> bool:
@@ -119,6 +116,20 @@ class LiveWorkers:
         ]
         # One that is busy holds messages. Others have once awaited the answers of workers.
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
+
+
+def read_worker(heartbeat: int, about: bytes | None) -> RegisteredWorker:
+    """A worker by its last heartbeat and its entry in worker-info."""
+    texts = {name: read_text(about, name) for name in ("name", "host", "version")}
+    leased, scheduled = read_held(about)
+    return RegisteredWorker(
+        heartbeat,
+        read_expiry(about),
+        list_queues(about),
+        **texts,
+        leased=leased,
+        scheduled=scheduled,
+    )
 
 
 def read_held(about: bytes | None) -> tuple[Mapping[str, int], int]:

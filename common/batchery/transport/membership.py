@@ -15,7 +15,7 @@ from batchery.transport.dead_letters import find_queue
 from batchery.transport.inbox import scheduled_tokens
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
-from batchery.transport.worker_registry import read_expiry, read_name
+from batchery.transport.worker_registry import read_expiry, read_text
 
 logger = logging.getLogger("batchery.transport")
 
@@ -209,7 +209,7 @@ class Heartbeat:
                 logger.error(
                     "worker %s is dead, and its jobs cannot go back to their queues: %s; see"
                     " `batchery acl -Q` for what the user of a worker must be allowed",
-                    *(read_name(about) or worker, error),
+                    *(read_text(about, "name") or worker, error),
                 )
             return
         if answer is None:
@@ -219,5 +219,5 @@ class Heartbeat:
         why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
         logger.warning(
             "worker %s is dead; its jobs are back in their queues: %d%s",
-            *(read_name(about) or worker, count, why),
+            *(read_text(about, "name") or worker, count, why),
         )

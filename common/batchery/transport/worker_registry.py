@@ -6,6 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,7 @@ class Registration:
         self._scripts = scripts
         self._expiry_s = expiry_s
         self._pid = os.getpid()
+        self._version = version("batchery")
         self.worker = ""
 
     @property
@@ -87,7 +89,7 @@ class Registration:
             scheduled: How many of them wait for their time.
         """
         about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
-        about["expiry_s"] = self._expiry_s
+        about |= {"expiry_s": self._expiry_s, "version": self._version}
         if queues is not None:
             about["queues"] = queues
         if name is not None:
@@ -127,7 +129,8 @@ def require_supported(info: Mapping[str, Any]) -> None:
             f"the broker is Redis {version}, but leases need 6.2 or newer;"
             " update it, or set broker_transport_options={'leases': False}"
         )
-    if info.get("redis_mode") == "cluster":
+    # Valkey has its mode under a name of its own.
+    if "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         raise RedisUnavailable(
             "the broker is a Redis Cluster, where a script cannot reach several queues;"
             " use one server or Sentinel, or set broker_transport_options={'leases': False}"
@@ -162,9 +165,15 @@ def read_expiry(about: bytes | None) -> float | None:
         return None
 
 
-def read_name(about: bytes | None) -> str | None:
-    """The node name that a worker has registered; None if there is none."""
+def read_text(about: bytes | None, field: str) -> str | None:
+    """A text that a worker has registered; None if there is none, as from older versions.
+
+    Args:
+        about: The worker's entry in worker-info.
+        field: `name`, `host` or `version`.
+    """
     try:
-        return str(json.loads(about or b"{}")["name"])
+        text = json.loads(about or b"{}")[field]
     except ODD_ENTRY:
         return None
+    return text if isinstance(text, str) else None

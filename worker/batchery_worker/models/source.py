@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,11 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
-from batchery.settings import TASK_OPTIONS, ModelSettings
+from batchery.settings import HUB_ID, TASK_OPTIONS, ModelSettings
 from batchery_worker.result_cache import DIGEST_BYTES
-
-#: Model ids of the hub. Any other name must be a folder.
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 #: Maximum length of an error of transformers that is quoted, in characters. The middle is left out:
 #: the start says what happened, and the end what to do.

@@ -84,7 +84,10 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
         hgetall = zrange
 
         def execute(self) -> Any:
-            about = b'{"expiry_s": 2.5, "queues": ["q"], "name": "a@b", "leased": {"q": 3}}'
+            about = (
+                b'{"expiry_s": 2.5, "queues": ["q"], "name": "n", "host": "h", "version": "1",'
+                b' "leased": {"q": 3}}'
+            )
             return [(b"w1", 7.0), (b"w2", 8.0)], {b"w1": about}
 
     client: Any = Client()
@@ -92,9 +95,11 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
     first, second = LiveWorkers(client, "shop-").registered().items()
     assert (first[0], first[1].heartbeat, first[1].expiry_s) == ("w1", 7, 2.5)
     assert first[1].queues == {"q"}
-    assert (first[1].name, first[1].leased, first[1].scheduled) == ("a@b", {"q": 3}, 0)
+    assert (first[1].name, first[1].host, first[1].version) == ("n", "h", "1")
+    assert (first[1].leased, first[1].scheduled) == ({"q": 3}, 0)
     assert (second[0], second[1].expiry_s, second[1].queues) == ("w2", None, None)
-    assert (second[1].name, second[1].leased, second[1].scheduled) == (None, {}, 0)
+    assert (second[1].name, second[1].host, second[1].version) == (None, None, None)
+    assert (second[1].leased, second[1].scheduled) == ({}, 0)
 
 
 @pytest.mark.parametrize("about", [b"{", b"[]", b'{"leased": 3}', b'{"leased": {"q": "x"}}'])

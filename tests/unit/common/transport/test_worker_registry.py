@@ -1,6 +1,7 @@
 """Which Redis is fit for leases, and what workers register."""
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from batchery.transport.redis_schema import Keys
 from batchery.transport.worker_registry import (
     Registration,
     read_expiry,
-    read_name,
+    read_text,
     require_supported,
     server_info,
     warn_of_eviction,
@@ -32,6 +33,8 @@ def test_redis_that_is_too_old_is_refused(version: str) -> None:
 def test_cluster_is_refused_and_a_server_that_says_nothing_is_not() -> None:
     with pytest.raises(RedisUnavailable, match="Cluster"):
         require_supported({"redis_mode": "cluster"})
+    with pytest.raises(RedisUnavailable, match="Cluster"):
+        require_supported({"server_mode": "cluster"})
     require_supported({})
 
 
@@ -72,8 +75,9 @@ def test_registered_expiry_is_a_time_or_nothing(
 
 
 def test_registered_name_is_a_text_or_nothing() -> None:
-    assert read_name(b'{"name": "w1@host"}') == "w1@host"
-    assert [read_name(about) for about in (b"{}", b"{", b"[]", None)] == [None] * 4
+    assert read_text(b'{"name": "w1@host"}', "name") == "w1@host"
+    wrong = (b"{}", b"{", b"[]", b'{"name": 1}', None)
+    assert [read_text(about, "name") for about in wrong] == [None] * 5
 
 
 def test_worker_registers_what_is_known_of_it() -> None:
@@ -82,6 +86,7 @@ def test_worker_registers_what_is_known_of_it() -> None:
     assert registration.is_mine
     about = json.loads(registration.info())
     assert about["expiry_s"] == 5.0
+    assert about["version"] == version("batchery")
     assert not {"queues", "name"} & set(about)
     about = json.loads(registration.info(["q"], "w1@host"))
     assert (about["queues"], about["name"]) == (["q"], "w1@host")

@@ -1,0 +1,1 @@
+"""`batchery doctor`: facts of a deployment, gathered once, and pure checks of them."""
