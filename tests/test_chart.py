@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from batchery import Settings
-from support.deployed import DEPLOY, check_command, check_environment
-from support.docs_commands import executable
+from support.deployed import DEPLOY, check_environment
+from support.docs_commands import check, executable
 from support.helm import CHART, MANIFESTS, OPERATORS, lint, needs_helm, render, render_manifests
 from support.own_redis import redis_servers
 
@@ -162,7 +162,7 @@ def test_every_command_and_setting_exists(values: dict[str, Any]) -> None:
             assert words[1] == "/etc/redis/redis.conf"
             assert redis_servers()
         else:
-            check_command(words)
+            check(words)
 
 
 def test_the_settings_are_those_of_the_example_unless_given(

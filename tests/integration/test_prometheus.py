@@ -22,7 +22,7 @@ from celery import Celery
 from apps import shop
 from batchery_worker.devstack.redis_server import free_port
 from support.commands import start
-from support.deployed import DEPLOY, has_command
+from support.deployed import DEPLOY
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, kill_all, wait_for
 from support.own_redis import OwnRedis
@@ -30,8 +30,6 @@ from support.patience import patient
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus"),
-    # TODO at the merge: the exporter comes with another branch; then this goes.
-    pytest.mark.skipif(not has_command("exporter"), reason="needs batchery exporter"),
     pytest.mark.timeout(patient(300)),
 ]
 

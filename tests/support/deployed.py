@@ -4,42 +4,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import click
 from pydantic import BaseModel
 
 from batchery import Settings
-from batchery.cli.main import main as batchery
 from batchery.settings import PREFIX
-from support.docs_commands import check
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 
-#: Parts of other branches. TODO at the merge: delete these two, and what asks for them.
-LATER_COMMANDS = {"exporter", "health"}
-LATER_SETTINGS = {"metrics"}
-
 #: A metric of ours or of Redis's exporter, with or without the ending that its type adds.
 METRIC = re.compile(r"\b(?:batchery|redis)_[a-z_]+")
-
-
-def check_command(words: list[str]) -> None:
-    """Checks that a command exists with its options.
-
-    Args:
-        words: The command and its words.
-
-    Raises:
-        BadCommand: It does not exist.
-    """
-    is_later = words[0] == "batchery" and words[1] in LATER_COMMANDS
-    if not is_later or has_command(words[1]):
-        check(words)
-
-
-def has_command(name: str) -> bool:
-    """Whether there is a command `batchery NAME`."""
-    return batchery.get_command(click.Context(batchery), name) is not None
 
 
 def check_environment(names: list[str]) -> None:
@@ -48,8 +22,6 @@ def check_environment(names: list[str]) -> None:
         if name.startswith(PREFIX) and name != f"{PREFIX}SETTINGS_FILE":
             model: Any = Settings
             for part in name.removeprefix(PREFIX).lower().split("__"):
-                if part in LATER_SETTINGS and part not in model.model_fields:
-                    break
                 assert part in model.model_fields, f"{name}: no setting {part}"
                 model = find_model(model.model_fields[part].annotation)
 
