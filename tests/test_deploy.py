@@ -28,7 +28,7 @@ from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.callers import make_key
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from conftest import StartWorker
-from support.deployed import check_command, check_environment
+from support.deployed import check_environment
 from support.docs_commands import check, check_install, executable, search_path
 from support.harness import TESTS, wait_for
 from support.patience import patient
@@ -135,7 +135,7 @@ def test_whatever_runs_our_image_has_a_health_check_of_its_own() -> None:
             kind, *words = service["healthcheck"]["test"]
             assert kind == "CMD", name
             if words[0] == "batchery":
-                check_command(words)
+                check(words)
             else:
                 assert words[:2] == ["python", "-c"], name
     assert len(instructions("HEALTHCHECK")) == 1
@@ -239,7 +239,7 @@ def test_every_command_exists_with_its_options(name: str) -> None:
     if not SERVICES[name]["image"].startswith("batchery:"):
         return
     entrypoint = SERVICES[name].get("entrypoint") or json.loads(instructions("ENTRYPOINT")[0])
-    check_command([*entrypoint, *command])
+    check([*entrypoint, *command])
     check_environment(list(SERVICES[name]["environment"]))
     if name == "flower":
         importlib.import_module("flower.options")
