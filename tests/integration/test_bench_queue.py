@@ -34,3 +34,15 @@ def test_the_benchmark_of_tenants_prints_what_each_number_of_them_costs() -> Non
     answer = bench("queue.tenants", "--jobs=2000", "--rounds=2")
     assert answer.returncode == 0, answer.stderr
     assert len(answer.stdout.splitlines()) == 6
+
+
+def test_the_benchmark_of_scrapes_compares_workers_with_and_without_a_port(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    options = ["--jobs=1000", "--rounds=1", "--every=0.1", f"--json={target}"]
+    answer = bench("queue.scrape", *options)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(target.read_text())
+    assert [row["name"] for row in report["rows"]] == ["no port", "a port", "a port, scraped"]
+    assert report["rows"][0]["ratio"] == 1
+    assert all(row["jobs_per_s"] > 0 for row in report["rows"])
+    assert report["scrapes"] > 0

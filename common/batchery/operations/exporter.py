@@ -16,6 +16,7 @@ from batchery.cli.app import app_options, check_broker, load_app
 from batchery.cli.console import Interrupt
 from batchery.cli.survey import Survey, app_queues, survey_registered
 from batchery.errors import AppNotImportable, StartError
+from batchery.operations.port import Port
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -92,7 +93,7 @@ class ClusterWatch:
         try:
             found = running.result(left_s)
         except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
-            self._log(f"{type(error).__name__}: {error}")
+            self._log(str(error) or f"no answer in {SCRAPE_TIMEOUT_S:g} s")
             return None, ()
         self._log("")
         return found
@@ -168,8 +169,6 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
         watch = ClusterWatch(take)
     except ModuleNotFoundError as error:
         raise StartError(f"{NOT_INSTALLED} ({error})") from error
-    from batchery.operations.port import Port
-
     listening = Port(host, port, watch.encode, lambda: "", partial(why_silent, app))
     with Interrupt(at_once=True), contextlib.suppress(KeyboardInterrupt):
         listening.start()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 
 from batchery.errors import StartError
+from batchery.fork_gate import fork_gate
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.metrics_settings import MetricsSettings
@@ -128,7 +129,8 @@ class Beats:
         pause = threading.Event()
         while not pause.wait(self._pause_s if self._said_ready else READY_PAUSE_S):
             try:
-                self.beat(monotonic())
+                with fork_gate.working():
+                    self.beat(monotonic())
             except Exception:
                 logger.exception("systemd or the file of metrics cannot be told")
 
