@@ -27,8 +27,8 @@ NO_CODE = {
 #: Of all files of common, producer and worker; docstrings are lines of code here. 5,300 lines of
 #: them are text generation: slots, streams, three engines, routes of HTTP, attention on CUDA. 1,250
 #: are metrics and health: families, a port, an exporter, a policy, and what they count.
-MAX_FILES = 270
-MAX_LINES = 47_100
+MAX_FILES = 284
+MAX_LINES = 48_600
 
 
 class Road(NamedTuple):

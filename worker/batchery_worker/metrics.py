@@ -40,12 +40,7 @@ class Metrics(BatchFigures):
     devices: dict[str, BatchSums] = field(default_factory=dict)
 
     def batch_done(
-        self,
-        done: Done,
-        dispatched: DispatchedBatch,
-        device: str,
-        items: int,
-        waited_ms: float,
+        self, done: Done, dispatched: DispatchedBatch, device: str, items: int, waited_ms: float
     ) -> None:
         """Counts one batch.
 
