@@ -56,6 +56,7 @@ def test_nothing_is_switched_on_unless_the_settings_say_so() -> None:
 def test_missing_package_is_named(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "batchery.operations.families", raising=False)
+    monkeypatch.delattr("batchery.operations.families", raising=False)
     watch: Any = None
     with pytest.raises(StartError, match=r"pip install 'batchery\[metrics\]'"):
         make_parts(watch, MetricsSettings(**setting))
