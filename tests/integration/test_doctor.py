@@ -231,10 +231,23 @@ def test_unknown_version_of_a_worker_is_found(
     assert "worker-versions" not in report["found"]
     # As an older worker registers itself.
     worker.stop()
-    store.zadd("batchery:workers", {"old": 1})
-    store.hset("batchery:worker-info", "old", '{"name": "old@here", "queues": ["celery"]}')
+    store.zadd("batchery:workers", {"old": store.time()[0] * 1000})
+    about = '{"name": "old@here", "queues": ["celery"], "expiry_s": 600}'
+    store.hset("batchery:worker-info", "old", about)
     report = diagnose(redis_url, "-A", "apps.shop", cwd=tmp_path)
     assert "old@here has unknown" in report["found"]["worker-versions"]
+
+
+def test_workers_that_were_killed_count_no_more(
+    start_worker: StartWorker, redis_url: str, store: Any, tmp_path: Path
+) -> None:
+    worker = start_worker("apps.shop")
+    assert "worker-none" not in diagnose(redis_url, "-A", "apps.shop", cwd=tmp_path)["found"]
+    worker.kill()
+    assert store.zcard("batchery:workers") == 1
+    store.lpush("celery", "a message")
+    report = wait_for_found(redis_url, "apps.shop", "worker-none", tmp_path)
+    assert "1 jobs wait" in report["found"]["queue-unserved"]
 
 
 @pytest.mark.parametrize("kind", ["deploy", "up"])

@@ -83,7 +83,7 @@ class Facts:
     #: Memory of a waiting job in the longest queue; 0 where nothing waits.
     job_bytes: float = _UNKNOWN
 
-    # Workers: those with leases, also just dead ones; what those that answer report, by their name.
+    # Workers: those with leases and a fresh heartbeat; what those that answer report, by name.
     registered: Collection[RegisteredWorker] = _UNKNOWN
     survey: Survey = _UNKNOWN
     #: Names of queues.

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +32,8 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.queue_limits import find_destination
 from batchery.task import BatchTask
-from batchery.transport.live_workers import LiveWorkers
+from batchery.transport.channel import LeasingChannel
+from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.valkey import redis_url
 
 #: PINGs of which the median counts.
@@ -214,8 +215,18 @@ def _list_redis_sources(client: Any, channel: Any) -> Sources:
         "slow_commands": lambda: [_read_slow(each) for each in client.slowlog_get(SLOWLOG_ENTRIES)],
         "round_trip_ms": lambda: statistics.median(_time_ping(client) for _ in range(PINGS)),
         "redis_ahead_s": lambda: _read_clock(client),
-        "registered": lambda: workers.registered().values(),
+        "registered": lambda: _list_live(client, workers.registered().values()),
     }
+
+
+def _list_live(client: Any, registered: Iterable[RegisteredWorker]) -> list[RegisteredWorker]:
+    """Those whose last heartbeat is younger than their leases live, on Redis's own clock."""
+    now_s, _ = client.time()
+    return [
+        each
+        for each in registered
+        if now_s - each.heartbeat / 1e3 < (each.expiry_s or LeasingChannel.lease_expiry_s)
+    ]
 
 
 def _read_slow(entry: Mapping[str, Any]) -> SlowCommand:

@@ -11,6 +11,7 @@ from batchery import BatchTask, install
 from batchery.doctor import gather
 from batchery.doctor.facts import Facts, FactUnknown, ask_each
 from batchery.errors import AppNotImportable
+from batchery.transport.live_workers import RegisteredWorker
 from support.healthy_facts import WORKER, make_figures, make_survey
 
 
@@ -131,3 +132,10 @@ def test_transport_options_of_a_worker_are_found_as_each_app_spells_them() -> No
     assert read({"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}}) == {"a": 1}
     both = {"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}, "broker_transport_options": {"a": 2}}
     assert read(both) == {"a": 2}
+
+
+def test_worker_is_live_while_its_last_heartbeat_is_younger_than_its_leases() -> None:
+    client = SimpleNamespace(time=lambda: (1000, 0))
+    workers = [RegisteredWorker(beat, 5.0, None) for beat in (999_000, 996_000, 990_000)]
+    workers.append(RegisteredWorker(996_000, None, None))
+    assert gather._list_live(client, workers) == [workers[0], workers[1], workers[3]]
