@@ -11,13 +11,27 @@ import importlib.util
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 
-from fuzz.decoders import DECODERS
-from fuzz.trial import try_input
 from fuzz.values import inputs
+
+#: Whose branches atheris watches; all others' would take minutes to prepare.
+WATCHED = ["batchery", "batchery_producer", "batchery_worker"]
+
+HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
+if HAS_ATHERIS:
+    import atheris
+
+    watching: Any = atheris.instrument_imports(include=WATCHED)
+else:
+    watching = nullcontext()
+with watching:
+    from fuzz.decoders import DECODERS
+    from fuzz.trial import try_input
 
 CORPUS = Path("build", "fuzz")
 
@@ -49,7 +63,7 @@ def main() -> int:
 
 def run(name: str, seconds: int) -> None:
     """Tries one decoder in this process, until it fails or the time is over."""
-    if importlib.util.find_spec("atheris") is not None:
+    if HAS_ATHERIS:
         run_atheris(name, seconds)
         return
     decoder, end_s = DECODERS[name], time.monotonic() + seconds
@@ -65,14 +79,11 @@ def run(name: str, seconds: int) -> None:
 
 def run_atheris(name: str, seconds: int) -> None:
     """The same by atheris, which ends the process."""
-    import atheris
-
     decoder, corpus = DECODERS[name], CORPUS / name.replace(" ", "_")
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(decoder.examples):
         (corpus / f"example-{number}").write_bytes(data)
     arguments = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=20"]
-    atheris.instrument_all()
     atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: try_input(decoder, data))
     atheris.Fuzz()
 
