@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import SCHEMA, Keys, transport_scripts
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 
 KEYS = Keys()
@@ -58,7 +58,8 @@ def measure(client: Any, case: str, jobs: int, rounds: int) -> tuple[list[float]
     """The time of each step of sorting, that of a job taken while others come, and what waits."""
     client.flushall()
     scripts = transport_scripts(client)
-    scripts.run("register", [KEYS.workers, KEYS.worker_info, KEYS.token], "me", "{}", 0)
+    keys = [KEYS.workers, KEYS.worker_info, KEYS.token, KEYS.schema]
+    scripts.run("register", keys, "me", "{}", 0, SCHEMA)
     for start in range(0, jobs, 1000):
         client.lpush(
             "q", *(message(tenant_at(case, at, jobs), at) for at in range(start, start + 1000))
