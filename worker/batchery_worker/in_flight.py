@@ -86,7 +86,7 @@ class DispatchedBatch:
     in_slots: bool = False
     #: How many of its items have a slot, or will have one.
     items_left: int = 0
-    #: Whether it made room for a job of a higher class, or did so once.
+    #: Whether it made room for a job of a higher class, and waits for a slot.
     is_aside: bool = False
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None

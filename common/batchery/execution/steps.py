@@ -41,6 +41,9 @@ class Slots(Generic[Owner]):
         self._taken: dict[int, SlotItem[Owner]] = {}
         #: Pieces that each of them made since it joined.
         self._made: dict[int, list[Any]] = {}
+        #: Those that have no slot: the first ones of all, those that made room, all others.
+        self._first: deque[SlotItem[Owner]] = deque()
+        self._aside: deque[SlotItem[Owner]] = deque()
         self._waiting: deque[SlotItem[Owner]] = deque()
         #: When the item of a slot joined; and how long items were in slots before that.
         self._joined_s: dict[int, float] = {}
@@ -56,16 +59,22 @@ class Slots(Generic[Owner]):
         self._waiting.extend(items)
 
     def add_first(self, *items: SlotItem[Owner]) -> None:
-        """Takes items in that join before all that wait."""
-        self._waiting.extendleft(reversed(items))
+        """Takes items in that join before all others without a slot."""
+        self._first.extend(items)
 
-    def put_aside(self, owners: Collection[Owner]) -> None:
-        """Frees the slots of items that go on later, after their pieces, before all that wait."""
-        for slot in [slot for slot, item in self._taken.items() if item.owner in owners]:
+    def put_aside(self, owners: Collection[Owner]) -> bool:
+        """Frees the slots of items that go on later, after their pieces, before all that wait.
+
+        Returns:
+            Whether any of them had one.
+        """
+        slots = [slot for slot, item in self._taken.items() if item.owner in owners]
+        for slot in slots:
             item, made = self._taken[slot], self._made[slot]
             rest = self._model.leave(slot) or ()
             self._release(slot)
-            self.add_first(item._replace(pieces=[*item.pieces, *made, *rest]))
+            self._aside.append(item._replace(pieces=[*item.pieces, *made, *rest]))
+        return bool(slots)
 
     def take_held_s(self, owner: Owner) -> float:
         """How long an item that has ended was in slots, in seconds; once."""
@@ -73,8 +82,11 @@ class Slots(Generic[Owner]):
 
     def drop(self, owners: Collection[Owner]) -> None:
         """Frees the slots of items that nobody wants any more."""
-        if self._waiting:
-            self._waiting = deque(each for each in self._waiting if each.owner not in owners)
+        for line in (self._first, self._aside, self._waiting):
+            if any(each.owner in owners for each in line):
+                kept = [each for each in line if each.owner not in owners]
+                line.clear()
+                line.extend(kept)
         for slot in [slot for slot, item in self._taken.items() if item.owner in owners]:
             self._model.leave(slot)
             self._release(slot)
@@ -107,8 +119,8 @@ class Slots(Generic[Owner]):
     def _fill(self) -> list[tuple[Owner, Any, Any]]:
         """Lets items join; returns those that failed to."""
         failed = []
-        while self._waiting and self._free:
-            item, slot = self._waiting.popleft(), self._free.pop()
+        while self._free and (line := self._first or self._aside or self._waiting):
+            item, slot = line.popleft(), self._free.pop()
             failure = self._join(slot, item)
             if failure is None:
                 self._taken[slot], self._made[slot] = item, []

@@ -30,6 +30,9 @@ from batchery_worker.job import BatchKey, Job, Lane, Limits, T
 #: with deadlines go first, and can hold up the others for so long at most.
 DUE_S = 60.0
 
+#: What the last job counts for in the time that one of its class is expected to have a slot.
+SLOT_LEARNING = 0.1
+
 _numbers = count()
 
 
@@ -180,6 +183,14 @@ class _PriorityClass:
     newcomers: float = 0.0
     #: The same when the last batch left.
     newcomers_then: float = 0.0
+    #: How long an item of its jobs has a slot, in seconds, in the mean of the last ones; None until
+    #: it is known, and where jobs have no slots.
+    slot_s: float | None = None
+
+    def learn(self, slot_s: float) -> None:
+        """Learns how long an item of its jobs had a slot, in seconds."""
+        known_s = slot_s if self.slot_s is None else self.slot_s
+        self.slot_s = known_s + SLOT_LEARNING * (slot_s - known_s)
 
     def count(self, flow: Flow[Any], keys: int, newcomers: int) -> None:
         """Counts a flow that begins or ends to wait, or to be new."""
@@ -197,13 +208,18 @@ class _PriorityClass:
 class Shares:
     """The tags of all flows; decides nothing itself."""
 
-    def __init__(self, shares: Mapping[str, float], costs: TaskCosts) -> None:
+    def __init__(
+        self, shares: Mapping[str, float], costs: TaskCosts, *, in_slots: bool = False
+    ) -> None:
         """Starts with no flow.
 
         Args:
             shares: Share of each priority class, above 0; only their ratios matter.
             costs: Expects how long batches take, and learns from those that are back.
+            in_slots: Whether each job takes slots for itself. Then the time that it takes is
+                expected by its class: live jobs are short, and bulk is long.
         """
+        self._in_slots = in_slots
         self._classes = {name: _PriorityClass(share) for name, share in shares.items()}
         self._costs = costs
         #: Virtual time: the lowest tag of the batch that left last.
@@ -309,13 +325,13 @@ class Shares:
             items: Number of its items.
             item_s: Of `item_s`, for the whole batch.
         """
-        estimate_s, weight = item_s * items, self.weight(flow)
+        own, weight = self._classes[flow.lane.priority_class], self.weight(flow)
+        estimate_s = (item_s if own.slot_s is None else own.slot_s) * items
         flow.tag += estimate_s / weight
         flow.running += estimate_s / weight
         flow.batches += 1
         newcomers = 0.0
         if flow.is_new:
-            own = self._classes[flow.lane.priority_class]
             newcomers = max(weight, own.share * own.newcomers_then / len(own.groups))
             own.count(flow, 0, -1)
             flow.is_new = False
@@ -332,6 +348,8 @@ class Shares:
         items = sum([charge.items for charge in charges])
         for flow, own_items, estimate_s, weight, newcomers in charges:
             took_s = estimate_s if run_s is None else run_s * own_items / items
+            if self._in_slots and run_s is not None:
+                self._classes[flow.lane.priority_class].learn(run_s / items)
             flow.running -= estimate_s / weight
             flow.batches -= 1
             flow.tag += (took_s - estimate_s) / weight
@@ -348,7 +366,7 @@ class SharesByTask(dict[str, Shares]):
     def __init__(
         self, shares: Mapping[str, float], costs: TaskCosts, slotted: Collection[str]
     ) -> None:
-        super().__init__({task: Shares(shares, costs) for task in slotted})
+        super().__init__({task: Shares(shares, costs, in_slots=True) for task in slotted})
         self._common = Shares(shares, costs)
 
     def __missing__(self, task: str) -> Shares:

@@ -133,15 +133,20 @@ class StepLoop:
             for at, prepared in enumerate(batch.items)
             if not isinstance(prepared, NON_VALUES)
         ]
-        if work.instead_of in self._jobs:
-            victim = self._jobs[work.instead_of]
-            if self._model.resumes:
-                self._slots.put_aside({(work.instead_of, at) for at in range(len(victim.outcomes))})
+        if work.instead_of:
+            self._make_room(work.instead_of)
             self._slots.add_first(*items)
         else:
             self._slots.add(*items)
         if not message.left:
             self._end(message)
+
+    def _make_room(self, victims: Sequence[int]) -> None:
+        """Has the first of some jobs that has a slot go on later."""
+        for each in victims if self._model.resumes else ():
+            job = self._jobs.get(each)
+            if job and self._slots.put_aside({(each, at) for at in range(len(job.outcomes))}):
+                return
 
     def _step(self) -> None:
         started_s = time.perf_counter()

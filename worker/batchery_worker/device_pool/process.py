@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -132,6 +133,8 @@ class DeviceProcess:
     batches: dict[int, DispatchedBatch] = field(default_factory=dict)
     #: Those of them that run one after the other; an urgent one comes in between.
     in_turn: list[DispatchedBatch] = field(default_factory=list)
+    #: Those that made room for others, and wait for a slot, in the order in which they go on.
+    aside: deque[DispatchedBatch] = field(default_factory=deque)
     #: Number of deaths in a row, without a finished batch between them.
     deaths: int = 0
     #: Number of times in a row that it was killed because it hung, without a finished batch.
@@ -287,6 +290,21 @@ class DeviceProcess:
         """Notes that an item has left its slot, and others of its job go on."""
         self.batches[left.id].items_left -= 1
         self.taken -= 1
+        self._note_resumed()
+
+    def put_aside(self, work_id: int) -> None:
+        """Notes that a job makes room for another one."""
+        self.batches[work_id].is_aside = True
+        self.aside.append(self.batches[work_id])
+
+    def _note_resumed(self) -> None:
+        """Notes which jobs have slots again: the process gives them those that are free."""
+        waiting = sum(each.items_left for each in self.aside)
+        while self.aside:
+            waiting -= self.aside[0].items_left
+            if self.taken - waiting > self.setup.slots:
+                return
+            self.aside.popleft().is_aside = False
 
     def take_reply(self, done: Done) -> DispatchedBatch:
         """Takes back a batch that the process has answered.
@@ -302,6 +320,9 @@ class DeviceProcess:
         if not dispatched.urgent:
             self.in_turn.remove(dispatched)
         self.taken -= dispatched.items_left
+        if dispatched.is_aside:
+            self.aside.remove(dispatched)
+        self._note_resumed()
         self.deaths = self.hangs = 0
         self.jobs += len(done.jobs)
         return dispatched
@@ -311,6 +332,7 @@ class DeviceProcess:
         batches = list(self.batches.values())
         self.batches.clear()
         self.in_turn.clear()
+        self.aside.clear()
         self.taken = 0
         return batches
 

@@ -32,10 +32,9 @@ from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.dispatch.slots import (
-    find_victim,
     limit_in_slots,
+    list_victims,
     merge_slots,
-    put_aside,
 )
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
@@ -347,15 +346,22 @@ class Dispatcher:
 
     def _preempt(self, device: DeviceProcess, now_s: float) -> None:
         """Lets jobs of a higher class have the slots of others, which go on when some are free."""
-        task = device.setup.task
+        task, rank = device.setup.task, self._scheduler.rank
         while device.is_full and not self._supervisor.is_reserved:
-            victim = find_victim(device.in_turn, self._scheduler.rank)
-            if victim is None:
+            classes = {
+                number: rank(each.batch.jobs[0].lane.priority_class)
+                for number, each in device.batches.items()
+            }
+            victims = list_victims(device.batches, classes)
+            victim = device.batches[victims[0]]
+            if victim.is_aside:
                 return
             batch = self._scheduler.urgent_batch([victim.batch], now_s, task=task)
             if batch is None:
                 return
-            self._launch(device, batch, instead_of=victim)
+            own = rank(batch.jobs[0].lane.priority_class)
+            lower = [number for number in victims if classes[number] > own]
+            self._launch(device, batch, instead_of=lower)
 
     def _left_s(self, device: DeviceProcess, now_s: float) -> float:
         """How long a device has to do with what it holds, in seconds, as far as that is known."""
@@ -414,7 +420,7 @@ class Dispatcher:
         batch: Batch[TaskCall],
         *,
         urgent: bool = False,
-        instead_of: DispatchedBatch | None = None,
+        instead_of: Sequence[int] = (),
     ) -> None:
         jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
         task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
@@ -445,8 +451,9 @@ class Dispatcher:
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)
         if in_slots:
             work = limit_in_slots(work, jobs[0], dispatched, sheds_late=self._settings.shed_late)
-        if instead_of is not None:
-            work = replace(work, instead_of=put_aside(device, instead_of))
+        if instead_of:
+            device.put_aside(instead_of[0])
+            work = replace(work, instead_of=instead_of)
         # Before the batch: on a busy machine a job may have killed this worker by the time that it
         # goes on.
         dispatched.note = note_begin(jobs, alone=batch.alone, in_slots=in_slots)

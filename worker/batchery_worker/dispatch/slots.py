@@ -1,11 +1,10 @@
 """What is different for jobs in slots: their limits, who makes room for whom, deaths."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from math import inf
 
-from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.supervisor import MAX_STEP_S
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import SlotLimits, Work
@@ -38,31 +37,20 @@ def limit_in_slots(
     )
 
 
-def find_victim(
-    batches: Sequence[DispatchedBatch], rank: Callable[[str], int]
-) -> DispatchedBatch | None:
-    """The job that makes room first: of the lowest class, and of these the one that came last.
+def list_victims(batches: Mapping[int, DispatchedBatch], ranks: Mapping[int, int]) -> list[int]:
+    """Who makes room first: jobs of the lowest class, and of these the one that came last.
 
-    A job makes room once at most, so that it ends however many others come.
+    So those before it get on. It does, too, as others only have their share.
 
     Args:
-        batches: What a device has in its slots.
-        rank: Place of a class; the highest is 0.
+        batches: What a device has in its slots, by id; ids grow.
+        ranks: The places of their classes; the highest is 0.
 
     Returns:
-        Its batch; None if there is none.
+        The ids of all batches. Those that have made room by now are the last ones; some of them may
+        have a slot again of which this process has not heard.
     """
-    return max(
-        (each for each in batches if not each.is_aside),
-        key=lambda each: (rank(each.batch.jobs[0].lane.priority_class), each.dispatched_s),
-        default=None,
-    )
-
-
-def put_aside(device: DeviceProcess, victim: DispatchedBatch) -> int:
-    """Notes that a job makes room; returns the id of its batch."""
-    victim.is_aside = True
-    return next(number for number, each in device.batches.items() if each is victim)
+    return sorted(batches, key=lambda each: (batches[each].is_aside, -ranks[each], -each))
 
 
 def merge_slots(batches: Sequence[DispatchedBatch]) -> Sequence[DispatchedBatch]:

@@ -168,8 +168,9 @@ class Work:
     urgent: bool = False
     #: For a device with slots, where all batches have one job.
     slot_limits: SlotLimits = NO_LIMITS
-    #: Id of the batch whose job makes room for this one, and goes on when slots are free; or 0.
-    instead_of: int = 0
+    #: Ids of batches: the job of the first one that has a slot makes room for this one, and goes on
+    #: when slots are free.
+    instead_of: Sequence[int] = ()
 
     @property
     def streams(self) -> bool:

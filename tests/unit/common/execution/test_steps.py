@@ -63,6 +63,20 @@ def test_what_made_room_goes_on_after_its_pieces_before_all_that_wait() -> None:
     assert step(some) == [("def", "f", True), ("x", "x", True)]
 
 
+def test_whoever_is_let_in_goes_before_all_that_made_room_and_these_in_their_order() -> None:
+    some = slots("abc", "def")
+    step(some)
+    assert some.put_aside({"def"})
+    some.add_first(SlotItem("!", "!", {}, ()))
+    step(some)
+    assert some.put_aside({"abc"})
+    # It has none, so nothing is freed by it.
+    assert not some.put_aside({"def"})
+    some.add_first(SlotItem("?", "?", {}, ()), SlotItem("1", "1", {}, ()))
+    assert step(some) == [("?", "?", True), ("1", "1", True)]
+    assert step(some) == [("def", "e", False), ("abc", "c", True)]
+
+
 def test_what_made_room_twice_repeats_nothing() -> None:
     some = slots("abcd")
     for letter in "abcd":

@@ -9,7 +9,7 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from apps.batches import FOUR, app
 from batchery import BatchArgumentError, DeviceDied, StepModel, register
 from batchery_worker.device_pool.supervisor import MAX_STEP_S
-from batchery_worker.ipc.messages import Cancel, Left, Work, load_message
+from batchery_worker.ipc.messages import Cancel, Done, Left, Work, load_message
 from support.fake_devices import FakeDevice
 from support.fake_worker import FakeWorker, StartPool, read_items
 
@@ -82,6 +82,45 @@ def test_jobs_of_a_higher_class_come_first(worker: FakeWorker) -> None:
     worker.loop.sleep(1.0)
     slotted(worker).answer()
     assert running(worker)[4:] == ["high"]
+
+
+def test_what_made_room_and_went_on_makes_room_again(worker: FakeWorker) -> None:
+    worker.receive_each(*"abcd", task=SLOTS, priority=9)
+    assert len(running(worker)) == 4
+    device = slotted(worker)
+    # More than there are slots: each of those jobs makes room more than once.
+    for live in "uvwxyz":
+        worker.receive(live, task=SLOTS, priority=0)
+        assert running(worker)[-1] == live
+        work = device.works[-1]
+        assert len(work.instead_of) == 4
+        device.say(Done(work.id, (("needs tracer", ("value", live)),), 1.0, 0, 0))
+        worker.loop.settle()
+    for _ in "abcd":
+        device.answer()
+    worker.work_off()
+    assert free(worker) == 4
+
+
+def test_of_several_that_made_room_the_first_goes_on_first(worker: FakeWorker) -> None:
+    worker.receive_each(*"abcd", task=SLOTS, priority=9)
+    assert len(running(worker)) == 4
+    device = slotted(worker)
+    ids = {read_items(work)[0]: work.id for work in device.works}
+    worker.receive_each("v", "w", task=SLOTS, priority=0)
+    assert running(worker)[4:] == ["v", "w"]
+    # The last that came is asked first; then those that wait, as they may have a slot by now.
+    first, second = (work.instead_of for work in device.works[4:])
+    assert list(first) == [ids[name] for name in "dcba"]
+    assert list(second) == [ids[name] for name in "cbad"]
+    assert free(worker) == 2
+    done = device.works[4]
+    device.say(Done(done.id, (("needs tracer", ("value", "v")),), 1.0, 0, 0))
+    worker.loop.settle()
+    worker.receive("x", task=SLOTS, priority=0)
+    assert running(worker)[6:] == ["x"]
+    assert list(device.works[6].instead_of) == [ids[name] for name in "dbac"]
+    worker.work_off()
 
 
 def test_device_that_dies_runs_its_jobs_in_halves_and_no_others_meanwhile(
