@@ -55,10 +55,14 @@ PROVOKED = {
 
 
 def hurry(rules: str) -> str:
-    """The rules with seconds for minutes: a job of ten seconds is an old one."""
-    rules = re.sub(r"for: (\d+)m", lambda found: f"for: {(int(found[1]) + 1) // 2}s", rules)
-    rules = re.sub(r"\[(\d+)m\]", lambda found: f"[{2 * int(found[1])}s]", rules)
-    return rules.replace("> 300", "> 10")
+    """The rules with seconds for minutes; a job of ten seconds is an old one."""
+
+    def seconds(least: float) -> str:
+        return f"{round(patient(least))}s"
+
+    rules = re.sub(r"for: (\d+)m", lambda found: f"for: {seconds((int(found[1]) + 1) // 2)}", rules)
+    rules = re.sub(r"\[(\d+)m\]", lambda found: f"[{seconds(2 * int(found[1]))}]", rules)
+    return rules.replace("> 300", f"> {round(patient(10))}")
 
 
 class Scene:
@@ -184,7 +188,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scene, set
             played.look()
             time.sleep(0.5)
         before = set(played.fired)
-        deadline_s = time.monotonic() + patient(60)
+        deadline_s = time.monotonic() + patient(90)
         wanted = PROVOKED - {"BatcheryRedisDown", "BatcheryExporterLost", "BatcheryWorkerNotReady"}
         turn = 0
         while not wanted <= played.fired and time.monotonic() < deadline_s:
@@ -200,11 +204,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scene, set
 
         with played.redis.hanging(), suppress(AssertionError):
             names = ("BatcheryRedisDown", "BatcheryWorkerNotReady")
-            wait_for(lambda: has_fired(*names), "Redis is missed", patient(40))
+            wait_for(lambda: has_fired(*names), "Redis is missed", patient(60))
         kill_all(played.exporter)
         played.gateway.kill()
         with suppress(AssertionError):
-            wait_for(lambda: has_fired("BatcheryExporterLost"), "the exporter is missed", 40)
+            wait_for(
+                lambda: has_fired("BatcheryExporterLost"), "the exporter is missed", patient(60)
+            )
         yield played, before
 
 
