@@ -38,8 +38,8 @@ class Scaling:
     step_pods: int = 1
     step_s: float = 60.0
     #: Thresholds: unfinished jobs for each pod, and age of the oldest job.
-    jobs_per_replica: float = 500.0
-    oldest_s: float = 30.0
+    jobs_per_replica: float = 64.0
+    oldest_s: float = 10.0
 
 
 def read_scaling(path: Path = OPERATORS) -> Scaling:
