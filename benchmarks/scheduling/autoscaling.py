@@ -17,6 +17,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -362,7 +363,9 @@ def main() -> None:
     console = Console(highlight=False, width=WIDTH)
     jobs = make_day(options.begin_h, options.hours, options.peak_per_s, options.bulk, options.seed)
     seconds = options.hours * HOUR_S
-    rows = [run_day(each, jobs, seconds, options.start_s) for each in make_trials(options, jobs)]
+    run = partial(run_day, jobs=jobs, seconds=seconds, start_s=options.start_s)
+    with ProcessPoolExecutor() as pool:
+        rows = list(pool.map(run, make_trials(options, jobs)))
     show(console, rows)
     found = verdicts(rows)
     for each in found:

@@ -3,7 +3,8 @@
 KEDA looks at each polling whether anything is above zero: it starts the first pod, and stops the
 last one after the cooldown. In between the HorizontalPodAutoscaler decides: the larger wish of both
 triggers, but none for a change of less than a tenth; up at most to the double or by four pods, and
-down only to the most that it wished for within the stabilization window, some pods in each period.
+down only to the most that it wished for within the stabilization window, some pods in each period;
+the window upwards does the same with the fewest.
 """
 
 import math
@@ -34,6 +35,8 @@ class Scaling:
     polling_s: float = 10.0
     cooldown_s: float = 600.0
     stabilization_s: float = 600.0
+    #: The same upwards: the fewest pods that were wished for lately.
+    up_window_s: float = 20.0
     #: Maximum number of pods that go in a period.
     step_pods: int = 1
     step_s: float = 60.0
@@ -49,7 +52,8 @@ def read_scaling(path: Path = OPERATORS) -> Scaling:
         for each in yaml.safe_load_all(path.read_text(encoding="utf-8"))
         if each and each["kind"] == "ScaledObject"
     ]
-    down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    down = behavior["scaleDown"]
     [policy] = down["policies"]
     jobs, oldest = (float(each["metadata"]["threshold"]) for each in spec["triggers"])
     return Scaling(
@@ -58,6 +62,7 @@ def read_scaling(path: Path = OPERATORS) -> Scaling:
         spec["pollingInterval"],
         spec["cooldownPeriod"],
         down["stabilizationWindowSeconds"],
+        behavior["scaleUp"]["stabilizationWindowSeconds"],
         policy["value"],
         policy["periodSeconds"],
         jobs,
@@ -113,8 +118,10 @@ class Autoscaler:
         wish = min(scaling.max_replicas, max(lowest, self._wish(jobs, oldest_s, ready)))
         _forget(self._wishes, now_s - scaling.stabilization_s)
         self._wishes.append((now_s, wish))
-        if wish > current:
-            self.replicas = min(wish, max(2 * current, current + MAX_ADDED))
+        up_s = now_s - scaling.up_window_s
+        higher = min(count for wished_s, count in self._wishes if wished_s >= up_s)
+        if higher > current:
+            self.replicas = min(higher, max(2 * current, current + MAX_ADDED))
             return
         _forget(self._gone, now_s - scaling.step_s)
         may_go = scaling.step_pods - sum(count for _, count in self._gone)

@@ -127,3 +127,15 @@ def test_a_day_follows_the_hours_and_is_the_same_each_time() -> None:
     assert max(by_hour[:5]) <= 12 < min(by_hour[8:17])
     assert find_share(9.5) == pytest.approx(0.95)
     assert [job.time_s for job in jobs] == sorted(job.time_s for job in jobs)
+
+
+def test_an_age_that_one_scrape_saw_adds_no_pods() -> None:
+    """The first pod is ready, and the age is still that of the jobs that waited for it."""
+    autoscaler = Autoscaler(SCALING, 1)
+    for number, (oldest_s, ready) in enumerate([(60, 0), (90, 1), (0, 1)]):
+        autoscaler.sync(number * SYNC_S, 1, oldest_s, ready)
+        assert autoscaler.replicas == 1
+    autoscaler.sync(3 * SYNC_S, 1, 90, 1)
+    assert autoscaler.replicas == 1
+    autoscaler.sync(4 * SYNC_S, 1, 90, 1)
+    assert autoscaler.replicas == 3
