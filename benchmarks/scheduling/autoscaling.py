@@ -8,7 +8,7 @@ batch is finished. A wait is from the arrival of a job to the begin of its batch
     python -m benchmarks.scheduling.autoscaling --json benchmarks/results/autoscaling.json
 
 `--try 16,5,300` adds a row with other numbers: jobs for each pod, age of the oldest, cooldown. The
-published figures are with `--try 500,30,600 --try 16,10,600 --try 8,10,600`.
+published figures are with `--try 500,30,600 --try 64,10,600 --try 8,10,600`.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Scaling:
     step_pods: int = 1
     step_s: float = 60.0
     #: Thresholds: unfinished jobs for each pod, and age of the oldest job.
-    jobs_per_replica: float = 64.0
+    jobs_per_replica: float = 16.0
     oldest_s: float = 10.0
 
 
