@@ -133,6 +133,8 @@ class VirtualDevice:
     is_dead: bool = False
     #: Whether it may get a batch behind the one that runs.
     is_open: bool = False
+    #: Gets the time when it holds nothing any more; while it is set, the device gets no batch.
+    on_stopped: Callable[[float], None] | None = None
 
     @property
     def name(self) -> str:
@@ -173,20 +175,22 @@ class DeviceLine:
         numbers = self._numbers
         while numbers:
             device = self._devices[numbers[0][1]]
-            if len(device.batches) == self._held and device.is_open and not device.is_dead:
+            can_take = device.is_open and not device.is_dead and device.on_stopped is None
+            if can_take and len(device.batches) == self._held:
                 return device
             self._is_in[heappop(numbers)[1]] = False
         return None
 
 
 class _Event(IntEnum):
-    """What happens to a device; WAKE happens to all idle ones."""
+    """What happens to a device; WAKE happens to all idle ones, CALL to whoever asked for it."""
 
     DIES = 0
     ENDS = 1
     ENDS_URGENT = 2
     OPENS = 3
     WAKE = 4
+    CALL = 5
 
 
 class Simulation:
@@ -224,9 +228,11 @@ class Simulation:
         self._now_s = 0.0
         self._in_flight = 0
         self._admitted = 0
+        self._planned = 0
         self._wake_s = math.inf
         #: Time, kind, number of the device, number of its batch.
         self._events: list[tuple[float, _Event, int, int]] = []
+        self._calls: dict[int, Callable[[float], None]] = {}
         self._devices = [
             VirtualDevice(number, fleet.slowness.get(number, 1.0), is_open=True)
             for number in range(fleet.count)
@@ -265,6 +271,36 @@ class Simulation:
             self._dispatch()
         return self._recorder.close(self._alive_s)
 
+    def call_at(self, time_s: float, call: Callable[[float], None]) -> None:
+        """Plans a call, as of an autoscaler; a run does not end before it.
+
+        Args:
+            time_s: When, not before now.
+            call: Gets the time.
+        """
+        self._planned += 1
+        self._calls[self._planned] = call
+        heappush(self._events, (time_s, _Event.CALL, self._planned, 0))
+
+    def stop_device(self, number: int, on_stopped: Callable[[float], None]) -> None:
+        """Gives a device no more batches; those that it holds are finished.
+
+        Args:
+            number: Of a device that has not been stopped.
+            on_stopped: Gets the time when they are; at once if there are none.
+        """
+        device = self._devices[number]
+        device.on_stopped = on_stopped
+        self._regroup(device)
+        if not device.batches and device.urgent is None:
+            on_stopped(self._now_s)
+
+    def start_device(self, number: int) -> None:
+        """Gives batches to a device again, which has stopped."""
+        device = self._devices[number]
+        device.on_stopped = None
+        self._idle.add(device)
+
     def _admit(self, arrival: Arrival | None, stream: Iterator[Arrival]) -> Arrival | None:
         """Admits all jobs that come now; returns the next one."""
         now_s = self._now_s
@@ -295,6 +331,9 @@ class Simulation:
     def _happen(self, event: _Event, number: int, begun: int) -> None:
         if event is _Event.WAKE:
             self._wake_s = math.inf
+            return
+        if event is _Event.CALL:
+            self._calls.pop(number)(self._now_s)
             return
         device = self._devices[number]
         if event is _Event.DIES:
@@ -409,7 +448,8 @@ class Simulation:
             if not numbers:
                 del self._groups[device.flows]
             device.flows = frozenset()
-        if device.batches and device.urgent is None and not device.batches[0].batch.alone:
+        can_wait = device.urgent is None and device.on_stopped is None
+        if device.batches and can_wait and not device.batches[0].batch.alone:
             device.flows = frozenset().union(*(each.flows for each in device.batches))
             if device.flows:
                 self._groups.setdefault(device.flows, set()).add(device.number)
@@ -471,7 +511,10 @@ class Simulation:
             self._begin(device)
         else:
             device.is_open = True
-            self._idle.add(device)
+            if device.on_stopped is None:
+                self._idle.add(device)
+            else:
+                device.on_stopped(self._now_s)
 
     def _came_back(self, device: VirtualDevice, sent: Sent, had_s: float, ran_s: float) -> None:
         """Tells everybody of a batch that had its device for a time, and ran since a time."""
