@@ -68,7 +68,12 @@ def run(name: str, seconds: int) -> None:
         return
     decoder, end_s = DECODERS[name], time.monotonic() + seconds
 
-    @settings(max_examples=ROUND, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=ROUND,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(inputs(decoder.examples))
     def check(data: bytes) -> None:
         try_input(decoder, data)
