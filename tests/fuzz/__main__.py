@@ -88,7 +88,13 @@ def run_atheris(name: str, seconds: int) -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(decoder.examples):
         (corpus / f"example-{number}").write_bytes(data)
-    arguments = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=20"]
+    arguments = [
+        f"-artifact_prefix={corpus.parent}/",
+        f"-max_total_time={seconds}",
+        "-max_len=4096",
+        "-rss_limit_mb=4096",
+        "-timeout=20",
+    ]
     atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: try_input(decoder, data))
     atheris.Fuzz()
 
