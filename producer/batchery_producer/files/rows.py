@@ -292,7 +292,8 @@ class TableRows(Rows):
         self._ended = False
         try:
             self._batches = self._open(file)
-        except (self._arrow.ArrowException, OSError, ValueError) as error:
+        # pyarrow may believe that a file has two gigabytes of metadata.
+        except (self._arrow.ArrowException, OSError, ValueError, MemoryError) as error:
             raise DatasetError(f"cannot be read: {_first_line(error)}") from None
 
     @abstractmethod
@@ -326,8 +327,8 @@ class TableRows(Rows):
             # pyarrow believes the offsets in a file, and would read beyond its end.
             batch.validate(full=True)
             rows: list[Mapping[str, Any]] = batch.to_pylist()
-        # The latter for names of columns, which nobody validates.
-        except (self._arrow.ArrowException, UnicodeDecodeError) as error:
+        # UnicodeDecodeError for names of columns, which nobody validates.
+        except (self._arrow.ArrowException, UnicodeDecodeError, MemoryError) as error:
             raise OSError(_first_line(error)) from None
         return rows
 
