@@ -68,7 +68,12 @@ def run(name: str, seconds: int) -> None:
         return
     decoder, end_s = DECODERS[name], time.monotonic() + seconds
 
-    @settings(max_examples=ROUND, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=ROUND,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(inputs(decoder.examples))
     def check(data: bytes) -> None:
         try_input(decoder, data)
@@ -83,7 +88,13 @@ def run_atheris(name: str, seconds: int) -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(decoder.examples):
         (corpus / f"example-{number}").write_bytes(data)
-    arguments = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=20"]
+    arguments = [
+        f"-artifact_prefix={corpus.parent}/",
+        f"-max_total_time={seconds}",
+        "-max_len=4096",
+        "-rss_limit_mb=4096",
+        "-timeout=20",
+    ]
     atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: try_input(decoder, data))
     atheris.Fuzz()
 

@@ -359,13 +359,15 @@ DECODERS: Mapping[str, Decoder] = {
     "arrow": Decoder(
         read_rows(rows.ArrowRows),
         FILE_ERRORS,
-        # The last one has a text that begins beyond the end of all texts.
+        # The third has a text that begins beyond the end of all texts, the last one a column whose
+        # name is no UTF-8.
         (
             table("ipc.new_file"),
             table("ipc.new_stream"),
             table("ipc.new_stream").replace(
                 b"\0\0\0\0\1\0\0\0\1\0\0\0", b"\0\0\0\0\1\0\0\7\1\0\0\7"
             ),
+            table("ipc.new_file").replace(b"text", b"tex\xc7"),
         ),
         is_bounded=False,
     ),

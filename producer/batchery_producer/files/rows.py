@@ -292,7 +292,8 @@ class TableRows(Rows):
         self._ended = False
         try:
             self._batches = self._open(file)
-        except (self._arrow.ArrowException, OSError, ValueError) as error:
+        # pyarrow may believe that a file has two gigabytes of metadata.
+        except (self._arrow.ArrowException, OSError, ValueError, MemoryError) as error:
             raise DatasetError(f"cannot be read: {_first_line(error)}") from None
 
     @abstractmethod
@@ -317,18 +318,19 @@ class TableRows(Rows):
             raise StopIteration
         self.number += 1
         while (row := next(self._rows, None)) is None:
-            batch, self._share = self._next_batch()
-            self._rows = iter(batch.to_pylist())
+            self._rows = iter(self._next_rows())
         return row
 
-    def _next_batch(self) -> tuple[Any, float]:
+    def _next_rows(self) -> Sequence[Mapping[str, Any]]:
         try:
-            batch, share = next(self._batches)
+            batch, self._share = next(self._batches)
             # pyarrow believes the offsets in a file, and would read beyond its end.
             batch.validate(full=True)
-        except self._arrow.ArrowException as error:
+            rows: list[Mapping[str, Any]] = batch.to_pylist()
+        # UnicodeDecodeError for names of columns, which nobody validates.
+        except (self._arrow.ArrowException, UnicodeDecodeError, MemoryError) as error:
             raise OSError(_first_line(error)) from None
-        return batch, share
+        return rows
 
 
 class ParquetRows(TableRows):
