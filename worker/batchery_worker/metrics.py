@@ -52,8 +52,7 @@ class Metrics(BatchFigures):
             waited_ms: How long its jobs together waited from arrival to dispatch.
         """
         jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
-        left_s = time() - monotonic() + dispatched_s
-        oldest_s = left_s - MAX_AGE_S
+        oldest_s = (left_s := time() - monotonic() + dispatched_s) - MAX_AGE_S
         # From being sent; from its arrival here where a job does not say when that was.
         waits_s = [
             left_s - sent_s
@@ -91,8 +90,7 @@ class Metrics(BatchFigures):
         for bound_s in WAIT_BOUNDS_S:
             if (count := bisect_right(waits_s, bound_s)) > counted_before:
                 kind.waits[bound_s] += count - counted_before
-                counted_before = count
-                if count == len(waits_s):
+                if (counted_before := count) == len(waits_s):
                     break
 
     def job_failed(self, task: str, reason: str) -> None:
