@@ -1,6 +1,8 @@
 """Each check of `batchery doctor`: silent where nothing is wrong, and loud where something is."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,9 +281,14 @@ def test_every_check_has_texts_and_is_provoked() -> None:
     assert set(CHECKS) == set(read_catalogue()) == {check for check, *_ in WRONG}
 
 
-def test_every_threshold_is_used_and_explained() -> None:
+def test_every_threshold_is_used_by_a_check() -> None:
     names = {name for name in vars(thresholds) if name.isupper()}
-    assert len(names) > 20
+    folder = Path(thresholds.__file__).parent
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("checks_*.py"))
+    assert names == set(re.findall(r"limits\.([A-Z_]+)", text))
+
+
+def test_every_text_is_complete_with_its_thresholds() -> None:
     for texts in read_catalogue().values():
         assert "{" not in texts.describe()
 
