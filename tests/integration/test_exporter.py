@@ -1,7 +1,6 @@
 """`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
 
 import contextlib
-import http.client
 import re
 import shutil
 import subprocess
@@ -13,17 +12,15 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from prometheus_client.parser import text_string_to_metric_families
 
 from apps import shop
 from batchery import install
 from batchery.cli.health import ask
 from support.commands import TIMEOUT_S, start
 from support.harness import Worker, device_busy, kill_all, wait_for
+from support.metrics_port import Samples, read_samples, scrape
 from support.own_redis import OwnRedis
 from support.patience import patient
-
-Samples = dict[tuple[str, ...], float]
 
 
 class Exporter:
@@ -42,21 +39,11 @@ class Exporter:
         return ask(f"http://127.0.0.1:{self.port}", path)
 
     def scrape(self) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(20))
-        with contextlib.closing(connection):
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            assert answer.status == 200
-            return answer.read().decode()
+        return scrape(self.port, patient(20))
 
     def samples(self) -> Samples:
         """By name and the values of the labels."""
-        families: Any = text_string_to_metric_families(self.scrape())
-        return {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        return read_samples(self.scrape())
 
 
 StartExporter = Callable[..., Exporter]

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import free_port
-from support.commands import run
+from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.guarded_redis import GuardedRedis, guarded_redis
 from support.harness import TESTS, Worker, kill_all, wait_for
@@ -70,22 +70,7 @@ def nothing_refused(guarded: GuardedRedis) -> Iterator[None]:
 
 def run_as(guarded: GuardedRedis, role: str, code: str) -> Any:
     """Runs code in a process of its own, as a role; what it prints is JSON."""
-    url = guarded.url(role)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(TESTS),
-            "CELERY_BROKER_URL": url,
-            "CELERY_RESULT_BACKEND": url,
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_code(guarded.url(role), code)
 
 
 PRODUCES = """
@@ -297,3 +282,6 @@ def test_a_command_outside_of_a_role_is_refused(guarded: GuardedRedis, role: str
         digest = client.script_load("return redis.call('GET', 'another-app')")
         with pytest.raises(RedisError, match=r"(?i)permission|ACL|can't access"):
             client.evalsha(digest, 0)
+    with closing(guarded.client()) as admin:
+        # It is no dead letter, and others list them.
+        admin.hdel(Keys().dead, "1")

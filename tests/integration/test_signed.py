@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +14,8 @@ from redis import Redis
 from batchery import InvalidItem
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
-from support.harness import TESTS, Worker, wait_for
+from support.commands import run_code
+from support.harness import Worker, wait_for
 from support.patience import patient
 from support.redis_places import make_certificate
 
@@ -44,22 +42,7 @@ def worker(start_module_worker: StartWorker, keys: dict[str, Path]) -> Worker:
 
 def run_client(redis_url: str, signer: Path, code: str) -> Any:
     """Runs code in a process of its own, which trusts itself; what it prints is JSON."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-        env={
-            **os.environ,
-            **environment(signer, signer),
-            "PYTHONPATH": str(TESTS),
-            "CELERY_BROKER_URL": redis_url,
-            "CELERY_RESULT_BACKEND": redis_url,
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_code(redis_url, code, **environment(signer, signer))
 
 
 FRIENDLY = """

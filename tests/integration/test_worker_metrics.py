@@ -1,7 +1,6 @@
 """A worker's own port: its counters agree with what ran, and its health with how it is."""
 
 import contextlib
-import http.client
 import shutil
 import signal
 import socket
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from celery import Celery
-from prometheus_client.parser import text_string_to_metric_families
 
 from apps import shop
 from batchery.cli.health import ask
@@ -21,10 +19,9 @@ from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run
 from support.harness import Worker, wait_for
+from support.metrics_port import Samples, read_samples, scrape
 from support.own_redis import OwnRedis
 from support.patience import patient
-
-Samples = dict[tuple[str, ...], float]
 
 
 class Watched(NamedTuple):
@@ -45,21 +42,11 @@ class Watched(NamedTuple):
         return self.says(path) == (200, "ok")
 
     def scrape(self) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(10))
-        with contextlib.closing(connection):
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            assert answer.status == 200
-            return answer.read().decode()
+        return scrape(self.port, patient(10))
 
     def samples(self) -> Samples:
         """By name and the values of the labels, but for the worker's name."""
-        families: Any = text_string_to_metric_families(self.scrape())
-        return {
-            (sample.name, *(v for k, v in sample.labels.items() if k != "worker")): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        return read_samples(self.scrape(), without="worker")
 
 
 StartWatched = Callable[..., Watched]

@@ -1,9 +1,11 @@
 """The commands of Batchery and Celery in processes of their own."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from support.harness import TESTS
 from support.patience import patient
@@ -36,3 +38,29 @@ def run(redis_url: str, *command: str, cwd: Path | None = None) -> tuple[int, st
     with start(redis_url, *command, cwd=cwd) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
         return process.returncode, out, err
+
+
+def run_code(redis_url: str, code: str, **environment: str) -> Any:
+    """Runs code in a process of its own, on a Redis and with the tests' apps; it prints JSON.
+
+    Args:
+        redis_url: Broker and result backend.
+        code: Of Python.
+        environment: Further variables.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+        env={
+            **os.environ,
+            **environment,
+            "PYTHONPATH": str(TESTS),
+            "CELERY_BROKER_URL": redis_url,
+            "CELERY_RESULT_BACKEND": redis_url,
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
