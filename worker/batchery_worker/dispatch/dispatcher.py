@@ -347,7 +347,8 @@ class Dispatcher:
     def _preempt(self, device: DeviceProcess, now_s: float) -> None:
         """Lets jobs of a higher class have the slots of others, which go on when some are free."""
         task, rank = device.setup.task, self._scheduler.rank
-        while device.is_full and not self._supervisor.is_reserved:
+        # Nearly always nobody waits who could take a slot, and there may be hundreds of slots.
+        while device.is_full and self._scheduler.holds_any and not self._supervisor.is_reserved:
             classes = {
                 number: rank(each.batch.jobs[0].lane.priority_class)
                 for number, each in device.batches.items()
