@@ -14,7 +14,7 @@ import pytest
 from celery import Celery
 
 from apps import shop
-from batchery import install
+from batchery import BatchTask, install
 from batchery.cli.health import ask
 from support.commands import TIMEOUT_S, start
 from support.harness import Worker, device_busy, kill_all, wait_for
@@ -96,9 +96,10 @@ def test_queues_are_counted_where_no_worker_is(
     # Over all lists of a queue, one of each priority.
     for priority in (0, 3, 9):
         sender.send_task("shout", ["a"], priority=priority)
-    with sender.connection_for_write() as connection:
-        # It says when it was sent, as those of plain clients do not.
-        shop.shout.apply_async(("a",), connection=connection, queue="other")
+    # It says when it was sent, as those of plain clients do not.
+    copied = sender.task(name=shop.shout.name, base=BatchTask, shared=False)
+    shout: BatchTask = copied(shop.shout.run)
+    shout.apply_async(("a",), queue="other")
     waiting = ("batchery_queue_waiting_jobs", "celery")
     wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
     samples = exporter.samples()
