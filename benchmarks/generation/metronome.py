@@ -14,6 +14,8 @@ class Metronome(StepModel):
     machine.
     """
 
+    resumes = True
+
     def __init__(self, step_ms: float) -> None:
         self._step_s = step_ms / 1e3
         self._next_s = 0.0

@@ -88,6 +88,8 @@ class DispatchedBatch:
     items_left: int = 0
     #: Whether it made room for a job of a higher class, and waits for a slot.
     is_aside: bool = False
+    #: Up to when its lane was charged for its slots; 0 before the first time.
+    charged_s: float = 0.0
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None
 

@@ -444,6 +444,17 @@ class Scheduler(Generic[T]):
             latest_s = min(latest_s, *(job.deadline_s - margin_s(job.items) for job in waiting))
         return None if latest_s == inf else latest_s
 
+    def progress(self, batch: Batch[T], had_s: float, slots: int) -> None:
+        """Charges lanes for a job in slots as it runs: before jobs are admitted, or asked for.
+
+        Args:
+            batch: The job.
+            had_s: How long its items had slots since the last call, in seconds together.
+            slots: How many they have now; none while it makes room for another job.
+        """
+        for charge in batch.charges:
+            self._shares[charge.flow.key.task].progress(charge, had_s, slots)
+
     def ended(self, batch: Batch[T], run_s: float | None) -> None:
         """Notes that a batch of `next_batch` is back.
 

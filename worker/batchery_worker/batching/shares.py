@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from math import inf
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.job import BatchKey, Job, Lane, Limits, T
@@ -30,8 +30,9 @@ from batchery_worker.job import BatchKey, Job, Lane, Limits, T
 #: with deadlines go first, and can hold up the others for so long at most.
 DUE_S = 60.0
 
-#: What the last job counts for in the time that one of its class is expected to have a slot.
-SLOT_LEARNING = 0.1
+#: For how long a lane is charged in advance for each slot that it has, in seconds. What it had of
+#: slots is charged as it has it; so this says by how much lanes that had their shares may differ.
+SLOT_AHEAD_S = 10.0
 
 _numbers = count()
 
@@ -152,7 +153,8 @@ class KeyFlows(Generic[T]):
         return self.oldest_s + self.limits.max_wait_s
 
 
-class Charge(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Charge:
     """What a flow was charged for its part of a batch."""
 
     flow: Flow[Any]
@@ -161,6 +163,8 @@ class Charge(NamedTuple):
     weight: float
     #: The weight of all newcomers of its class, if it is the first batch of one; otherwise 0.
     newcomers: float
+    #: For how long it was charged for slots that its items had, in seconds, beside the estimate.
+    had_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -183,14 +187,6 @@ class _PriorityClass:
     newcomers: float = 0.0
     #: The same when the last batch left.
     newcomers_then: float = 0.0
-    #: How long an item of its jobs has a slot, in seconds, in the mean of the last ones; None until
-    #: it is known, and where jobs have no slots.
-    slot_s: float | None = None
-
-    def learn(self, slot_s: float) -> None:
-        """Learns how long an item of its jobs had a slot, in seconds."""
-        known_s = slot_s if self.slot_s is None else self.slot_s
-        self.slot_s = known_s + SLOT_LEARNING * (slot_s - known_s)
 
     def count(self, flow: Flow[Any], keys: int, newcomers: int) -> None:
         """Counts a flow that begins or ends to wait, or to be new."""
@@ -216,8 +212,7 @@ class Shares:
         Args:
             shares: Share of each priority class, above 0; only their ratios matter.
             costs: Expects how long batches take, and learns from those that are back.
-            in_slots: Whether each job takes slots for itself. Then the time that it takes is
-                expected by its class: live jobs are short, and bulk is long.
+            in_slots: Whether each job takes slots for itself, and `progress` says for how long.
         """
         self._in_slots = in_slots
         self._classes = {name: _PriorityClass(share) for name, share in shares.items()}
@@ -242,7 +237,7 @@ class Shares:
         flow = self._asleep.pop((key, lane), None)
         if flow is None:
             flow = Flow(key, lane, own.entry, is_new=True)
-        flow.tag = max(flow.tag, self._now)
+        flow.tag = max(flow.tag, self._now + flow.running * self._in_slots)
         own.count(flow, 1, int(flow.is_new))
         return flow
 
@@ -311,7 +306,8 @@ class Shares:
 
     def began(self, tag: float) -> None:
         """Moves the virtual time to the tag of a batch that leaves."""
-        self._now = max(self._now, tag)
+        if not self._in_slots:
+            self._now = max(self._now, tag)
         for each in self._classes.values():
             each.entry = max(each.entry, self._now)
             each.newcomers_then = each.newcomers
@@ -326,7 +322,7 @@ class Shares:
             item_s: Of `item_s`, for the whole batch.
         """
         own, weight = self._classes[flow.lane.priority_class], self.weight(flow)
-        estimate_s = (item_s if own.slot_s is None else own.slot_s) * items
+        estimate_s = (SLOT_AHEAD_S if self._in_slots else item_s) * items
         flow.tag += estimate_s / weight
         flow.running += estimate_s / weight
         flow.batches += 1
@@ -337,6 +333,25 @@ class Shares:
             flow.is_new = False
         return Charge(flow, items, estimate_s, weight, newcomers)
 
+    def progress(self, charge: Charge, had_s: float, slots: int) -> None:
+        """Charges a job in slots as it runs, as nobody knows how long it will.
+
+        Args:
+            charge: Of a job that is not back.
+            had_s: How long its items had slots since the last call, in seconds together.
+            slots: How many they have now; none while it makes room for another job.
+        """
+        flow, weight = charge.flow, charge.weight
+        ahead_s = SLOT_AHEAD_S * slots
+        change, charge.estimate_s = (ahead_s - charge.estimate_s) / weight, ahead_s
+        flow.running += change
+        flow.tag += change + had_s / weight
+        charge.had_s += had_s
+        if charge.newcomers:
+            self._classes[flow.lane.priority_class].entry += had_s / charge.newcomers
+        # The tag of the job, if it was the last one of its flow to begin.
+        self._now = max(self._now, flow.tag - flow.running - charge.had_s / weight)
+
     def ended(self, charges: Sequence[Charge], run_s: float | None) -> None:
         """Corrects the charges of a batch that is back.
 
@@ -346,15 +361,15 @@ class Shares:
                 died.
         """
         items = sum([charge.items for charge in charges])
-        for flow, own_items, estimate_s, weight, newcomers in charges:
-            took_s = estimate_s if run_s is None else run_s * own_items / items
-            if self._in_slots and run_s is not None:
-                self._classes[flow.lane.priority_class].learn(run_s / items)
+        for charge in charges:
+            flow, estimate_s, weight = charge.flow, charge.estimate_s, charge.weight
+            took_s = charge.had_s or estimate_s if run_s is None else run_s * charge.items / items
             flow.running -= estimate_s / weight
             flow.batches -= 1
-            flow.tag += (took_s - estimate_s) / weight
-            if newcomers:
-                self._classes[flow.lane.priority_class].entry += took_s / newcomers
+            flow.tag += (took_s - charge.had_s - estimate_s) / weight
+            if charge.newcomers:
+                entry_s = took_s - charge.had_s
+                self._classes[flow.lane.priority_class].entry += entry_s / charge.newcomers
             self._remember(flow)
         if run_s is not None:
             self._costs.ran(charges[0].flow.key.task, items, run_s)
@@ -364,10 +379,15 @@ class SharesByTask(dict[str, Shares]):
     """The shares of a task: its own if it runs in slots, else those of all other tasks."""
 
     def __init__(
-        self, shares: Mapping[str, float], costs: TaskCosts, slotted: Collection[str]
+        self,
+        shares: Mapping[str, float],
+        costs: TaskCosts,
+        slotted: Collection[str] = (),
+        *,
+        in_slots: bool = False,
     ) -> None:
         super().__init__({task: Shares(shares, costs, in_slots=True) for task in slotted})
-        self._common = Shares(shares, costs)
+        self._common = Shares(shares, costs, in_slots=in_slots)
 
     def __missing__(self, task: str) -> Shares:
         self[task] = self._common

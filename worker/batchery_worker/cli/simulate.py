@@ -24,7 +24,7 @@ from batchery_worker.simulator.outcome import (
     figures,
     tables,
 )
-from batchery_worker.simulator.policies import FixedBatcher, Policy, RealScheduler
+from batchery_worker.simulator.policies import FixedBatcher, Policy, RealScheduler, SlotScheduler
 from batchery_worker.simulator.slots import SlotSimulation
 from batchery_worker.simulator.workload import (
     DEFAULT_SHARES,
@@ -185,9 +185,9 @@ POLICIES: dict[str, Callable[[Plan], Policy]] = {
 
 #: The same for devices with slots.
 SLOT_POLICIES: dict[str, Callable[[Plan], SlotSimulation]] = {
-    OURS: lambda plan: SlotSimulation(RealScheduler(plan.shares), plan.fleet, plan.max_batch_size),
+    OURS: lambda plan: SlotSimulation(SlotScheduler(plan.shares), plan.fleet, plan.max_batch_size),
     "preempting": lambda plan: SlotSimulation(
-        RealScheduler(plan.shares), plan.fleet, plan.max_batch_size, preempting=[*plan.shares]
+        SlotScheduler(plan.shares), plan.fleet, plan.max_batch_size, preempting=[*plan.shares]
     ),
     "static": lambda plan: SlotSimulation(
         FixedBatcher(plan.max_batch_size, plan.timeout_s),

@@ -116,7 +116,8 @@ class Admission:
             call.context = _context(message, call.request and call.request.embed)
         return Job(
             id=call.task_id,
-            key=BatchKey(task.name, _encode(keywords), time_limits),
+            # In slots jobs of all keywords run beside each other, so they are one line.
+            key=BatchKey(task.name, "" if task.slots else _encode(keywords), time_limits),
             limits=options.limits,
             items=len(call.items),
             arrived_s=now_s,

@@ -31,11 +31,7 @@ from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
-from batchery_worker.dispatch.slots import (
-    limit_in_slots,
-    list_victims,
-    merge_slots,
-)
+from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims, merge_slots
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
@@ -45,15 +41,12 @@ from batchery_worker.metrics import Metrics, log_batch
 
 logger = logging.getLogger("batchery.pool")
 
-
 #: How long listeners may hold up the event loop before the log says so, in seconds.
 MAX_HELD_UP_S = 1.0
-
 
 #: How much later than it could be known a job is found to be too late, in seconds; then those are
 #: found with it that come next.
 LATE_GRAIN_S = 0.005
-
 
 #: Why a worker cannot run a job that came by another queue than that of its task.
 NO_DEVICE = (
@@ -165,6 +158,9 @@ class Dispatcher:
         """Takes a job in; settles it at once if it can never be in a batch."""
         if self._in_flight.takes(call):
             return
+        if task.slots and not self._dispatch_planned:
+            # What others had before it came is no credit of it.
+            charge_slots(self._scheduler, self._supervisor.devices, monotonic())
         try:
             job = self._admission.job(call, task, limits, monotonic())
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
@@ -273,6 +269,8 @@ class Dispatcher:
         if self._draining:
             return
         now_s = monotonic()
+        if self._scheduler.slotted:
+            charge_slots(self._scheduler, self._supervisor.devices, now_s)
         self._give_up_late(now_s)
         # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
         self._dispatch_to(lambda device: not device.batches, now_s)
@@ -454,6 +452,7 @@ class Dispatcher:
             work = limit_in_slots(work, jobs[0], dispatched, sheds_late=self._settings.shed_late)
         if instead_of:
             device.put_aside(instead_of[0])
+            self._scheduler.progress(device.batches[instead_of[0]].batch, 0.0, 0)
             work = replace(work, instead_of=instead_of)
         # Before the batch: on a busy machine a job may have killed this worker by the time that it
         # goes on.

@@ -1,10 +1,12 @@
 """What is different for jobs in slots: their limits, who makes room for whom, deaths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from math import inf
 
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.supervisor import MAX_STEP_S
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import SlotLimits, Work
@@ -35,6 +37,24 @@ def limit_in_slots(
             expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
         ),
     )
+
+
+def charge_slots(
+    scheduler: Scheduler[TaskCall], devices: Iterable[DeviceProcess], now_s: float
+) -> None:
+    """Charges lanes for what their jobs had of slots since the last call.
+
+    Args:
+        scheduler: Knows the lanes.
+        devices: All of them.
+        now_s: The time, on the clock of `DispatchedBatch.dispatched_s`.
+    """
+    for device in devices:
+        for each in device.batches.values() if device.setup.slots else ():
+            slots = 0 if each.is_aside else each.items_left
+            had_s = slots * (now_s - (each.charged_s or each.dispatched_s))
+            each.charged_s = now_s
+            scheduler.progress(each.batch, had_s, slots)
 
 
 def list_victims(batches: Mapping[int, DispatchedBatch], ranks: Mapping[int, int]) -> list[int]:

@@ -2,10 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.batching.shares import SharesByTask
 from batchery_worker.job import Batch, BatchKey, Job
 from batchery_worker.simulator.workload import Arrival
 
@@ -62,6 +63,9 @@ class Policy(Protocol):
         """How long a batch will have its device; infinity if that is not known."""
         return math.inf
 
+    def progress(self, batch: SimulatedBatch, had_s: float, slots: int) -> None:
+        """Notes how long a job had its slot since the last call, and how many it has now."""
+
     def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
         """Notes that a batch is back; None for `run_s` if its device died."""
 
@@ -82,6 +86,15 @@ class RealScheduler(Scheduler[Arrival]):
         """How long a batch will have its device; infinity if its task never ran."""
         task = batch.jobs[0].key.task
         return self.costs.expected_s(task, batch.items) if self.costs.knows(task) else math.inf
+
+
+class SlotScheduler(RealScheduler):
+    """The same for a device with slots, which all tasks share here."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        """Holds no jobs; shares as of a scheduler."""
+        super().__init__(shares)
+        self._shares = SharesByTask(shares, self.costs, in_slots=True)
 
 
 class KeyQueue:

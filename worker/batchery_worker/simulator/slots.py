@@ -33,6 +33,8 @@ class Slot:
     #: When it was first in a slot.
     joined_s: float
     has_begun: bool = False
+    #: How long it was in slots.
+    had_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,9 @@ class SlotSimulation:
         arrival = next(stream, None)
         while arrival is not None or self._steps:
             arrival_s = math.inf if arrival is None else arrival.time_s
-            self._now_s = min(arrival_s, self._steps[0][0]) if self._steps else arrival_s
+            now_s = min(arrival_s, self._steps[0][0]) if self._steps else arrival_s
+            self._pass_time(now_s - self._now_s)
+            self._now_s = now_s
             while self._steps and self._steps[0][0] == self._now_s:
                 _, number = heappop(self._steps)
                 if number == WAKE:
@@ -110,6 +114,13 @@ class SlotSimulation:
                     self._begin_step(device)
             self._plan_wake()
         return self._recorder.close(lambda end_s: end_s * len(self._devices))
+
+    def _pass_time(self, more_s: float) -> None:
+        """Has lanes charged for the slots that their jobs have."""
+        for device in self._devices if more_s and not self._is_static else ():
+            for slot in device.active:
+                slot.had_s += more_s
+                self._policy.progress(slot.sent.batch, more_s, 1)
 
     def _admit(self, arrival: Arrival | None, stream: Iterator[Arrival]) -> Arrival | None:
         """Admits all jobs that come now; returns the next one."""
@@ -128,7 +139,8 @@ class SlotSimulation:
     def _begin_step(self, device: SlotDevice) -> None:
         while len(device.active) < self._slots:
             if device.aside:
-                device.active.append(device.aside.popleft())
+                device.active.append(slot := device.aside.popleft())
+                self._policy.progress(slot.sent.batch, 0.0, 1)
             elif (self._is_static and device.active) or not self._join_next(device):
                 break
         if self._preempting and len(device.active) == self._slots:
@@ -172,6 +184,7 @@ class SlotSimulation:
             if batch is None:
                 return
             device.active.remove(victim)
+            self._policy.progress(victim.sent.batch, 0.0, 0)
             arrival = victim.job.payload
             victim.to_read = arrival.tokens + arrival.items - victim.left
             device.aside.append(victim)
@@ -189,13 +202,12 @@ class SlotSimulation:
         device.active = still
         if self._is_static and still:
             return
-        sent = {id(slot.sent): slot.sent for slot in device.ended}
-        for each in sent.values():
-            run_s = self._now_s - each.sent_s
-            self._policy.ended(each.batch, run_s)
+        for slot in {id(slot.sent): slot for slot in device.ended}.values():
+            run_s = self._now_s - slot.sent.sent_s if self._is_static else slot.had_s
+            self._policy.ended(slot.sent.batch, run_s)
             # So the utilisation is the share of the slots that is taken.
-            share_s = run_s * len(each.batch.jobs) / self._slots
-            self._recorder.done(each, share_s, self._now_s)
+            share_s = run_s * len(slot.sent.batch.jobs) / self._slots
+            self._recorder.done(slot.sent, share_s, self._now_s)
         device.ended = []
 
     def _plan_wake(self) -> None:
