@@ -34,9 +34,6 @@ def test_a_higher_class_takes_a_slot_whose_job_goes_on_where_it_was(tmp_path: Pa
 
 
 def test_jobs_make_room_again_and_again(tmp_path: Path) -> None:
-    # So that it is known how long the jobs of each class have a slot.
-    for priority, length in ((9, 50), (0, 3)):
-        slots.countdown.apply_async((length,), priority=priority).get(timeout=TIMEOUT_S)
     gate, notes = tmp_path / "gate", tmp_path / "notes"
     bulk = [
         slots.countdown.apply_async((50,), {"gate": str(gate), "notes": str(notes)}, priority=9)

@@ -32,7 +32,7 @@ DUE_S = 60.0
 
 #: For how long a lane is charged in advance for each slot that it has, in seconds. What it had of
 #: slots is charged as it has it; so this says by how much lanes that had their shares may differ.
-SLOT_AHEAD_S = 10.0
+SLOT_AHEAD_S = 1.0
 
 _numbers = count()
 

@@ -404,16 +404,3 @@ def test_what_runs_in_slots_says_nothing_of_who_had_how_much_of_other_devices() 
     # A text took minutes; still the newcomer has its turn at once.
     admit("embed", other, 3)
     assert "other" in [run("embed", 0.01) for _ in range(2)]
-
-
-def test_what_a_job_in_slots_takes_is_expected_by_its_class() -> None:
-    shares = Shares(SHARES, TaskCosts(), in_slots=True)
-    live, bulk = shares.wake(EMBED, HIGH), shares.wake(EMBED, LOW)
-    for _ in range(50):
-        for flow, run_s in ((live, 1.0), (bulk, 10.0)):
-            shares.ended([shares.charge(flow, 1, 5.0)], run_s)
-    before = live.tag, bulk.tag
-    shares.charge(live, 1, 5.0)
-    shares.charge(bulk, 2, 5.0)
-    assert live.tag - before[0] == pytest.approx(1.0 / shares.weight(live), rel=0.1)
-    assert bulk.tag - before[1] == pytest.approx(20.0 / shares.weight(bulk), rel=0.1)

@@ -53,8 +53,8 @@ def test_slots_are_filled_at_once_and_again_as_they_become_free(worker: FakeWork
     worker.receive_each("a", "b", task=SLOTS, kwargs={"seed": 1})
     worker.receive_each("c", "d", "e", "f", task=SLOTS, kwargs={"seed": 2})
     worker.receive_each(1, 2)
-    # Jobs of different keywords share the slots, and take turns.
-    assert running(worker) == ["a", "c", "b", "d"]
+    # Jobs of different keywords share the slots, in one line.
+    assert running(worker) == ["a", "b", "c", "d"]
     assert free(worker) == 0
     slotted(worker).answer()
     assert running(worker)[4:] == ["e"]
@@ -121,6 +121,20 @@ def test_of_several_that_made_room_the_first_goes_on_first(worker: FakeWorker) -
     assert running(worker)[6:] == ["x"]
     assert list(device.works[6].instead_of) == [ids[name] for name in "dbac"]
     worker.work_off()
+
+
+def test_a_flood_of_a_higher_class_takes_the_slots_of_its_share_at_once(worker: FakeWorker) -> None:
+    worker.receive_each(*"abcd", task=SLOTS, priority=9)
+    assert len(running(worker)) == 4
+    worker.loop.sleep(1.0)
+    # Nothing has ended, so nobody knows how long jobs of either class take.
+    worker.receive_each(*"uvwx", task=SLOTS, priority=0)
+    assert running(worker)[4:] == [*"uvw"]
+    done = slotted(worker).works[4]
+    slotted(worker).say(Done(done.id, (("needs tracer", ("value", "u")),), 1000.0, 0, 0))
+    assert running(worker)[7:] == ["x"]
+    worker.work_off()
+    assert free(worker) == 4
 
 
 def test_device_that_dies_runs_its_jobs_in_halves_and_no_others_meanwhile(

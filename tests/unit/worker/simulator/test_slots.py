@@ -7,7 +7,7 @@ import pytest
 from batchery_worker.job import Lane
 from batchery_worker.simulator.engine import Fleet, ServiceTime
 from batchery_worker.simulator.outcome import SimulatedRun
-from batchery_worker.simulator.policies import FixedBatcher, Policy, RealScheduler
+from batchery_worker.simulator.policies import FixedBatcher, Policy, SlotScheduler
 from batchery_worker.simulator.slots import SlotSimulation
 from batchery_worker.simulator.workload import TASK, Arrival
 
@@ -29,7 +29,7 @@ def run(
     policy: Policy | None = None,
     **options: object,
 ) -> SimulatedRun:
-    policy = RealScheduler(SHARES) if policy is None else policy
+    policy = SlotScheduler(SHARES) if policy is None else policy
     return SlotSimulation(policy, fleet, slots, **options).run(jobs)  # type: ignore[arg-type]
 
 
@@ -91,3 +91,28 @@ def test_several_devices_and_a_slow_one() -> None:
     fleet = Fleet(2, STEADY.service, slowness={1: 3.0})
     outcome = run([job(0, 10), job(0, 10)], 1, fleet)
     assert sorted(outcome.lanes[LOW].latencies_s) == pytest.approx([0.1, 0.3])
+
+
+def test_live_jobs_have_a_slot_at_the_next_step_though_nobody_knows_how_long_bulk_takes() -> None:
+    # Ten of 16 slots are less than the share of their class, which is five sevenths.
+    live = [job(0.5 + number * 0.02, 20, HIGH) for number in range(100)]
+    bulk = [job(0.0, 2000) for _ in range(32)]
+    outcome = run([*bulk, *live], 16, preempting=[*SHARES])
+    assert max(outcome.lanes[HIGH].first_s) <= 0.02
+
+
+@pytest.mark.parametrize("preempting", [[], [*SHARES]])
+@pytest.mark.parametrize("steps", [(20, 200), (200, 20)])
+def test_lanes_have_their_shares_of_the_slots_however_long_their_jobs_are(
+    steps: tuple[int, int], preempting: list[str]
+) -> None:
+    lanes = [(HIGH, steps[0], 50), (LOW, steps[1], 20)]
+    # As much of each as it has in 60 seconds: then both are done at about the same time.
+    jobs = [
+        job(0.0, each, lane)
+        for lane, each, share in lanes
+        for _ in range(round(6000 * 7 * share / 70 / each))
+    ]
+    outcome = run(jobs, 7, preempting=preempting)
+    ends_s = [max(outcome.lanes[lane].latencies_s) for lane, _, _ in lanes]
+    assert ends_s == pytest.approx([60.0, 60.0], rel=0.05)
