@@ -378,6 +378,9 @@ class RivalByTask(Policy):
         batches = (rival.next_batch(in_flight, alone, now_s) for rival in waiting)
         return next((batch for batch in batches if batch is not None), None)
 
+    def progress(self, batch: SimulatedBatch, had_s: float, slots: int) -> None:
+        """Charges nobody."""
+
     def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
         """Notes that a batch is back; None for the time if its device died."""
         self._rivals[batch.jobs[0].key.task].ended(batch, run_s)

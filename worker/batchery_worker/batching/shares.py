@@ -4,6 +4,8 @@ Each lane of jobs has a tag, its virtual time: the device time that it was given
 weight. The lane with the lowest tag is next. A lane that was empty starts at the present virtual
 time, the tag of what is in service, so it can save up nothing. Nobody has to know in advance how
 long a job takes: a batch is charged with an estimate when it leaves, and corrected when it is back.
+A job in slots is charged as it runs, and a little in advance for each slot as long as it has it. So
+lanes that owe each other nothing share the slots themselves.
 
 P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. While two lanes both wait for
 one device, what they were given, divided by their weights, differs by a batch of each at most.
@@ -30,8 +32,8 @@ from batchery_worker.job import BatchKey, Job, Lane, Limits, T
 #: with deadlines go first, and can hold up the others for so long at most.
 DUE_S = 60.0
 
-#: For how long a lane is charged in advance for each slot that it has, in seconds. What it had of
-#: slots is charged as it has it; so this says by how much lanes that had their shares may differ.
+#: For how long a lane is charged in advance for each slot that it has, in seconds. A lane that had
+#: so much more of slots than its share counts as if it had one slot more.
 SLOT_AHEAD_S = 1.0
 
 _numbers = count()

@@ -190,6 +190,9 @@ class FixedBatcher(Policy):
         _, key = min(due, key=lambda each: each[0])
         return Batch(tuple(self.take(self._queues[key])))
 
+    def progress(self, batch: SimulatedBatch, had_s: float, slots: int) -> None:
+        """Charges nobody."""
+
     def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
         """Learns nothing."""
 
