@@ -77,7 +77,7 @@ class BatchDemand:
             if not self._may_begin(device):
                 continue
             if device.setup.slots:
-                slots[device.setup.task] += device.free_slots or self._count_victims(device, name)
+                slots[device.setup.task] += device.free_slots or self._count_turns(device, name)
             elif self._wants_batch(device, now_s) or self._wants_urgent(device, name):
                 batches += ahead if device.in_turn else 1
         wanted = sum(
@@ -136,14 +136,18 @@ class BatchDemand:
             priority_class, [dispatched.batch for dispatched in device.in_turn]
         )
 
-    def _count_victims(self, device: DeviceProcess, priority_class: str) -> int:
-        """How many jobs in slots would make room for jobs of a class."""
+    def _count_turns(self, device: DeviceProcess, priority_class: str) -> int:
+        """How many jobs of a class may have their turn while all slots are taken.
+
+        Those of lower classes would make room. Beside higher ones a job must be here before a slot
+        is free: otherwise the slot goes to those that are here, whoever's turn it is.
+        """
+        if not device.is_full:
+            return 0
         rank = self._scheduler.rank
-        return device.is_full * sum(
-            rank(each.batch.jobs[0].lane.priority_class) > rank(priority_class)
-            for each in device.in_turn
-            if not each.is_aside
-        )
+        own, running = rank(priority_class), [each for each in device.in_turn if not each.is_aside]
+        ranks = [rank(each.batch.jobs[0].lane.priority_class) for each in running]
+        return sum(each > own for each in ranks) or int(min(ranks, default=own) < own)
 
     def _may_begin(self, device: DeviceProcess) -> bool:
         """Whether no suspects wait or run that keep other jobs from a device."""

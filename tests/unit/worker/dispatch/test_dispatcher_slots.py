@@ -42,10 +42,10 @@ def running(worker: FakeWorker) -> list[object]:
     return [item for work in works for item in read_items(work)]
 
 
-def free(worker: FakeWorker) -> int:
+def free(worker: FakeWorker, level: int = 0) -> int:
     demand = worker.pool.find_demand()
     assert demand is not None
-    return demand.limit({SLOTS: 1}, 0)
+    return demand.limit({SLOTS: 1}, level)
 
 
 def test_slots_are_filled_at_once_and_again_as_they_become_free(worker: FakeWorker) -> None:
@@ -120,6 +120,20 @@ def test_of_several_that_made_room_the_first_goes_on_first(worker: FakeWorker) -
     worker.receive("x", task=SLOTS, priority=0)
     assert running(worker)[6:] == ["x"]
     assert list(device.works[6].instead_of) == [ids[name] for name in "dbac"]
+    worker.work_off()
+
+
+def test_a_job_of_a_lower_class_is_here_when_its_turn_comes(worker: FakeWorker) -> None:
+    worker.receive_each(*"abcd", task=SLOTS, priority=0)
+    assert len(running(worker)) == 4
+    assert (free(worker, 0), free(worker, 3), free(worker, 6)) == (0, 1, 1)
+    worker.receive_each("high", task=SLOTS, priority=0)
+    worker.receive_each("low", task=SLOTS, priority=6)
+    assert len(running(worker)) == 4
+    assert free(worker, 6) == 0
+    worker.loop.sleep(1.0)
+    slotted(worker).answer()
+    assert running(worker)[4:] == ["low"]
     worker.work_off()
 
 
