@@ -81,6 +81,9 @@ def parse() -> argparse.Namespace:
     group.add_argument(
         "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
     )
+    group.add_argument(
+        "--vllm-python", type=Path, help="that has vLLM, as `make vllm` makes one: for its rows"
+    )
     group = parser.add_argument_group("streams and live")
     group.add_argument("--seconds", type=float, default=30.0, help="of each rate and stretch")
     group.add_argument("--streams", type=int, default=200, help="at once")

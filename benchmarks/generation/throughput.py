@@ -21,6 +21,7 @@ from benchmarks.engine.child import Child
 from benchmarks.engine.sample import cpu_by_name, cpu_since
 from benchmarks.generation.served import Served
 from benchmarks.generation.workload import Text, draw_texts
+from benchmarks.peers.vllm_generate import CACHE_BYTES as VLLM_CACHE_BYTES
 
 #: The name of our model in the worker, and its first job.
 CHAT = "chat"
@@ -58,7 +59,18 @@ WAYS = {
     "generate_batch": "generate_batch",
 }
 DIRECT, QUEUE = "our engine", "through the queue"
-NAMES = (*WAYS, DIRECT, QUEUE)
+VLLM, QUEUE_VLLM = "vLLM's generate", "vLLM through the queue"
+NAMES = (*WAYS, DIRECT, QUEUE, VLLM, QUEUE_VLLM)
+
+#: Engine of each row that goes through the queue.
+ENGINES = {QUEUE: "transformers", QUEUE_VLLM: "vllm"}
+
+#: Script of each other row.
+SCRIPTS = {
+    **dict.fromkeys(WAYS, "transformers_generate"),
+    DIRECT: "batchery_generate",
+    VLLM: "vllm_generate",
+}
 
 #: Row, the row that it is compared with, and the least ratio that is claimed.
 CLAIMS = (
@@ -67,6 +79,7 @@ CLAIMS = (
     (QUEUE, "one by one", 3.0),
     (QUEUE, "static batches, sorted by prompt", 1.0),
     (QUEUE, "static batches, sorted by length", 1.0),
+    (QUEUE_VLLM, VLLM, 0.95),
 )
 
 
@@ -103,38 +116,47 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[Sequence[Syst
         "--max-length": options.max_length,
         "--step-tokens": STEP_TOKENS,
     }
-    wanted = [name for name in NAMES if name.startswith(tuple(options.systems or NAMES))]
+    names = [name for name in NAMES if options.vllm_python or "vLLM" not in name]
+    wanted = [name for name in names if name.startswith(tuple(options.systems or NAMES))]
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
         for name in wanted:
-            if name != QUEUE:
-                module = "batchery_generate" if name == DIRECT else "transformers_generate"
+            if name not in ENGINES:
+                python = options.vllm_python if name == VLLM else sys.executable
                 way = {"--way": WAYS[name]} if name in WAYS else {}
-                children[name] = Child(Path(sys.executable), module, {**given, **way})
+                children[name] = Child(Path(python), SCRIPTS[name], {**given, **way})
                 stack.callback(children[name].stop)
         systems = []
         for name, child in children.items():
             child.wait_ready()
             every = options.one_in if name == "one by one" else 1
             systems.append(System(name, partial(run_child, child), every))
-        if QUEUE in wanted:
-            served = stack.enter_context(Served({CHAT: settings(folder, options)}, options.device))
-            served.wait_ready(CHAT, *FIRST)
-            systems.append(System(QUEUE, partial(run_queue, served)))
+        for name in wanted:
+            if name in ENGINES:
+                models = {CHAT: settings(folder, options, ENGINES[name])}
+                served = stack.enter_context(Served(models, options.device))
+                served.wait_ready(CHAT, *FIRST)
+                systems.append(System(name, partial(run_queue, served)))
         yield systems
 
 
-def settings(folder: Path, options: argparse.Namespace) -> Mapping[str, Any]:
+def settings(
+    folder: Path, options: argparse.Namespace, engine: str = "transformers"
+) -> Mapping[str, Any]:
     """Of the model in our worker."""
-    return {
+    made = {
         "kind": "generation",
+        "engine": engine,
         "model": str(folder),
         "dtype": options.dtype,
         "slots": options.slots,
         "max_length": options.max_length,
-        "cache_tokens": options.slots * options.max_length,
         "max_batch_tokens": STEP_TOKENS,
     }
+    if engine == "vllm":
+        own = {"enforce_eager": True, "kv_cache_memory_bytes": VLLM_CACHE_BYTES}
+        return {**made, "engine_options": own, "engine_python": str(options.vllm_python)}
+    return {**made, "cache_tokens": options.slots * options.max_length}
 
 
 def run_child(child: Child, texts: Sequence[Text]) -> Sample:
@@ -145,7 +167,10 @@ def run_child(child: Child, texts: Sequence[Text]) -> Sample:
 
 def run_queue(served: Served, texts: Sequence[Text]) -> Sample:
     """Sends all texts as jobs, and awaits all results."""
-    processes = served.processes()
+    processes = dict(served.processes())
+    # vLLM's engine is a process of its own, behind the device.
+    children = processes["device"].children(recursive=True)
+    processes |= {str(child.pid): child for child in children}
     used, began_s = cpu_by_name(processes), time.perf_counter()
     results = asyncio.run(call_all(served.url, texts))
     seconds = time.perf_counter() - began_s

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -49,18 +49,26 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+def take_stdout() -> TextIO:
+    """Where answers go; whatever a library prints from now on goes to standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def serve(
+    answer: Callable[[Mapping[str, Any]], Mapping[str, Any]], out: TextIO | None = None
+) -> None:
     """Answers one request after the other until the input ends.
 
     Args:
         answer: Takes a request, returns plain JSON.
+        out: Of `take_stdout`, where that was needed before.
     """
-    # Whatever a library prints must not get among the answers.
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)
-        print(json.dumps({"ready": os.getpid()}), file=out, flush=True)
+    with out or take_stdout() as file:
+        print(json.dumps({"ready": os.getpid()}), file=file, flush=True)
         for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), file=out, flush=True)
+            print(json.dumps(answer(json.loads(line))), file=file, flush=True)
 
 
 def timed(embedder: Embedder) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
