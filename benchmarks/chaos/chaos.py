@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from redis.exceptions import ResponseError
 
 from batchery.errors import StartError
 from benchmarks.chaos.cluster import Cluster
+from benchmarks.chaos.families import Families
 from benchmarks.chaos.garbage import garbage
 from benchmarks.chaos.ledger import executions, receipts
 from benchmarks.chaos.outbox import Outbox, Submission
 from benchmarks.chaos.plan import Plan
 from benchmarks.chaos.recovery import recoveries
+from benchmarks.chaos.sampler import Exporter, Sampler
 from benchmarks.chaos.schedule import Action, Event, again, schedule
+from benchmarks.chaos.tasks import QUEUE
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import Watcher
 from benchmarks.chaos.workload import orders
@@ -29,6 +33,9 @@ TICK_S = 0.02
 
 #: How long workers may take to be ready, in seconds.
 START_S = 120.0
+
+#: How long a calibration may take, in seconds.
+CALIBRATION_TIMEOUT_S = 600.0
 
 #: So many workers that end before the first job are no accident.
 MAX_FAILED_STARTS = 3
@@ -55,12 +62,16 @@ def run(
         stack.callback(cluster.close)
         outbox = Outbox(cluster.redis.url)
         stack.callback(outbox.close)
-        watcher = Watcher(cluster.redis.url, time.monotonic)
+        watcher = Watcher(cluster.redis.url, time.monotonic, plan.keep_s)
         stack.callback(watcher.close)
         started_s = time.monotonic()
         chaos = Run(plan, cluster, outbox, watcher)
         chaos.warm_up()
+        chaos.calibrate()
+        sampler = _watch(plan, cluster, folder, stack) if plan.sample_s else None
         chaos.torment()
+        if sampler is not None:
+            sampler.close()
         chaos.settle()
         watcher.final_look()
         verdict = Verdict(
@@ -72,18 +83,43 @@ def run(
         )
         with contextlib.closing(Redis.from_url(cluster.redis.url)) as redis:
             verdict.judge(chaos.submissions, watcher.answers, Traces(redis).has)
+            verdict.unknown_keys = _list_unknown(redis)
         verdict.count(chaos.submissions, receipts(cluster.ledger), executions(cluster.ledger))
         verdict.follow(
             recoveries(
                 cluster.losses, receipts(cluster.ledger), watcher.answers.first, cluster.faults_s
             )
         )
+        verdict.capacity_per_s = chaos.capacity_per_s
+        if sampler is not None:
+            verdict.samples, verdict.growth = sampler.samples, sampler.growth
+            verdict.failed_scrapes = sampler.exporter.failed
+            verdict.unknown_keys += sorted(sampler.unknown)
         verdict.seconds = time.monotonic() - started_s
         return verdict
 
 
+def _watch(plan: Plan, cluster: Cluster, folder: Path, stack: contextlib.ExitStack) -> Sampler:
+    exporter = Exporter(folder)
+    stack.callback(exporter.close)
+    return Sampler(
+        cluster.redis.url,
+        lambda: cluster.processes,
+        exporter,
+        every_s=plan.sample_s,
+        keep_s=plan.keep_s,
+    )
+
+
+def _list_unknown(redis: Redis) -> list[str]:
+    """The keys of a Redis that belong to no family."""
+    families = Families(QUEUE)
+    names = (key.decode(errors="replace") for key in redis.scan_iter(count=1000))
+    return [name for name in names if families.find(name) is None]
+
+
 class Run:
-    """The three acts of a run."""
+    """The acts of a run."""
 
     def __init__(
         self,
@@ -96,6 +132,8 @@ class Run:
     ) -> None:
         #: Jobs that are in Redis for certain.
         self.submissions: list[Submission] = []
+        #: Jobs per second; 0 without a calibration.
+        self.capacity_per_s = 0.0
         self._plan = plan
         self._cluster = cluster
         self._outbox = outbox
@@ -117,13 +155,34 @@ class Run:
                 raise StartError(f"no worker starts: {self._cluster.last_words}")
             self._sleep(TICK_S)
 
+    def calibrate(self) -> None:
+        """Sees how many jobs per second the workers can do; the plan's load is a part of that.
+
+        Raises:
+            StartError: They do not get ready.
+        """
+        count = self._plan.calibration_jobs
+        if not count:
+            return
+        begun_s = self._clock()
+        self._outbox.add(orders(replace(self._plan, jobs=count)))
+        while self._outbox or self._watcher.unanswered:
+            if self._clock() - begun_s > CALIBRATION_TIMEOUT_S:
+                raise StartError(f"the calibration lacks {self._watcher.unanswered} results")
+            self._submit()
+            self._cluster.tend()
+            self._sleep(TICK_S)
+        self.capacity_per_s = count / (self._clock() - begun_s)
+        jobs = int(self._plan.load * self.capacity_per_s * self._plan.duration_s)
+        self._plan = replace(self._plan, jobs=jobs)
+
     def torment(self) -> None:
         """Submits the jobs at an even rate, while the schedule goes on."""
         begun_s = self._clock()
         events = schedule(self._plan)
         # Nothing is waited for without end: a device that never starts cannot be killed.
         last_s = self._plan.duration_s + START_S
-        waiting = orders(self._plan)
+        waiting = orders(self._plan, self._plan.calibration_jobs)
         taken = 0
         while events or taken < self._plan.jobs or self._outbox or self._garbage:
             now_s = self._clock() - begun_s

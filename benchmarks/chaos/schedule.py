@@ -107,7 +107,9 @@ def schedule(plan: Plan) -> list[Event]:
 
 def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[Event]:
     """A fault, and what ends it."""
-    number = random.randint(1, plan.max_workers) if action is Action.KILL_WORKER else 0
+    number = 0
+    if action is Action.KILL_WORKER:
+        number = random.randint(plan.min_workers, plan.max_workers)
     if action is Action.KILL_CHILD:
         # Where no worker with processes is left, a new one has them.
         number = plan.max_workers
