@@ -33,6 +33,7 @@ HELP = {
     "elders": "Workers that nothing kills: what they leak is seen.",
     "stop_s": "How long a worker is stopped.",
     "full_s": "How long Redis is full.",
+    "rounds": "How often all of that comes, in another order each time.",
     "gap_s": "Mean time between two faults; jobs are spread over all of them.",
     "patience_s": "How long without any answer until the rest counts as stuck.",
     "load": "Part of what the workers can do that is submitted; --jobs follows from it.",
@@ -63,7 +64,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--minutes",
     type=click.FloatRange(0),
     default=0,
-    help="Each fault so many times more often that the run takes at least so long.",
+    help="So many rounds that the run takes at least so long.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 @click.option(

@@ -26,7 +26,7 @@ from benchmarks.chaos.schedule import Action, Event, again, schedule
 from benchmarks.chaos.tasks import QUEUE
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import Watcher
-from benchmarks.chaos.workload import orders
+from benchmarks.chaos.workload import Order, orders
 
 #: Pause between two looks at the clock, in seconds.
 TICK_S = 0.02
@@ -34,8 +34,8 @@ TICK_S = 0.02
 #: How long workers may take to be ready, in seconds.
 START_S = 120.0
 
-#: How long a calibration may take, in seconds.
-CALIBRATION_TIMEOUT_S = 600.0
+#: More than workers can do in a round of faults.
+MAX_CALIBRATION_JOBS = 1_000_000
 
 #: So many workers that end before the first job are no accident.
 MAX_FAILED_STARTS = 3
@@ -68,6 +68,8 @@ def run(
         chaos = Run(plan, cluster, outbox, watcher)
         chaos.warm_up()
         chaos.calibrate()
+        if plan.load:
+            say(f"the workers can do {chaos.capacity_per_s:.1f} jobs/s")
         sampler = _watch(plan, cluster, folder, stack) if plan.sample_s else None
         chaos.torment()
         if sampler is not None:
@@ -158,42 +160,58 @@ class Run:
     def calibrate(self) -> None:
         """Sees how many jobs per second the workers can do; the plan's load is a part of that.
 
+        Each fault comes as often as in one round of the plan: what it costs is no part of what
+        they can do.
+
         Raises:
-            StartError: They do not get ready.
+            StartError: Results are missing in the end.
         """
-        count = self._plan.calibration_jobs
-        if not count:
+        tasks = self._plan.calibration_tasks
+        if not tasks:
             return
+        plan = replace(self._plan, rounds=1, jobs=MAX_CALIBRATION_JOBS)
+
+        def due(now_s: float) -> int:
+            # A job may have several tasks, so there may be a few more.
+            missing = tasks - self._watcher.unanswered - len(self._outbox)
+            return max(0, missing) if now_s < plan.duration_s else 0
+
         begun_s = self._clock()
-        self._outbox.add(orders(replace(self._plan, jobs=count)))
-        while self._outbox or self._watcher.unanswered:
-            if self._clock() - begun_s > CALIBRATION_TIMEOUT_S:
-                raise StartError(f"the calibration lacks {self._watcher.unanswered} results")
-            self._submit()
-            self._cluster.tend()
-            self._sleep(TICK_S)
-        self.capacity_per_s = count / (self._clock() - begun_s)
+        self._play(plan, orders(plan), due)
+        self.settle()
+        if missing := self._watcher.unanswered:
+            raise StartError(f"the calibration lacks {missing} results")
+        self.capacity_per_s = len(self.submissions) / (self._clock() - begun_s)
         jobs = int(self._plan.load * self.capacity_per_s * self._plan.duration_s)
         self._plan = replace(self._plan, jobs=jobs)
 
     def torment(self) -> None:
         """Submits the jobs at an even rate, while the schedule goes on."""
-        begun_s = self._clock()
-        events = schedule(self._plan)
-        # Nothing is waited for without end: a device that never starts cannot be killed.
-        last_s = self._plan.duration_s + START_S
-        waiting = orders(self._plan, self._plan.calibration_jobs)
+        plan, before = self._plan, len(self.submissions)
         taken = 0
-        while events or taken < self._plan.jobs or self._outbox or self._garbage:
+
+        def due(now_s: float) -> int:
+            nonlocal taken
+            new = int(min(1.0, now_s / plan.duration_s) * plan.jobs) - taken
+            taken += new
+            return new
+
+        self._play(plan, orders(plan, before), due)
+
+    def _play(self, plan: Plan, waiting: Iterator[Order], due: Callable[[float], int]) -> None:
+        """Does what a plan's schedule has, and submits what is due at each time."""
+        begun_s, now_s = self._clock(), 0.0
+        events = schedule(plan)
+        # Nothing is waited for without end: a device that never starts cannot be killed.
+        last_s = plan.duration_s + START_S
+        while events or now_s < plan.duration_s or self._outbox or self._garbage:
             now_s = self._clock() - begun_s
             while events and events[0].at_s <= now_s:
                 event = events.pop(0)
                 if not self._do(event) and now_s < last_s:
                     for later in again(event):
                         bisect.insort(events, later)
-            due = int(min(1.0, now_s / self._plan.duration_s) * self._plan.jobs)
-            self._outbox.add(islice(waiting, due - taken))
-            taken = due
+            self._outbox.add(islice(waiting, due(now_s)))
             self._submit()
             self._cluster.tend()
             self._sleep(TICK_S)

@@ -26,20 +26,8 @@ HEADROOM = 3
 #: Longest time of a batch, in seconds.
 LONGEST_BATCH_S = 0.5
 
-#: How long the batches of a calibration would take if all workers were always busy, in seconds.
-CALIBRATION_S = 25
-
-#: What goes wrong in a plan, by the names of its fields.
-FAULTS = (
-    "kills",
-    "device_kills",
-    "child_kills",
-    "stops",
-    "redis_restarts",
-    "cuts",
-    "fills",
-    "failovers",
-)
+#: So many batches of tasks for each worker are open all the time in a calibration.
+CALIBRATION_BATCHES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +55,8 @@ class Plan:
     fills: int = 1
     #: A replica takes the place of Redis, which turns read-only and cuts its connections.
     failovers: int = 1
+    #: How often all of these faults come, one round after the other.
+    rounds: int = 1
     #: Workers at the start; later between `min_workers` and `max_workers`, as the seed has it.
     workers: int = 2
     min_workers: int = 1
@@ -89,20 +79,21 @@ class Plan:
     sample_s: float = 0.0
 
     def stretch(self, minutes: float) -> Self:
-        """The plan with each fault so many times that jobs are submitted for at least so long."""
-        times = math.ceil((minutes * 60 / self.gap_s - 2) / max(1, self.faults))
-        longer = {name: times * getattr(self, name) for name in (*FAULTS, "malformed")}
-        return replace(self, **longer)
+        """The plan with its faults so many times that jobs are submitted for at least so long."""
+        rounds = math.ceil((minutes * 60 / self.gap_s - 2) / max(1, self.faults))
+        return replace(self, rounds=self.rounds * rounds)
 
     @property
     def faults(self) -> int:
         """How often something goes wrong; malformed messages come beside it."""
-        return sum(getattr(self, name) for name in FAULTS)
+        processes = self.kills + self.device_kills + self.child_kills + self.stops
+        others = self.redis_restarts + self.cuts + self.fills + self.failovers
+        return self.rounds * (processes + others)
 
     @property
-    def calibration_jobs(self) -> int:
-        """How many jobs are submitted at once to see what the workers can do."""
-        return int(CALIBRATION_S * self.workers * BATCH / self.batch_s) if self.load else 0
+    def calibration_tasks(self) -> int:
+        """How many tasks are open all the time while we see what the workers can do."""
+        return CALIBRATION_BATCHES * BATCH * self.workers if self.load else 0
 
     @property
     def duration_s(self) -> float:
