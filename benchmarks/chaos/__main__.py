@@ -12,6 +12,7 @@ import click
 
 from benchmarks.chaos.chaos import run
 from benchmarks.chaos.plan import TRANSPORTS, Plan
+from benchmarks.hardware import command, hardware
 
 #: Field of the plan -> help. The option is called like the field.
 HELP = {
@@ -27,11 +28,17 @@ HELP = {
     "fills": "Redis at maxmemory for --full-s, while workers start and end.",
     "failovers": "A replica promoted; the old primary turns read-only and cuts its connections.",
     "workers": "Workers at the start.",
+    "min_workers": "Fewest workers later, but where Redis is full.",
     "max_workers": "Most workers later.",
+    "elders": "Workers that nothing kills: what they leak is seen.",
     "stop_s": "How long a worker is stopped.",
     "full_s": "How long Redis is full.",
+    "rounds": "How often all of that comes, in another order each time.",
     "gap_s": "Mean time between two faults; jobs are spread over all of them.",
     "patience_s": "How long without any answer until the rest counts as stuck.",
+    "load": "Part of what the workers can do that is submitted; --jobs follows from it.",
+    "keep_s": "How long results and dead letters are kept; 0 for a day, and for ever.",
+    "sample_s": "Time between two samples of memory, descriptors and keys; 0 for none.",
 }
 
 
@@ -53,6 +60,12 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--transport", type=click.Choice(list(TRANSPORTS)), default="batchery", show_default=True
 )
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0),
+    default=0,
+    help="So many rounds that the run takes at least so long.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 @click.option(
     "--keep",
@@ -60,12 +73,15 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Keep logs, ledgers and Redis's data in this directory, a new one.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print the verdict alone.")
-def chaos(*, as_json: bool, keep: Path | None, quiet: bool, **numbers: Any) -> None:
+def chaos(*, as_json: bool, keep: Path | None, quiet: bool, minutes: float, **numbers: Any) -> None:
     """Submit jobs while workers, devices, Redis and connections are killed and cut.
 
-    Exit code 1 if a job was lost, doubled, stuck or answered wrongly.
+    Exit code 1 if a job was lost, doubled, stuck or answered wrongly; with samples also if memory,
+    descriptors or keys have grown.
     """
     plan = Plan(**numbers)
+    if minutes:
+        plan = plan.stretch(minutes)
     with tempfile.TemporaryDirectory(prefix="batchery-chaos-") as temporary:
         folder = Path(temporary)
         if keep is not None:
@@ -78,7 +94,11 @@ def chaos(*, as_json: bool, keep: Path | None, quiet: bool, **numbers: Any) -> N
             folder = keep.absolute()
         verdict = run(plan, folder, lambda line: None if quiet else click.echo(line, err=True))
     if as_json:
-        click.echo(json.dumps({"plan": asdict(plan), **verdict.info}, indent=1))
+        origin = {"hardware": hardware(), "command": command("chaos")}
+        everything = {**origin, "plan": asdict(plan), **verdict.info}
+        # One line for each figure: a run has thousands of samples.
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in everything.items()]
+        click.echo("{\n" + ",\n".join(lines) + "\n}")
     else:
         click.echo(verdict.text)
     sys.exit(0 if verdict.is_good else 1)

@@ -59,6 +59,8 @@ class Cluster:
         self._folder = folder
         self._say = say
         self._clock = clock
+        self._elders = plan.elders
+        #: In the order in which they were started.
         self._members: list[Member] = []
         self._started = 0
         #: Of workers that have ended. Every other one that starts takes such a name, as if it had
@@ -72,6 +74,7 @@ class Cluster:
             transport=plan.transport,
             folder=str(self.ledger),
             batch_s=plan.batch_s,
+            keep_s=plan.keep_s,
         )
         (folder / "chaos_app.py").write_text(text, encoding="utf-8")
         self._scale(plan.workers)
@@ -110,6 +113,18 @@ class Cluster:
                 self._say(f"{member.name} ended, exit code {code}: {self.last_words}")
                 self._start()
 
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        """Role and process id of all that runs and is measured."""
+        found = [("redis", self.redis.pid)]
+        for member in list(self._members):
+            if member.is_ready and not member.is_stopped:
+                elder = "elder " if member in self._members[: self._elders] else ""
+                found.append((f"{elder}main process", member.pid))
+                found += [("device process", pid) for pid in member.devices()]
+                found += [("pool process", pid) for pid in member.children()]
+        return found
+
     def heal(self) -> None:
         """Ends every fault: Redis is up and has room, and a worker runs."""
         self.redis.restart()
@@ -141,6 +156,7 @@ class Cluster:
     def _scale(self, number: int) -> str:
         """Starts workers, or ends some in an orderly way, until there are so many."""
         before = self._staying
+        number = max(number, self._elders)
         for member in before[number:]:
             member.leave()
         for _ in range(number - len(before)):
@@ -154,10 +170,13 @@ class Cluster:
             return _kill_one(up, Member.children, event.pick)
         if event.action is Action.KILL_DEVICE:
             return _kill_one(up, Member.devices, event.pick)
+        if event.action is Action.KILL_WORKER:
+            up = [member for member in up if member not in self._staying[: self._elders]]
         victim = _pick([member for member in up if member.is_ready] or up, event.pick)
         if victim is None:
             return ""
-        others = sum(member.is_ready for member in up) - victim.is_ready
+        ready = [each for each in self._staying if each.is_ready and not each.is_stopped]
+        others = len([each for each in ready if each is not victim])
         at_s = self._clock()
         if event.action is Action.KILL_WORKER:
             victim.kill()

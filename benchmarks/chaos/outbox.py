@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 else:
     _RedisBackend = RedisBackend
 
-#: Numbers of the jobs that were submitted, so that none is submitted twice.
-MARKS = "chaos:submitted"
+#: Number of the last job that was submitted, so that none is submitted twice.
+MARK = "chaos:submitted"
 
 # First the mark: at maxmemory Redis then refuses the script before it has done anything.
 SUBMIT = """
-if redis.call('SADD', KEYS[1], ARGV[1]) == 1 then
+if tonumber(ARGV[1]) > tonumber(redis.call('GET', KEYS[1]) or -1) then
+    redis.call('SET', KEYS[1], ARGV[1])
     redis.call('LPUSH', KEYS[2], unpack(ARGV, 2))
 end
 """
@@ -104,7 +105,7 @@ class Outbox:
                     self._ready = self._prepare(self._waiting[0])
                     self._waiting.popleft()
                 submission, messages = self._ready
-                self._submit(keys=[MARKS, QUEUE], args=[submission.order.number, *messages])
+                self._submit(keys=[MARK, QUEUE], args=[submission.order.number, *messages])
                 self._ready = None
                 done.append(submission)
         except (RedisError, OSError):

@@ -1,7 +1,8 @@
 """How large a run is, and how much goes wrong in it."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 TransportName = Literal["batchery", "stock"]
 
@@ -24,6 +25,9 @@ HEADROOM = 3
 
 #: Longest time of a batch, in seconds.
 LONGEST_BATCH_S = 0.5
+
+#: So many batches of tasks for each worker are open all the time in a calibration.
+CALIBRATION_BATCHES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,14 @@ class Plan:
     fills: int = 1
     #: A replica takes the place of Redis, which turns read-only and cuts its connections.
     failovers: int = 1
-    #: Workers at the start; later between one and `max_workers`, as the seed has it.
+    #: How often all of these faults come, one round after the other.
+    rounds: int = 1
+    #: Workers at the start; later between `min_workers` and `max_workers`, as the seed has it.
     workers: int = 2
+    min_workers: int = 1
     max_workers: int = 3
+    #: Workers that outlive the run: nothing kills their main process, and no scaling ends it.
+    elders: int = 0
     #: How long a stopped worker stays so: beyond the lease expiry, so that others take its jobs.
     stop_s: float = 8.0
     #: How long Redis is full: longer than a worker takes to start.
@@ -62,12 +71,29 @@ class Plan:
     gap_s: float = 1.5
     #: How long after the last fault and the last answer a job counts as stuck.
     patience_s: float = 60.0
+    #: Part of what the workers can do that is submitted; `jobs` follows then from a calibration.
+    load: float = 0.0
+    #: How long results and dead letters are kept, in seconds; 0 for Celery's day, and for ever.
+    keep_s: int = 0
+    #: Time between two samples of memory, descriptors and keys; 0 for none.
+    sample_s: float = 0.0
+
+    def stretch(self, minutes: float) -> Self:
+        """The plan with its faults so many times that jobs are submitted for at least so long."""
+        rounds = math.ceil((minutes * 60 / self.gap_s - 2) / max(1, self.faults))
+        return replace(self, rounds=self.rounds * rounds)
 
     @property
     def faults(self) -> int:
         """How often something goes wrong; malformed messages come beside it."""
         processes = self.kills + self.device_kills + self.child_kills + self.stops
-        return processes + self.redis_restarts + self.cuts + self.fills + self.failovers
+        others = self.redis_restarts + self.cuts + self.fills + self.failovers
+        return self.rounds * (processes + others)
+
+    @property
+    def calibration_tasks(self) -> int:
+        """How many tasks are open all the time while we see what the workers can do."""
+        return CALIBRATION_BATCHES * BATCH * self.workers if self.load else 0
 
     @property
     def duration_s(self) -> float:
@@ -77,4 +103,6 @@ class Plan:
     @property
     def batch_s(self) -> float:
         """How long a batch takes."""
+        if self.load:
+            return LONGEST_BATCH_S
         return min(LONGEST_BATCH_S, BATCH * self.duration_s / (HEADROOM * max(1, self.jobs)))

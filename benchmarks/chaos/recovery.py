@@ -46,14 +46,16 @@ def recoveries(
         faults_s: When workers, Redis or the network were disturbed; the losses are among them.
     """
     by_task: dict[str, list[Receipt]] = defaultdict(list)
+    by_worker: dict[int, set[str]] = defaultdict(set)
     for receipt in receipts:
         by_task[receipt.task_id].append(receipt)
+        by_worker[receipt.pid].add(receipt.task_id)
     found = []
     for loss in losses:
         ends_s = [
             end_s
-            for task_id, history in by_task.items()
-            if (end_s := _handed_on_s(loss, history, answers.get(task_id))) is not None
+            for task_id in by_worker[loss.pid]
+            if (end_s := _handed_on_s(loss, by_task[task_id], answers.get(task_id))) is not None
         ]
         if ends_s:
             last_s = max(ends_s)

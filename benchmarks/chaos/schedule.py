@@ -78,11 +78,11 @@ def again(event: Event) -> list[Event]:
 def schedule(plan: Plan) -> list[Event]:
     """All events of a run, by time.
 
-    Each fault has a slot of its own, in random order, and lies anywhere in it; what ends it may
-    lie in another's slot, so that faults overlap.
+    Each fault has a slot of its own, in random order within its round, and lies anywhere in it;
+    what ends it may lie in another's slot, so that faults overlap.
     """
     random = Random(plan.seed)
-    faults = [
+    mix = [
         *[Action.KILL_WORKER] * plan.kills,
         *[Action.KILL_DEVICE] * plan.device_kills,
         *[Action.KILL_CHILD] * plan.child_kills,
@@ -92,7 +92,10 @@ def schedule(plan: Plan) -> list[Event]:
         *[Action.FILL] * plan.fills,
         *[Action.FAIL_OVER] * plan.failovers,
     ]
-    random.shuffle(faults)
+    faults = []
+    for _ in range(plan.rounds):
+        random.shuffle(mix)
+        faults += mix
     events = [
         event
         for slot, action in enumerate(faults, start=1)
@@ -100,14 +103,16 @@ def schedule(plan: Plan) -> list[Event]:
     ]
     events += [
         Event(random.uniform(0, plan.duration_s), Action.MALFORMED, number=number)
-        for number in range(plan.malformed)
+        for number in range(plan.malformed * plan.rounds)
     ]
     return sorted(events)
 
 
 def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[Event]:
     """A fault, and what ends it."""
-    number = random.randint(1, plan.max_workers) if action is Action.KILL_WORKER else 0
+    number = 0
+    if action is Action.KILL_WORKER:
+        number = random.randint(plan.min_workers, plan.max_workers)
     if action is Action.KILL_CHILD:
         # Where no worker with processes is left, a new one has them.
         number = plan.max_workers
@@ -121,7 +126,7 @@ def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[
             yield Event(at_s + random.uniform(0.2, 1.5), Action.REDIS_UP)
         case Action.FILL:
             # Workers end and start while there is no room.
-            yield Event(at_s + 0.1, Action.SCALE, number=1)
+            yield Event(at_s + 0.1, Action.SCALE, number=max(1, plan.min_workers - 1))
             yield Event(at_s + 0.2, Action.SCALE, number=plan.max_workers)
             yield Event(at_s + plan.full_s, Action.FREE)
         case Action.FAIL_OVER:

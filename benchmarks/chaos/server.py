@@ -43,6 +43,11 @@ class FaultyRedis:
         self._is_up = True
 
     @property
+    def pid(self) -> int:
+        """Process id of the server, or of the last one while none runs."""
+        return self._server.pid
+
+    @property
     def worker_url(self) -> str:
         """URL for workers, the same for as long as this object lives."""
         return self._url(self._workers)

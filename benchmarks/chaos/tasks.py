@@ -24,11 +24,13 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmarks.chaos.tasks import make_app
 
-app = make_app({url!r}, {transport!r}, Path({folder!r}), {batch_s!r})
+app = make_app({url!r}, {transport!r}, Path({folder!r}), {batch_s!r}, {keep_s!r})
 """
 
 
-def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -> Celery:
+def make_app(
+    url: str, transport: TransportName, folder: Path, batch_s: float, keep_s: int
+) -> Celery:
     """Makes the app.
 
     Args:
@@ -36,6 +38,7 @@ def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -
         transport: Name of the transport under test.
         folder: Where executions are written down, far from Redis.
         batch_s: How long a batch takes.
+        keep_s: How long results are kept; 0 for Celery's default.
     """
     app = install(Celery("chaos", broker=url, backend=url, set_as_current=False))
     app.conf.update(
@@ -47,6 +50,8 @@ def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -
         task_default_queue=QUEUE,
         worker_hijack_root_logger=False,
     )
+    if keep_s:
+        app.conf.result_expires = keep_s
     book = Book(folder)
 
     @app.task(shared=False, base=BatchTask, name=STEP, max_batch_size=BATCH)

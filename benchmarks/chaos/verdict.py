@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.chaos.answers import Answers
+from benchmarks.chaos.flatness import Growth, Sample
 from benchmarks.chaos.ledger import Execution, Receipt
 from benchmarks.chaos.outbox import Submission
 from benchmarks.chaos.recovery import Recovery
@@ -45,18 +46,38 @@ class Verdict:
     #: meanwhile; and wherever.
     longest_recovery_s: float = 0.0
     longest_troubled_recovery_s: float = 0.0
+    #: Jobs per second that the workers did of a heap, before anything went wrong; 0 if not asked.
+    capacity_per_s: float = 0.0
+    #: Keys in Redis that belong to no family that is known.
+    unknown_keys: list[str] = field(default_factory=list)
+    #: Of memory, descriptors and keys, and how often the exporter did not answer.
+    growth: list[Growth] = field(default_factory=list)
+    failed_scrapes: int = 0
+    samples: list[Sample] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, doubled, wrong or stuck."""
-        return not any((self.lost, self.stuck, self.doubled, self.doubled_callbacks, self.wrong))
+        """Whether nothing was lost, doubled, wrong or stuck, and nothing has grown."""
+        found = (self.lost, self.stuck, self.doubled, self.doubled_callbacks, self.wrong)
+        return not any((*found, *self.unknown_keys, *self.grown))
+
+    @property
+    def grown(self) -> list[Growth]:
+        """What has grown although the load was the same."""
+        return [each for each in self.growth if not each.is_flat]
 
     @property
     def info(self) -> dict[str, Any]:
         """The verdict for programs."""
-        return {**asdict(self), "is_good": self.is_good}
+        figures = {name for sample in self.samples for name in sample.figures}
+        samples = {
+            "at_s": [sample.at_s for sample in self.samples],
+            **{name: [each.figures.get(name) for each in self.samples] for name in sorted(figures)},
+        }
+        info = {name: value for name, value in asdict(self).items() if name != "samples"}
+        return {**info, "samples": samples, "is_good": self.is_good}
 
     @property
     def text(self) -> str:
@@ -73,6 +94,8 @@ class Verdict:
             f"{bad}, {double}",
             f"{longest}, {troubled}; workers that ended by themselves {self.ended}",
             *self.examples,
+            *(f"of no known family: {key!r:.100}" for key in self.unknown_keys),
+            *(f"grown: {each.figure}: {each.early:g} to {each.late:g}" for each in self.grown),
             "good" if self.is_good else "NOT GOOD",
         ]
         return "\n".join(lines)

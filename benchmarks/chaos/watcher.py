@@ -1,6 +1,7 @@
 """Reads results as they are stored: from Redis's announcements, and by looking."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,9 @@ LOOK_S = 1.0
 #: Longest wait for an announcement, or before connecting again, in seconds.
 WAIT_S = 0.2
 
+#: After this part of the time for which results are kept, each is read once more.
+AGAIN_PART = 0.5
+
 #: Keys per MGET.
 CHUNK = 500
 
@@ -25,13 +29,18 @@ CHUNK = 500
 class Watcher:
     """A thread that fills in answers until it is closed; Redis may go away meanwhile."""
 
-    def __init__(self, url: str, clock: Callable[[], float]) -> None:
+    def __init__(self, url: str, clock: Callable[[], float], keep_s: int = 0) -> None:
         """Starts it.
 
         Args:
             url: Redis of the workers.
             clock: The one that the ledger goes by.
+            keep_s: How long results are kept: one that has changed is found before it goes. 0 if
+                they are all there until the final look.
         """
+        self._again_s = keep_s * AGAIN_PART
+        #: What was answered, to be read once more, the oldest first.
+        self._again: deque[tuple[float, str]] = deque()
         self._clock = clock
         self.answers = Answers()
         self._redis: Any = Redis.from_url(url, socket_timeout=5)
@@ -85,10 +94,17 @@ class Watcher:
                 if self._clock() >= look_s:
                     with self._lock:
                         missing = list(self._open)
-                    self._look(missing)
+                    self._look([*missing, *self._due_again()])
                     look_s = self._clock() + LOOK_S
                 if message := announcements.get_message(timeout=WAIT_S):
                     self._saw(message["channel"].decode()[len(PREFIX) :], message["data"])
+
+    def _due_again(self) -> list[str]:
+        with self._lock:
+            due = []
+            while self._again and self._again[0][0] <= self._clock():
+                due.append(self._again.popleft()[1])
+        return due
 
     def _look(self, task_ids: list[str]) -> None:
         for start in range(0, len(task_ids), CHUNK):
@@ -100,6 +116,8 @@ class Watcher:
 
     def _saw(self, task_id: str, payload: bytes) -> None:
         with self._lock:
-            self.answers.saw(task_id, payload, self._clock())
+            is_first = self.answers.saw(task_id, payload, self._clock())
+            if is_first and self._again_s:
+                self._again.append((self._clock() + self._again_s, task_id))
             if task_id in self.answers.first:
                 self._open.pop(task_id, None)

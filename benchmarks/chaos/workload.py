@@ -68,11 +68,16 @@ class Order:
                 return total([advance(item) for item in self.items])
 
 
-def orders(plan: Plan) -> Iterator[Order]:
-    """All jobs of a run, in order."""
+def orders(plan: Plan, after: int = 0) -> Iterator[Order]:
+    """All jobs of a run, in order.
+
+    Args:
+        plan: The plan of the run.
+        after: How many jobs of the calibration came before them.
+    """
     random = Random(plan.seed)
-    kinds = random.choices(list(SHARES), list(SHARES.values()), k=plan.jobs)
-    return (Order(number, kind) for number, kind in enumerate(kinds))
+    kinds = random.choices(list(SHARES), list(SHARES.values()), k=after + plan.jobs)
+    return (Order(number, kinds[number]) for number in range(after, len(kinds)))
 
 
 def advance(item: Item) -> Item:

@@ -48,6 +48,8 @@ TORMENT = Plan(
     fills=0,
     failovers=0,
     malformed=12,
+    elders=1,
+    sample_s=1.0,
 )
 
 #: A Redis without room, and one that takes no writes: nobody ends, and all goes on afterwards.
@@ -99,6 +101,12 @@ def test_nothing_is_lost_doubled_wrong_or_stuck_whatever_is_killed(tmp_path: Pat
     # between, the next one sends it again.
     found = (verdict.lost, verdict.stuck, verdict.wrong, verdict.doubled)
     assert found == (0, 0, 0, 0), verdict.text
+    # Docs have a bound for each family of keys.
+    assert verdict.unknown_keys == []
+    seen = {name.partition(":")[0] for each in verdict.samples for name in each.figures}
+    assert {"elder main process", "main process", "device process", "exporter", "redis"} <= seen
+    assert any("celery-task-meta-* keys" in each.figures for each in verdict.samples)
+    assert verdict.failed_scrapes < len(verdict.samples)
 
 
 @pytest.mark.timeout(300)
@@ -106,6 +114,7 @@ def test_workers_outlive_a_full_redis_and_a_failover_and_lose_nothing(tmp_path: 
     verdict = run(REFUSED, tmp_path, print)
     assert {"fill redis", "free redis", "fail over", "follow", "kill worker"} <= set(verdict.faults)
     assert verdict.submitted == REFUSED.jobs
+    assert verdict.unknown_keys == []
     # Neither a worker that runs nor one that starts ends because it is refused.
     assert verdict.ended == 0, verdict.text
     found = (verdict.lost, verdict.stuck, verdict.doubled)

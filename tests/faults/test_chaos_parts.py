@@ -1,7 +1,9 @@
 """The parts of the fault harness that need no processes."""
 
 import json
+import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
@@ -17,16 +19,20 @@ from batchery import StartError
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.chaos.answers import Answer, Answers
 from benchmarks.chaos.chaos import Run, Traces
+from benchmarks.chaos.families import Families
+from benchmarks.chaos.flatness import Growth, Sample, compare
 from benchmarks.chaos.garbage import garbage
 from benchmarks.chaos.ledger import Book, Execution, Receipt, executions, receipts
 from benchmarks.chaos.outbox import Outbox, Submission
-from benchmarks.chaos.plan import Plan
+from benchmarks.chaos.plan import LONGEST_BATCH_S, Plan
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.recovery import Loss, recoveries
 from benchmarks.chaos.schedule import Action, Event, schedule
 from benchmarks.chaos.server import FaultyRedis
 from benchmarks.chaos.verdict import Verdict
+from benchmarks.chaos.watcher import PREFIX, Watcher
 from benchmarks.chaos.workload import Kind, Order, orders
+from support.harness import wait_for
 
 PLAN = Plan(kills=5, device_kills=4, stops=3, redis_restarts=2, cuts=2, fills=1, malformed=6)
 
@@ -62,6 +68,22 @@ def test_a_schedule_has_each_fault_as_often_as_planned_and_an_end_for_each() -> 
     assert all(1 <= number <= PLAN.max_workers for number in numbers)
 
 
+def test_a_stretched_plan_has_the_same_mix_of_faults_in_each_of_its_rounds() -> None:
+    plan = replace(PLAN, gap_s=10.0)
+    longer = plan.stretch(60)
+    assert 3600 <= longer.duration_s < 3600 + plan.faults * plan.gap_s
+    assert longer.faults == longer.rounds * plan.faults
+    times = Counter(event.action for event in schedule(longer))
+    assert times[Action.KILL_WORKER] == 5 * longer.rounds
+    assert times[Action.MALFORMED] == 6 * longer.rounds
+    first_s = (plan.faults + 1) * plan.gap_s
+    first = [e for e in schedule(longer) if e.action is Action.KILL_DEVICE and e.at_s < first_s]
+    assert len(first) == 4
+    crowded = replace(plan, min_workers=3, max_workers=3)
+    numbers = {e.number for e in schedule(crowded) if e.action is Action.KILL_WORKER}
+    assert numbers == {3}
+
+
 def test_jobs_are_of_all_kinds_and_have_results_of_their_own() -> None:
     some = list(orders(PLAN))
     assert len(some) == PLAN.jobs
@@ -69,6 +91,7 @@ def test_jobs_are_of_all_kinds_and_have_results_of_their_own() -> None:
     assert some == list(orders(PLAN))
     results = {json.dumps(order.expected) for order in some}
     assert len(results) == len(some)
+    assert list(orders(replace(PLAN, jobs=PLAN.jobs - 100), 100)) == some[100:]
 
 
 #: Longer than the plan: all kills are repeated.
@@ -87,6 +110,7 @@ class Instrument:
         self.thrown = 0
         self.done: Counter[Action] = Counter()
         self.refuse: Action | None = None
+        self.answers_per_s = 1
         self._answers_until_s = answers_until_s
         self._waiting: list[Order] = []
 
@@ -124,7 +148,8 @@ class Instrument:
 
     @property
     def answered(self) -> int:
-        return int(min(self.now_s, self._answers_until_s))
+        could = int(min(self.now_s, self._answers_until_s) * self.answers_per_s)
+        return min(could, len(self.sent_s))
 
     @property
     def unanswered(self) -> int:
@@ -154,6 +179,28 @@ def test_a_kill_that_finds_nothing_is_repeated_and_workers_are_asked_for_after_i
     times_s = [at_s for at_s, action in tool.actions if action == Action.KILL_WORKER]
     assert sum(at_s >= REFUSE_S for at_s in times_s) == PLAN.kills
     assert tool.actions[-1][1] == Action.SCALE
+
+
+def test_the_load_is_a_part_of_what_a_calibration_shows() -> None:
+    tool: Any = Instrument(answers_until_s=1e9)
+    tool.answers_per_s = 10
+    plan = replace(PLAN, load=0.8)
+    assert plan.batch_s == LONGEST_BATCH_S
+    run = Run(plan, tool, tool, tool, tool.clock, tool.sleep)
+    run.calibrate()
+    assert run.capacity_per_s == pytest.approx(10, rel=0.01)
+    begun = len(run.submissions)
+    assert tool.actions[-1][1] == "heal"
+    run.torment()
+    numbers = [each.order.number for each in run.submissions]
+    assert numbers == list(range(begun + int(0.8 * run.capacity_per_s * plan.duration_s)))
+
+
+def test_a_calibration_without_an_end_is_given_up() -> None:
+    tool: Any = Instrument(answers_until_s=5)
+    run = Run(replace(PLAN, load=0.8), tool, tool, tool, tool.clock, tool.sleep)
+    with pytest.raises(StartError, match=r"the calibration lacks \d+ results"):
+        run.calibrate()
 
 
 def test_a_run_whose_workers_end_at_the_start_says_why() -> None:
@@ -244,6 +291,90 @@ def test_a_recovery_ends_when_the_last_job_of_a_lost_worker_is_elsewhere() -> No
     judged = verdict()
     judged.follow([found])
     assert (judged.longest_recovery_s, judged.longest_troubled_recovery_s) == (0, 5.0)
+
+
+def samples(**figures: list[float]) -> list[Sample]:
+    rows = zip(*figures.values(), strict=True)
+    return [Sample(float(at), dict(zip(figures, row, strict=True))) for at, row in enumerate(rows)]
+
+
+def test_what_grows_is_told_from_what_scatters_and_from_a_warm_up() -> None:
+    megabyte = float(1 << 20)
+    some = samples(
+        **{
+            "elder: resident bytes": [50 * megabyte + n * megabyte for n in range(16)],
+            "device: resident bytes": [n * megabyte for n in (1, 9, 50, 60)] + [80 * megabyte] * 12,
+            "results keys": [1000.0 + 60 * (n % 2) for n in range(16)],
+            "bindings members": [float(n) * 3 for n in range(16)],
+            "queue members": [float(n) * 3 for n in range(16)],
+        }
+    )
+    found = compare(some, lambda figure: figure != "queue members")
+    assert [each.figure for each in found if not each.is_flat] == [
+        "bindings members",
+        "elder: resident bytes",
+    ]
+    growth = next(each for each in found if each.figure == "bindings members")
+    assert (growth.early, growth.late) == (16.5, 40.5)
+    judged = verdict()
+    judged.growth, judged.samples = found, some
+    assert not judged.is_good
+    assert "grown: bindings members: 16.5 to 40.5" in judged.text
+    assert judged.info["samples"]["at_s"] == [each.at_s for each in some]
+    assert compare(some[:7], bool) == []
+
+
+def test_a_count_that_a_sample_lacks_was_none_and_a_size_was_not_measured() -> None:
+    figures = {"dead keys": 9.0, "x bytes": 1.0}
+    some = [Sample(float(at), figures if at in (6, 13) else {}) for at in range(16)]
+    assert compare(some, bool) == [
+        Growth("dead keys", 0.0, 0.0, is_flat=True),
+        Growth("x bytes", 1.0, 1.0, is_flat=True),
+    ]
+
+
+def test_each_family_of_keys_has_its_bound_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "leases.md").read_text(encoding="utf-8")
+    table = page.partition("## What Redis holds")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 3 and row[2].strip(" |") for row in rows)
+    named = [pattern for row in rows for pattern in re.findall("`(.+?)`", row[0])]
+    assert sorted(named) == sorted(Families("QUEUE").patterns)
+
+
+def test_a_key_is_of_one_family_or_of_none() -> None:
+    families = Families("chaos")
+    keys = {
+        "chaos": "chaos",
+        "chaos\x06\x166": "chaos[^!-~][^!-~][0-9]",
+        "batchery:lease:w1": "batchery:lease:*",
+        "batchery:dead-messages": "batchery:dead-messages",
+        "celery-task-meta-id": "celery-task-meta-*",
+        "_kombu.binding.celery.pidbox": "_kombu.binding*",
+        "id.reply.celery.pidbox": "*.reply.celery.pidbox*",
+        "batchery:new": None,
+        "other": None,
+    }
+    assert {key: families.find(key) for key in keys} == keys
+    assert families.counts_jobs("chaos")
+    assert not families.counts_jobs("batchery:dead")
+    judged = verdict()
+    judged.unknown_keys = ["batchery:new"]
+    assert not judged.is_good
+    assert "of no known family: 'batchery:new'" in judged.text
+
+
+def test_a_result_that_will_not_be_there_at_the_end_is_read_twice(redis_url: str) -> None:
+    with closing(Redis.from_url(redis_url)) as redis:
+        redis.flushdb()
+        redis.set(f"{PREFIX}a", stored(1))
+        watcher = Watcher(redis_url, time.monotonic, keep_s=4)
+        with closing(watcher):
+            watcher.expect(["a"])
+            wait_for(lambda: watcher.answered == 1, "the first look")
+            # Not announced.
+            redis.set(f"{PREFIX}a", stored(1, date="tomorrow"))
+            wait_for(lambda: "a" in watcher.answers.changed, "the second look")
 
 
 def test_a_ledger_keeps_what_was_written(tmp_path: Path) -> None:

@@ -339,13 +339,15 @@ def test_purge_and_size(consume: StartConsumer, url: str) -> None:
     assert consumer.channel.queue_declare("q").message_count == 0
 
 
-def test_fanout(both: StartConsumer, url: str) -> None:
+def test_fanout(both: StartConsumer, url: str, bare: Any) -> None:
     import kombu
 
     consumer = both("q")
     exchange = kombu.Exchange("news", type="fanout", durable=False)
     consumer.consumer.no_ack = True
-    consumer.consumer.add_queue(kombu.Queue("mine", exchange, auto_delete=True)).declare()
+    # As the queue of a worker's remote control.
+    queue = kombu.Queue("mine", exchange, auto_delete=True, expires=300)
+    consumer.consumer.add_queue(queue).declare()
     consumer.consumer.consume()
     consumer.until_waiting()
     with kombu.Connection(url) as connection, connection.Producer() as producer:
@@ -356,6 +358,8 @@ def test_fanout(both: StartConsumer, url: str) -> None:
 
         consumer.until(hear)
     assert consumer.texts[0] == "hello"
+    # Kombu has a table of them, which keeps the name of each worker that was ever killed.
+    assert sorted(bare.keys("_kombu.binding.*")) == [b"_kombu.binding.q"]
     send(url, "q", "a job")
     consumer.until(lambda: "a job" in consumer.texts)
 

@@ -71,10 +71,14 @@ class KombuChannel:
         self.redis = Connection()
         self.client: Any = Client(self.redis)
         self.active_fanout_queues: set[str] = set()
+        self._fanout_queues: dict[str, tuple[str, str]] = {}
         self._in_poll: Any = None
         #: What was left to kombu.
         self.stock: list[str] = []
         self.consumed: list[str] = []
+
+    def typeof(self, exchange: str) -> SimpleNamespace:
+        return SimpleNamespace(type="fanout" if exchange == "fanout" else "direct")
 
     def _brpop_start(self, timeout: float | None) -> None:
         self.stock.append("start")

@@ -183,15 +183,21 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
     A full Redis takes no command in a transaction, and no script, but those that free memory.
     """
 
-    def _queue_bind(self, *args: Any) -> None:
+    def _queue_bind(self, exchange: str, *args: Any) -> None:
         """Notes to which exchange a queue is bound."""
+        if self.typeof(exchange).type == "fanout":
+            # Redis's channels reach them, and nobody reads that table. It would keep the name of
+            # each worker that was ever killed.
+            routing_key, _, queue = args
+            self._fanout_queues[queue] = (exchange, routing_key.replace("#", "*"))
+            return
         with _forgone_if_full():
-            super()._queue_bind(*args)
+            super()._queue_bind(exchange, *args)
 
-    def _refresh_bindings(self, *args: Any) -> None:
+    def _refresh_bindings(self, queues: Sequence[str]) -> None:
         """Notes the same once more."""
         with _forgone_if_full():
-            super()._refresh_bindings(*args)
+            super()._refresh_bindings([each for each in queues if each not in self._fanout_queues])
 
     def _size(self, queue: str) -> int:
         """How many messages wait in a queue; without a transaction, unlike kombu."""

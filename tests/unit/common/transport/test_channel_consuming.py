@@ -334,11 +334,25 @@ def test_full_redis_lets_a_worker_start_and_count_and_delete(
     for name in ("_queue_bind", "_refresh_bindings", "_delete"):
         monkeypatch.setattr(KombuChannel, name, refuse_as_full, raising=False)
     channel._queue_bind("exchange", "key", "pattern", "q")
-    channel._refresh_bindings("exchange")
+    channel._refresh_bindings(["q"])
     channel._delete("q")
     assert pipe.deleted == ["q", "q\x063"]
     assert channel._size("q") == 5
     assert pipe.asked == ["q", "q\x063"]
+
+
+def test_a_queue_of_broadcasts_is_written_down_nowhere(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[Any] = []
+    for name in ("_queue_bind", "_refresh_bindings"):
+        monkeypatch.setattr(KombuChannel, name, lambda _, *args: bound.append(args), raising=False)
+    channel._queue_bind("fanout", "news.#", "", "mine")
+    assert bound == []
+    assert channel._fanout_queues == {"mine": ("fanout", "news.*")}
+    channel._queue_bind("direct", "key", "", "q")
+    channel._refresh_bindings(["mine", "q"])
+    assert bound == [("direct", "key", "", "q"), (["q"],)]
 
 
 def test_queue_that_was_deleted_needs_no_second_command(
