@@ -23,6 +23,7 @@ from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 KEYS = Keys()
 TIMEOUT_S = patient(60.0)
@@ -33,7 +34,7 @@ IDLE = ("-Q", "nothing", "-c", "1")
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with Redis.from_url(redis_url) as client:
+    with probing(redis_url) as client:
         yield client
 
 

@@ -1,6 +1,5 @@
 """What is chosen when a worker is started or stopped: queues, beat, detached, by remote control."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,12 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from redis import Redis
 
 from apps import more
 from conftest import StartWorker
 from support.harness import START_S, TESTS, queue_length, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -29,7 +28,7 @@ def _more(redis_url: str) -> None:
 
 def trace(redis_url: str) -> list[dict[str, Any]]:
     """What the tasks have written down."""
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         return [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from celery.exceptions import TaskRevokedError
 from celery.utils.nodenames import worker_direct
-from redis import Redis
 
 from apps import more
 from conftest import StartWorker
 from support.harness import Worker, device_busy, queue_length, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -34,13 +34,13 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 @pytest.fixture(autouse=True)
 def _nothing_traced(redis_url: str) -> None:
     more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.delete(more.TRACE)
 
 
 def trace(redis_url: str, job_id: str | None = None) -> list[dict[str, Any]]:
     """What was written down, of one job or of none."""
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         lines = [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
     return [line for line in lines if line["id"] == job_id]
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from apps import commits
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -29,7 +29,7 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 def redis(redis_url: str, worker: Worker) -> Iterator[Any]:
     commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     wait_for(lambda: not worker.inspect(commits.app, "active"), "earlier jobs are counted")
-    with contextlib.closing(Redis.from_url(redis_url)) as opened:
+    with probing(redis_url) as opened:
         yield opened
 
 

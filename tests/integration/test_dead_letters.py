@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -39,7 +39,7 @@ def _app(redis_url: str) -> None:
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator["Redis"]:
-    with closing(Redis.from_url(redis_url)) as client:
+    with probing(redis_url) as client:
         yield client
         client.delete("batchery:dead", "batchery:dead-messages")
 
@@ -125,6 +125,24 @@ def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis")
         assert explained.output.startswith(f"{state}: ")
         assert f"see `batchery dead show {letter.token}`" in explained.output
         redis.delete(f"celery-task-meta-{task_id}")
+
+
+def test_an_entry_that_is_no_dead_letter_is_listed_in_a_line_behind_the_others(
+    worker: Worker, redis: "Redis"
+) -> None:
+    letter = refused(redis, b"no message")
+    redis.hset("batchery:dead", mapping={"x": "a\x1b[2Jsecret", letter.token + "1": "odd"})
+    shown = dead("list")
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split() for line in shown.output.splitlines() if line.strip()][2:]
+    assert [row[0] for row in rows] == [letter.token, letter.token + "1", "x"]
+    assert rows[2][1:5] == ["-", "-", "-", "-"]
+    assert shown.output.count("this is no dead letter: ") == 2
+    assert "\x1b" not in shown.output
+    listed = [json.loads(line) for line in dead("list", "--json").output.splitlines()]
+    assert [each["died_s"] > 0 for each in listed] == [True, False, False]
+    assert dead("purge", "x", "--yes").exit_code == 0
+    assert dead("show", "x").exit_code == 1
 
 
 @pytest.mark.parametrize(

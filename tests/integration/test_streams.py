@@ -30,6 +30,7 @@ from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -166,7 +167,7 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
     app.conf.redis_client_name = "readers"
 
     def connections() -> int:
-        with contextlib.closing(Redis.from_url(redis_url)) as redis:
+        with probing(redis_url) as redis:
             return sum(each["name"] == "readers" for each in redis.client_list())
 
     async def scene() -> int:

@@ -15,6 +15,7 @@ from support.own_redis import OwnRedis
 from support.redis_places import Certificate, make_certificate
 from support.roles import TOLERATED, login
 
+
 class GuardedRedis(NamedTuple):
     """A server, and the passwords of its users."""
 

@@ -7,6 +7,7 @@ that tests are the same on a Redis without users.
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -91,7 +92,7 @@ def grant(url: str, arguments: Sequence[str], environment: Mapping[str, str]) ->
     """
     if as_admin(url) == url:
         return
-    found = dict(zip(arguments, arguments[1:], strict=False))
+    found = dict(itertools.pairwise(arguments))
     options = [found.get("-A", DEFAULT_APP), *(("-Q", found["-Q"]) if "-Q" in found else ())]
     _set_users(url, _print_users(url, tuple(options), tuple(sorted(environment.items()))))
 
@@ -159,7 +160,9 @@ def _set_users(url: str, lines: Sequence[str]) -> None:
     with probing(url) as client:
         for line in lines:
             _, name, *words = _WORDS.findall(line)
-            added = [word for word in words if (name, word) not in known and word != "resetchannels"]
+            added = [
+                word for word in words if (name, word) not in known and word != "resetchannels"
+            ]
             known |= {(name, word) for word in words if word.startswith("(")}
             client.execute_command("ACL", "SETUSER", name, *added)
         client.acl_save()
