@@ -17,7 +17,7 @@ from apps import more
 from conftest import StartWorker
 from support.harness import Worker, device_busy, queue_length, wait_for
 from support.patience import patient
-from support.roles import probing
+from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(30)
 
@@ -287,7 +287,7 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
     seen: list[dict[str, Any]] = []
     beats: list[dict[str, Any]] = []
     handlers = {"task-succeeded": seen.append, "worker-heartbeat": beats.append}
-    with more.app.connection_for_read() as connection:
+    with connect_as(more.app, "monitor") as connection:
         receiver = more.app.events.Receiver(connection, handlers=handlers)
         with receiver.consumer_context(wakeup=False) as (listening, _, _):
             # The first event proves that somebody listens.

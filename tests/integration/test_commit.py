@@ -15,7 +15,7 @@ from apps import commits
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
-from support.roles import probing
+from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(30)
 
@@ -71,11 +71,12 @@ class Events:
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
-        connection = self._stack.enter_context(self._app.connection_for_read())
+        connection = self._stack.enter_context(connect_as(self._app, "monitor"))
         receiver: Any = self._app.events.Receiver(connection, handlers={"*": self.seen.append})
         self._listening, _, _ = self._stack.enter_context(receiver.consumer_context(wakeup=False))
         # Nobody says when the subscription holds; an event of our own does.
-        sender: Any = self._stack.enter_context(self._app.events.default_dispatcher())
+        own = self._stack.enter_context(connect_as(self._app, "worker"))
+        sender: Any = self._stack.enter_context(self._app.events.Dispatcher(own))
         while "test-probe" not in [event["type"] for event in self.seen]:
             sender.send("test-probe")
             with contextlib.suppress(TimeoutError):

@@ -19,7 +19,7 @@ from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
-from support.roles import probing
+from support.roles import acting_as, probing
 
 TIMEOUT_S = patient(60)
 
@@ -67,7 +67,8 @@ def refused(redis: "Redis", message: Any) -> DeadLetter:
 
 
 def dead(*arguments: str, answer: str | None = None) -> Result:
-    return CliRunner().invoke(main, ["dead", *arguments, "-A", "apps.killers"], input=answer)
+    with acting_as(killers.app, "operator"):
+        return CliRunner().invoke(main, ["dead", *arguments, "-A", "apps.killers"], input=answer)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis")
     with pytest.raises(NotRegistered):
         killers.app.AsyncResult(task_id).get(timeout=TIMEOUT_S)
     for state, code in (("FAILURE", 1), ("UNKNOWN", 4)):
-        explained = CliRunner().invoke(main, ["explain", task_id, "-A", "apps.killers"])
+        with acting_as(killers.app, "monitor"):
+            explained = CliRunner().invoke(main, ["explain", task_id, "-A", "apps.killers"])
         assert explained.exit_code == code
         assert explained.output.startswith(f"{state}: ")
         assert f"see `batchery dead show {letter.token}`" in explained.output

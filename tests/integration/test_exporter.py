@@ -1,7 +1,6 @@
 """`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
 
 import contextlib
-import re
 import shutil
 import subprocess
 import time
@@ -15,36 +14,11 @@ from celery import Celery
 
 from apps import shop
 from batchery import BatchTask, install
-from batchery.cli.health import ask
-from support.commands import TIMEOUT_S, start
-from support.harness import Worker, device_busy, kill_all, wait_for
-from support.metrics_port import Samples, read_samples, scrape
+from support.commands import TIMEOUT_S
+from support.harness import Worker, device_busy, wait_for
+from support.metrics_port import Exporter
 from support.own_redis import OwnRedis
 from support.patience import patient
-
-
-class Exporter:
-    """A running exporter."""
-
-    def __init__(self, redis_url: str, *arguments: str) -> None:
-        command = ("batchery", "exporter", "-A", "apps.shop", "--port", "0", *arguments)
-        process: Any = start(redis_url, *command)
-        self.process = process
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert found, line or process.stderr.read()
-        self.port = int(found[1])
-
-    def says(self, path: str) -> tuple[int, str]:
-        return ask(f"http://127.0.0.1:{self.port}", path)
-
-    def scrape(self) -> str:
-        return scrape(self.port, patient(20))
-
-    def samples(self) -> Samples:
-        """By name and the values of the labels."""
-        return read_samples(self.scrape())
-
 
 StartExporter = Callable[..., Exporter]
 
@@ -55,15 +29,10 @@ def start_exporter(own_redis: OwnRedis) -> Iterator[StartExporter]:
 
         def begin(*arguments: str) -> Exporter:
             made = Exporter(own_redis.url, *arguments)
-            stack.callback(close, made.process)
+            stack.callback(made.close)
             return made
 
         yield begin
-
-
-def close(process: Any) -> None:
-    kill_all(process)
-    process.communicate()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.guarded_redis import GuardedRedis, guarded_redis
 from support.harness import TESTS, Worker, kill_all, wait_for
+from support.metrics_port import Exporter
 from support.own_redis import redis_servers, server_name
 from support.patience import patient
 
@@ -171,6 +172,36 @@ def test_a_monitor_looks_at_workers_queues_and_jobs(guarded: GuardedRedis, worke
         for command in (["models"], ["explain", task_id]):
             status, out, error = run(url, "batchery", *command, "-A", APP)
             assert status == 0, out + error
+
+
+def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: Worker) -> None:
+    with nothing_refused(guarded), closing(Exporter(guarded.url("monitor"), app=APP)) as exporter:
+        assert exporter.says("/readyz")[0] == 200
+        found = wait_for(
+            lambda: samples if (samples := exporter.samples())[("batchery_workers",)] else None,
+            "the worker answers",
+            TIMEOUT_S,
+        )
+        assert found[("batchery_broker_up",)] == 1
+        assert found[("batchery_queue_waiting_jobs", "loud")] == 0
+        assert found[("batchery_worker_ready", worker.name)] == 1
+
+
+@pytest.mark.parametrize("role", ["operator", "monitor"])
+def test_a_doctor_looks_at_all_as_operator_and_says_what_a_monitor_may_not(
+    guarded: GuardedRedis, worker: Worker, role: str
+) -> None:
+    guarded.forget_refusals()
+    _, out, error = run(guarded.url(role), "batchery", "doctor", "-A", APP, "--json")
+    assert out, error
+    report = json.loads(out)
+    refused = {name for name, why in report["unchecked"].items() if "refuses" in why}
+    commands = {command for _, command, _ in guarded.refusals()}
+    if role == "operator":
+        assert (refused, commands) == (set(), set())
+    else:
+        assert commands <= {"config|get", "config", "slowlog|get", "slowlog", "memory|usage"}
+        assert "redis-slow-commands" in refused
 
 
 def test_an_operator_looks_after_dead_letters_and_queues(

@@ -17,6 +17,7 @@ from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for
+from support.roles import connect_as
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
         return kind in events
 
     client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
-    with client.connection_for_read() as own:
+    with connect_as(client, "monitor") as own:
         receiver: Any = client.events.Receiver(own, handlers={"*": note})
         with receiver.consumer_context(wakeup=False) as (connection, _, _):
             # The first event proves that somebody listens; a job may be faster than a subscription.

@@ -42,6 +42,16 @@ COMMAND_ROLES = {
     "serve": "gateway",
 }
 
+#: Queues of no app, which tests name when they send a job.
+QUEUES = (
+    *("aside", "nobody", "later", "there", "embed", "chat", "loud", "any", "next", "extra"),
+    *("limited", "unlimited", "included", "pickled", "faults", "shop", "other", "bodies", "full"),
+    *("devices", "elsewhere", "countdown", "apart", "speller", "doubles", "files", "traced"),
+)
+
+#: What the tests' apps keep in Redis for themselves, as tasks of users may.
+OWN_KEYS = "(~trace ~listened:* ~executed ~gate ~at-gate ~prepared ~seen-* +@all -@dangerous)"
+
 TESTS = str(Path(__file__).resolve().parents[1])
 
 #: Of a line of Redis's `aclfile`.
@@ -73,6 +83,20 @@ def as_command(url: str, command: Sequence[str]) -> str:
     role = next((COMMAND_ROLES[word] for word in command if word in COMMAND_ROLES), "producer")
     grant(url, command, {})
     return as_role(url, role)
+
+
+def connect_as(app: Celery, role: str) -> Any:
+    """A connection to an app's broker, as a role."""
+    return app.connection_for_read(as_role(str(app.conf.broker_url), role))
+
+
+@contextlib.contextmanager
+def acting_as(app: Celery, role: str) -> Iterator[None]:
+    """Runs a block, such as a command within this process, as a role."""
+    before = str(app.conf.broker_url)
+    app.conf.broker_url = as_role(before, role)
+    yield
+    app.conf.broker_url = before
 
 
 @contextlib.contextmanager
@@ -110,14 +134,14 @@ def login(url: str) -> str:
 
 
 def reset_users(url: str) -> None:
-    """Leaves the users what they need on an app that has nothing but Celery's own queue."""
+    """Leaves the users what they need for jobs of any name, in the queues that tests name."""
     if as_admin(url) == url:
         return
     with Celery("client", broker=url, backend=url, set_as_current=False) as app:
-        space = read_key_space(app)
+        space = read_key_space(app, ["celery", *QUEUES])
     lines = [write_user(f"{PREFIX}{role}", role, space, role, has_selectors=True) for role in ROLES]
     _known.pop(as_admin(url), None)
-    _set_users(url, [line.replace(" on ", " reset on ", 1) for line in lines])
+    _set_users(url, [f"{line.replace(' on ', ' reset on ', 1)} {OWN_KEYS}" for line in lines])
 
 
 def take_refusals(url: str) -> set[tuple[str, str, str]]:

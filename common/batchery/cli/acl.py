@@ -100,6 +100,7 @@ def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpa
         fanout=pattern.format(db=str(connection.virtual_host).strip("/") or 0),
         control=f"{app.conf.control_exchange}.pidbox",
         events=app.conf.event_exchange,
+        has_direct=app.conf.worker_direct,
         reads_ages=get_queue_limits(app) is not None,
         sends_events=app.conf.task_send_sent_event,
         has_own_worker=Settings.load(app.conf).gateway.worker,

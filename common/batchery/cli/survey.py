@@ -320,25 +320,44 @@ def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:
     """What waits in each queue, sorted by name, without what a worker holds.
 
     Of another broker than Redis it only knows how many messages there are.
+
+    Raises:
+        redis.RedisError: Redis does not answer, or refuses this user.
     """
     found: dict[str, Waiting] = {}
     with app.connection_for_read() as connection:
         for name in sorted(names):
-            channel: Any = connection.channel()
-            try:
-                with channel:
-                    # Declared passively, it is not created; every broker answers with its length.
-                    found[name] = look_into(channel, name, range(LOWEST_PRIORITY + 1)) or Waiting(
-                        channel.queue_declare(queue=name, passive=True).message_count
-                    )
-            except connection.channel_errors:
-                found[name] = Waiting(0)
+            with connection.channel() as channel:
+                waiting = look_into(channel, name, range(LOWEST_PRIORITY + 1))
+            found[name] = waiting or Waiting(_count_messages(connection, name))
     return found
 
 
 def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
-    """How many messages wait in each queue, as `waiting_in` says."""
-    return {name: each.jobs for name, each in waiting_in(app, names).items()}
+    """How many messages wait in each queue, sorted by name; none of them is looked at.
+
+    So a producer may do it, who may read no message.
+
+    Raises:
+        redis.RedisError: Redis does not answer, or refuses this user.
+    """
+    with app.connection_for_read() as connection:
+        return {name: _count_messages(connection, name) for name in sorted(names)}
+
+
+def _count_messages(connection: Any, name: str) -> int:
+    channel: Any = connection.channel()
+    try:
+        with channel:
+            if isinstance(channel, kombu_redis.Channel):
+                return int(channel._size(name))
+            # Declared passively, it is not created; every broker answers with its length.
+            return int(channel.queue_declare(queue=name, passive=True).message_count)
+    except connection.channel_errors as error:
+        # Kombu counts what Redis refuses among them, and that is no empty queue.
+        if isinstance(error, redis.RedisError):
+            raise
+        return 0
 
 
 def dead_letters(app: Celery) -> int | None:
