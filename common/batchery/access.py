@@ -130,6 +130,7 @@ LOOK = (
     Grant("+get +zcard +hgetall +hmget +hget", "workers"),
     Grant("+hlen", "leases letters"),
     Grant("+zcard", "visibility"),
+    Grant("+info"),
 )
 PRODUCE = (
     *ASK,
@@ -165,7 +166,6 @@ MONITOR = (
     # The dead letter of a job, without its message.
     Grant("+hscan +hget", "letters"),
     Grant("+get +exists", "results"),
-    Grant("+info"),
 )
 
 ROLES: Mapping[str, Sequence[Grant]] = {

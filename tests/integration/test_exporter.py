@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from redis import Redis
 
 from apps import shop
 from batchery import BatchTask, install
@@ -79,6 +80,28 @@ def test_queues_are_counted_where_no_worker_is(
     assert ("batchery_queue_oldest_job_seconds", "celery") not in samples
     assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
     assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
+
+
+def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
+    start_exporter: StartExporter, own_redis: OwnRedis
+) -> None:
+    exporter = start_exporter()
+    samples = exporter.samples()
+    assert samples["batchery_redis_memory_used_bytes",] > 0
+    assert samples["batchery_redis_memory_max_bytes",] == 0
+    assert samples["batchery_redis_evicted_keys_total",] == 0
+    with Redis.from_url(own_redis.url) as client:
+        limit = client.info("memory")["used_memory"] + (4 << 20)
+        client.config_set("maxmemory-policy", "allkeys-random")
+        client.config_set("maxmemory", limit)
+        for number in range(100):
+            client.set(f"key-{number}", "x" * (1 << 16))
+
+    def evicted() -> bool:
+        return exporter.samples()["batchery_redis_evicted_keys_total",] > 0
+
+    wait_for(evicted, "it is said that keys are gone", patient(20))
+    assert exporter.samples()["batchery_redis_memory_max_bytes",] == limit
 
 
 def test_what_workers_hold_and_have_counted_is_added(

@@ -36,9 +36,9 @@ class Command:
     """A `batchery submit` process."""
 
     def __init__(self, directory: Path, redis_url: str, *arguments: str) -> None:
-        redis_url = as_command(redis_url, arguments)
+        redis_url, words = as_command(redis_url, arguments)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "batchery_producer.cli.submit", *arguments],
+            [sys.executable, "-m", "batchery_producer.cli.submit", *words],
             cwd=directory,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -47,6 +47,7 @@ QUEUES = (
     *("aside", "nobody", "later", "there", "embed", "chat", "loud", "any", "next", "extra"),
     *("limited", "unlimited", "included", "pickled", "faults", "shop", "other", "bodies", "full"),
     *("devices", "elsewhere", "countdown", "apart", "speller", "doubles", "files", "traced"),
+    *("unserved",),
 )
 
 #: What the tests' apps keep in Redis for themselves, as tasks of users may.
@@ -78,11 +79,12 @@ def as_admin(url: str) -> str:
     return _LOGIN.sub(_write_login("admin"), url)
 
 
-def as_command(url: str, command: Sequence[str]) -> str:
-    """The URL of the role that runs a command; those that it needs are granted."""
-    role = next((COMMAND_ROLES[word] for word in command if word in COMMAND_ROLES), "producer")
+def as_command(url: str, command: Sequence[str]) -> tuple[str, list[str]]:
+    """The URL of the role that runs a command, and the command with it; its app is granted."""
+    usual = "monitor" if command[0] == "celery" and "batchery" in command else "producer"
+    role = next((COMMAND_ROLES[word] for word in command if word in COMMAND_ROLES), usual)
     grant(url, command, {})
-    return as_role(url, role)
+    return as_role(url, role), [as_role(word, role) for word in command]
 
 
 def connect_as(app: Celery, role: str) -> Any:
@@ -102,6 +104,9 @@ def acting_as(app: Celery, role: str) -> Iterator[None]:
 @contextlib.contextmanager
 def probing(url: str, **options: Any) -> Iterator[Any]:
     """A client that may do anything, whoever's URL it is."""
+    if as_admin(url) != url and not options:
+        yield _connect_admin(as_admin(url))
+        return
     with Redis.from_url(as_admin(url), **options) as client:
         yield client
 
@@ -158,6 +163,12 @@ def take_refusals(url: str) -> set[tuple[str, str, str]]:
 
 def _write_login(role: str) -> str:
     return f"//{PREFIX}{role}:{role}@"
+
+
+@functools.cache
+def _connect_admin(url: str) -> Redis:
+    """One for all tests: TLS takes long to connect, and some tests look every 20 ms."""
+    return Redis.from_url(url)
 
 
 @functools.cache

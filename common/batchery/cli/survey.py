@@ -43,6 +43,21 @@ Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
+class RedisMemory:
+    """How full the broker's Redis is.
+
+    Attributes:
+        used_bytes: What its data take.
+        max_bytes: Its `maxmemory`; 0 for no limit.
+        evicted_keys: How many keys it has thrown away to make room, since it started.
+    """
+
+    used_bytes: int
+    max_bytes: int
+    evicted_keys: int
+
+
+@dataclass(frozen=True)
 class Survey:
     """The answers of one moment.
 
@@ -56,6 +71,7 @@ class Survey:
             where it does not say when it was sent, and where no message waits.
         leased: Messages that workers hold, by queue; none where the broker is not a Redis.
         scheduled: How many of them wait for their time; None if the broker is not a Redis.
+        memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -64,6 +80,7 @@ class Survey:
     oldest_s: Mapping[str, float | None] = field(default_factory=dict)
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int | None = None
+    memory: RedisMemory | None = None
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -288,7 +305,26 @@ def _look_at_broker(
         {name: each.oldest_s for name, each in waiting.items()},
         leased,
         None if letters is None else sum(each.scheduled for each in registered.values()),
+        read_memory(app),
     )
+
+
+def read_memory(app: Celery) -> RedisMemory | None:
+    """How full the broker is; None if it is not a Redis, or keeps `INFO` from this user.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        if not isinstance(channel, kombu_redis.Channel):
+            return None
+        with redis.Redis(connection_pool=channel.pool).pipeline(transaction=False) as pipe:
+            try:
+                memory, stats = pipe.info("memory").info("stats").execute()
+            except redis.ResponseError:
+                return None
+    return RedisMemory(memory["used_memory"], memory["maxmemory"], stats["evicted_keys"])
 
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
