@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -20,6 +20,9 @@ from support.own_redis import OwnRedis, choose_server, redis_servers, server_nam
 from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
 from support.roles import has_roles, probing, reset_users, take_refusals
+
+if TYPE_CHECKING:
+    from support.browser import Browser
 
 # An example may take long on a busy machine; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)
@@ -224,3 +227,13 @@ def start_gateway(
             return made.wait_ready()
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A real Chromium, with a fresh profile."""
+    # Only here, as selenium takes long to import.
+    from support.browser import chromium
+
+    with chromium() as started:
+        yield started

@@ -237,6 +237,16 @@ def test_a_reader_that_comes_back_misses_nothing(
             other.follow(task_id, "yesterday")
 
 
+def test_an_odd_stored_result_has_the_same_words_as_without_a_stream(
+    caller: Client, store: Any
+) -> None:
+    store.set("celery-task-meta-odd", '{"status": "SUCCESS"')
+    followed = caller.follow("odd", timeout_s=TIMEOUT_S)
+    assert list(followed) == []
+    with pytest.raises(Exception, match="a result that cannot be read: "):
+        _ = followed.result
+
+
 def test_closing_a_stream_frees_its_slot_and_a_queued_job_is_not_begun(
     client: Celery, caller: Client, worker: Worker, tmp_path: Path
 ) -> None:
