@@ -14,7 +14,7 @@ from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
-from support.roles import probing
+from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(90)
 
@@ -73,7 +73,7 @@ def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     assert queue_length(redis_url) == 0
     # Somebody has mended the task.
     (tmp_path / "pardon").touch()
-    with killers.app.connection_for_read() as connection:
+    with connect_as(killers.app, "operator") as connection:
         letters = DeadLetters.of(connection)
         assert letters is not None
         assert letters.requeue([letter.token]) == [letter.token]

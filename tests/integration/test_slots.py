@@ -159,3 +159,15 @@ def test_job_of_another_task_is_refused_where_only_slots_are() -> None:
     job = slots.upper.apply_async(("text",), queue="countdown")
     with pytest.raises(InvalidItem, match="serves only models with slots"):
         job.get(timeout=TIMEOUT_S)
+
+
+def test_a_job_may_take_longer_than_its_device_may_be_silent(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    slots.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    limit_s = patient(2.5)
+    env = {"BATCHERY_MAX_PASS_S": str(limit_s)}
+    worker = start_worker("apps.slots", "-c", "1", "-Q", "countdown", env=env)
+    job = begin(round(2 * limit_s / slots.STEP_S))
+    assert job.get(timeout=10 * limit_s)["pid"] == device(worker)["pid"]
+    assert "hangs" not in worker.log

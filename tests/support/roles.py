@@ -8,19 +8,20 @@ that tests are the same on a Redis without users.
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
 from redis import Redis
 
-from batchery.access import ROLES, write_user
+from batchery.access import ROLES, KeySpace, write_user
 from batchery.cli.acl import read_key_space
 from batchery.cli.app import DEFAULT_APP
 
@@ -58,8 +59,8 @@ TESTS = str(Path(__file__).resolve().parents[1])
 #: Of a line of Redis's `aclfile`.
 _WORDS = re.compile(r"\([^)]*\)|\S+")
 
-#: Brackets that users have, by the URL of an administrator.
-_known: dict[str, set[tuple[str, str]]] = {}
+#: What users have, by their server.
+_spaces: dict[str, list[KeySpace]] = {}
 
 _LOGIN = re.compile(rf"//{PREFIX}[a-z]+:[a-z]+@")
 
@@ -122,8 +123,10 @@ def grant(url: str, arguments: Sequence[str], environment: Mapping[str, str]) ->
     if as_admin(url) == url:
         return
     found = dict(itertools.pairwise(arguments))
-    options = [found.get("-A", DEFAULT_APP), *(("-Q", found["-Q"]) if "-Q" in found else ())]
-    _set_users(url, _print_users(url, tuple(options), tuple(sorted(environment.items()))))
+    app = found.get("-A", DEFAULT_APP)
+    if space := _read_key_space(url, app, tuple(sorted(environment.items()))):
+        queues = [*space.queues, *found.get("-Q", "").split(",")]
+        _add_space(url, replace(space, queues=[each for each in queues if each]))
 
 
 def login(url: str) -> str:
@@ -142,11 +145,9 @@ def reset_users(url: str) -> None:
     """Leaves the users what they need for jobs of any name, in the queues that tests name."""
     if as_admin(url) == url:
         return
+    _spaces.pop(_identify(url), None)
     with Celery("client", broker=url, backend=url, set_as_current=False) as app:
-        space = read_key_space(app, ["celery", *QUEUES])
-    lines = [write_user(f"{PREFIX}{role}", role, space, role, has_selectors=True) for role in ROLES]
-    _known.pop(as_admin(url), None)
-    _set_users(url, [f"{line.replace(' on ', ' reset on ', 1)} {OWN_KEYS}" for line in lines])
+        _add_space(url, read_key_space(app, ["celery", *QUEUES]))
 
 
 def take_refusals(url: str) -> set[tuple[str, str, str]]:
@@ -171,33 +172,52 @@ def _connect_admin(url: str) -> Redis:
     return Redis.from_url(url)
 
 
+#: Run where the app is imported: its key space as JSON.
+_SHOW = """
+import json, sys
+from dataclasses import asdict
+from batchery.cli.acl import read_key_space
+from batchery.cli.app import load_app
+print(json.dumps(asdict(read_key_space(load_app(sys.argv[1])))))
+"""
+
+
 @functools.cache
-def _print_users(url: str, options: Sequence[str], environment: Sequence[Any]) -> list[str]:
-    """What `batchery acl` prints; nothing where there is no such app."""
-    with tempfile.TemporaryDirectory() as folder:
-        passwords = Path(folder, "passwords")
-        passwords.write_text("".join(f"{PREFIX}{role} {role}\n" for role in ROLES))
-        command = ["acl", "-A", *options, "--passwords", str(passwords), "--prefix", PREFIX]
-        variables = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "batchery", *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": TESTS, **variables, **dict(environment)},
-        )
-    return done.stdout.splitlines() if done.returncode == 0 else []
+def _read_key_space(url: str, app: str, environment: Sequence[Any]) -> KeySpace | None:
+    """As `batchery acl` reads it, in a process of its own; None where there is no such app."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SHOW, app],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": TESTS,
+            "CELERY_BROKER_URL": url,
+            "CELERY_RESULT_BACKEND": url,
+            **dict(environment),
+        },
+    )
+    return KeySpace(**json.loads(done.stdout)) if done.returncode == 0 else None
 
 
-def _set_users(url: str, lines: Sequence[str]) -> None:
-    """Adds to users; each bracket is given once, as Redis would keep it twice."""
-    known = _known.setdefault(as_admin(url), set())
+def _identify(url: str) -> str:
+    """The server itself, which may be behind a proxy."""
     with probing(url) as client:
-        for line in lines:
-            _, name, *words = _WORDS.findall(line)
-            added = [
-                word for word in words if (name, word) not in known and word != "resetchannels"
-            ]
-            known |= {(name, word) for word in words if word.startswith("(")}
-            client.execute_command("ACL", "SETUSER", name, *added)
+        return str(client.info("server")["run_id"])
+
+
+def _add_space(url: str, space: KeySpace) -> None:
+    """Writes the users anew; they have all queues of all apps, as one command may take several."""
+    spaces = _spaces.setdefault(_identify(url), [])
+    queues = {*space.queues, *(name for each in spaces for name in each.queues)}
+    known = [replace(each, queues=sorted(queues)) for each in (*spaces, space)]
+    spaces[:] = [each for at, each in enumerate(known) if each not in known[:at]]
+    with probing(url) as client:
+        for role in ROLES:
+            words: dict[str, None] = {}
+            for each in spaces:
+                line = write_user(f"{PREFIX}{role}", role, each, role, has_selectors=True)
+                words |= dict.fromkeys(_WORDS.findall(line)[2:])
+            client.execute_command("ACL", "SETUSER", f"{PREFIX}{role}", "reset", *words, OWN_KEYS)
         client.acl_save()
