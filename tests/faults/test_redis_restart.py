@@ -80,7 +80,7 @@ def test_a_worker_goes_on_after_a_restart_of_redis(
         # Long enough that the worker finds nobody to give its jobs back to.
         wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
         own_redis.start()
-        wait_for(partial(worker.has_logged, "Connected to redis://", restarts + 1), "it is back")
+        wait_for(partial(worker.has_logged, "Connected to redis", restarts + 1), "it is back")
     wait_for(lambda: len(results(url, jobs)) == len(jobs), "all are answered", TIMEOUT_S)
     wait_for(lambda: unsettled(url) == 0, "all is acknowledged")
     assert queue_length(url) == 0

@@ -16,7 +16,7 @@ from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.messages import Work, dump_context
 from conftest import flush
 from support.own_redis import OwnRedis
-from support.roles import probing
+from support.roles import as_role, probing
 
 # Celery's own backend calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
@@ -27,7 +27,7 @@ def make_app(redis_url: str) -> Iterator[Any]:
     flush(redis_url)
     apps: list[Celery] = []
 
-    def make(url: str = redis_url, **conf: Any) -> Celery:
+    def make(url: str = as_role(redis_url, "worker"), **conf: Any) -> Celery:
         app = install(Celery("started", broker=url, backend=url, set_as_current=False))
         app.conf.update({"task_track_started": True, **conf})
         apps.append(app)
