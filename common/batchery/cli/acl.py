@@ -31,9 +31,9 @@ are those of Redis's aclfile, for the keys and queues of your app. Nothing is as
 producer  sends jobs and reads results: web servers, `batchery submit`
 worker    `celery worker`; knows all queues, as it gives back what dead workers held
 gateway   `batchery serve`, with the worker that it starts
-monitor   `batchery stats`, `explain` and `models`, and exporters of metrics
+monitor   `batchery stats`, `explain`, `models` and `exporter`
 flower    Flower
-operator  `batchery dead`, `celery purge`, `batchery submit` where it goes on
+operator  `batchery dead` and `doctor`, `celery purge`, `batchery submit` where it goes on
 """
 
 
