@@ -180,7 +180,8 @@ ROLES: Mapping[str, Sequence[Grant]] = {
         Grant("+@hash +evalsha -@dangerous", "letters messages"),
         Grant("+evalsha +lrange +rpush +del +hdel", "queues tenants"),
         Grant("+hscan", "leases unacked"),
-        Grant("+config|get +client|list +slowlog|get +latency|latest +memory|usage"),
+        Grant("+memory|usage", "queues"),
+        Grant("+config|get +client|list +slowlog|get +latency|latest"),
     ),
 }
 

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from redis.exceptions import NoPermissionError, RedisError
 
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import free_port
 from support.commands import run, run_code
@@ -79,6 +80,7 @@ import json
 from celery import chain, chord, group
 from apps.roles import app, double, remember, shout, spell, total
 from batchery import Client
+from batchery_producer.diagnosis import explain_stall
 
 found = {}
 found["fast"] = shout.delay("a").get(timeout=60)
@@ -99,6 +101,7 @@ tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
 shout.apply_async(("e",), countdown=60).revoke()
 found["ping"] = len(app.control.ping(timeout=5, limit=1))
+found["stall"] = explain_stall(app, "apps.roles.shout", "loud")[:25]
 found["inspect"] = len(app.control.inspect(timeout=2).active_queues())
 print(json.dumps(found))
 """
@@ -124,6 +127,7 @@ def test_a_producer_sends_and_gets_what_a_worker_computes_in_every_way(
         "tenants": True,
         "ping": 1,
         "inspect": 1,
+        "stall": "0 waiting in queue 'loud'",
     }
 
 
@@ -192,7 +196,11 @@ def test_a_doctor_looks_at_all_as_operator_and_says_what_a_monitor_may_not(
     guarded: GuardedRedis, worker: Worker, role: str
 ) -> None:
     guarded.forget_refusals()
-    _, out, error = run(guarded.url(role), "batchery", "doctor", "-A", APP, "--json")
+    with closing(guarded.client()) as admin:
+        # It weighs a job of the longest queue.
+        admin.lpush(JOBS_QUEUE, "a message")
+        _, out, error = run(guarded.url(role), "batchery", "doctor", "-A", APP, "--json")
+        admin.delete(JOBS_QUEUE)
     assert out, error
     report = json.loads(out)
     refused = {name for name, why in report["unchecked"].items() if "refuses" in why}
@@ -200,7 +208,14 @@ def test_a_doctor_looks_at_all_as_operator_and_says_what_a_monitor_may_not(
     if role == "operator":
         assert (refused, commands) == (set(), set())
     else:
-        assert commands <= {"config|get", "config", "slowlog|get", "slowlog", "memory|usage"}
+        assert commands <= {
+            "config|get",
+            "config",
+            "slowlog|get",
+            "slowlog",
+            "memory|usage",
+            "memory",
+        }
         assert "redis-slow-commands" in refused
 
 
