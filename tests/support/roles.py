@@ -52,7 +52,9 @@ QUEUES = (
 )
 
 #: What the tests' apps keep in Redis for themselves, as tasks of users may.
-OWN_KEYS = "(~trace ~listened:* ~executed ~gate ~at-gate ~prepared ~seen-* +@all -@dangerous)"
+OWN_KEYS = (
+    "(~trace ~listened:* ~traced:* ~executed ~gate ~at-gate ~prepared ~seen-* +@all -@dangerous)"
+)
 
 TESTS = str(Path(__file__).resolve().parents[1])
 
