@@ -99,9 +99,9 @@ def connect_as(app: Celery, role: str) -> Any:
 def acting_as(app: Celery, role: str) -> Iterator[None]:
     """Runs a block, such as a command within this process, as a role."""
     before = str(app.conf.broker_url)
-    app.conf.broker_url = as_role(before, role)
+    app.conf.update(broker_url=as_role(before, role))
     yield
-    app.conf.broker_url = before
+    app.conf.update(broker_url=before)
 
 
 @contextlib.contextmanager

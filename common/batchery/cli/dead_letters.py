@@ -166,8 +166,8 @@ def draw(letters: Sequence[DeadLetter]) -> str:
         return "no dead letters"
     table = Table("token", "died", "queue", "task", "id", "reason", box=box.SIMPLE)
     for letter in letters:
-        cells = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
-        cells = (letter.token, moment(letter.died_s), *cells)
+        known = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
+        cells = (letter.token, moment(letter.died_s), *known)
         table.add_row(*(printable(str(cell)) for cell in cells))
     return render(table, TABLE_WIDTH)
 

@@ -321,7 +321,9 @@ def read_memory(app: Celery) -> RedisMemory | None:
             return None
         with redis.Redis(connection_pool=channel.pool).pipeline(transaction=False) as pipe:
             try:
-                memory, stats = pipe.info("memory").info("stats").execute()
+                pipe.info("memory")
+                pipe.info("stats")
+                memory, stats = pipe.execute()
             except redis.ResponseError:
                 return None
     return RedisMemory(memory["used_memory"], memory["maxmemory"], stats["evicted_keys"])
