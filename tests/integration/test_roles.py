@@ -20,7 +20,7 @@ from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.guarded_redis import GuardedRedis, guarded_redis
 from support.harness import TESTS, Worker, kill_all, wait_for
-from support.metrics_port import Exporter
+from support.metrics_port import Exporter, Samples
 from support.own_redis import redis_servers, server_name
 from support.patience import patient
 
@@ -181,11 +181,13 @@ def test_a_monitor_looks_at_workers_queues_and_jobs(guarded: GuardedRedis, worke
 def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: Worker) -> None:
     with nothing_refused(guarded), closing(Exporter(guarded.url("monitor"), app=APP)) as exporter:
         assert exporter.says("/readyz")[0] == 200
-        found = wait_for(
-            lambda: samples if (samples := exporter.samples())[("batchery_workers",)] else None,
-            "the worker answers",
-            TIMEOUT_S,
-        )
+
+        def look() -> Samples | None:
+            found = exporter.samples()
+            return found if found[("batchery_workers",)] else None
+
+        found = wait_for(look, "the worker answers", TIMEOUT_S)
+        assert found is not None
         assert found[("batchery_broker_up",)] == 1
         assert found[("batchery_queue_waiting_jobs", "loud")] == 0
         assert found[("batchery_worker_ready", worker.name)] == 1

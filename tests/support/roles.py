@@ -53,7 +53,8 @@ QUEUES = (
 
 #: What the tests' apps keep in Redis for themselves, as tasks of users may.
 OWN_KEYS = (
-    "(~trace ~listened:* ~traced:* ~executed ~gate ~at-gate ~prepared ~seen-* +@all -@dangerous)"
+    "(~trace ~listened:* ~traced:* ~executed ~gate ~at-gate ~prepared ~tracked"
+    " ~celery-[0-9] ~alone-[0-9] +@all -@dangerous)"
 )
 
 TESTS = str(Path(__file__).resolve().parents[1])
