@@ -193,6 +193,13 @@ def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: 
         assert found[("batchery_worker_ready", worker.name)] == 1
 
 
+def test_queues_that_a_user_may_not_count_are_no_empty_ones(guarded: GuardedRedis) -> None:
+    with closing(Exporter(guarded.url("flower"), app=APP)) as exporter:
+        assert exporter.samples()[("batchery_broker_up",)] == 0
+        assert ("batchery_queue_waiting_jobs", "loud") not in exporter.samples()
+    guarded.forget_refusals()
+
+
 @pytest.mark.parametrize("role", ["operator", "monitor"])
 def test_a_doctor_looks_at_all_as_operator_and_says_what_a_monitor_may_not(
     guarded: GuardedRedis, worker: Worker, role: str
