@@ -49,7 +49,7 @@ AUDIT_INSTALLED := $(AUDIT_VENV)/.installed-2.10.1-7.5.0
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test helm vllm test-vllm mutants fuzz matrix lint audit docs bench
+.PHONY: help demo demo-chat test test-acl helm vllm test-vllm mutants fuzz matrix lint audit docs bench
 .PHONY: gpu-check constraints clean
 
 help: ## say what there is to make
@@ -64,6 +64,11 @@ demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read ans
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(TESTS)
+
+# Only tests that use the session's Redis; the others say why they are skipped.
+test-acl: $(INSTALLED) ## run tests on a Redis over TLS with the users of `batchery acl` (TESTS=..., ARGS=...)
+	TEST_REDIS_ROLES=1 $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  $(ARGS) $(or $(TESTS),tests/integration tests/faults)
 
 # It asks for Python 3.12, but what is used of it runs on 3.11 as well: Helm's own library, for Linux.
 helm: $(INSTALLED) ## install Helm's library, 47 MB, which tests of the chart need

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -14,10 +14,15 @@ from hypothesis import settings
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
+from support.guarded_redis import session_redis
 from support.harness import Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
+from support.roles import has_roles, probing, reset_users, take_refusals
+
+if TYPE_CHECKING:
+    from support.browser import Browser
 
 # An example may take long on a busy machine; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)
@@ -41,13 +46,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("timeout")
         limit_s = float(marker.args[0] if marker else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patient(limit_s)))
+        if has_roles() and "redis_server" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip("it uses no Redis, or one of its own without users"))
     # The pages of the documentation are followed in one module, the longest.
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
 
 
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[EmbeddedRedis]:
+def redis_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EmbeddedRedis | OwnRedis]:
     """A redis-server for this test session, on a free port."""
+    if has_roles():
+        with session_redis(tmp_path_factory.mktemp("session")) as guarded:
+            yield guarded
+        return
     with EmbeddedRedis() as server:
         yield server
 
@@ -63,15 +76,25 @@ def every_redis(
 
 
 @pytest.fixture(scope="module")
-def redis_url(redis_server: EmbeddedRedis) -> str:
+def redis_url(redis_server: EmbeddedRedis | OwnRedis) -> str:
     """The URL of the session's Redis; its database is empty when a test module starts."""
     flush(redis_server.url)
+    reset_users(redis_server.url)
     return redis_server.url
+
+
+@pytest.fixture(autouse=has_roles())
+def nothing_refused(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever Redis refuses in a test with users, it fails."""
+    url = request.getfixturevalue("redis_url") if "redis_url" in request.fixturenames else None
+    yield
+    if url is not None:
+        assert take_refusals(url) == set()
 
 
 def flush(url: str) -> None:
     """Empties a Redis."""
-    with contextlib.closing(redis.Redis.from_url(url)) as client:
+    with probing(url) as client:
         client.flushall()
 
 
@@ -167,7 +190,7 @@ def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
 @pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
     """A Redis client for `redis_url`."""
-    with redis.Redis.from_url(redis_url) as made:
+    with probing(redis_url) as made:
         yield made
 
 
@@ -204,3 +227,13 @@ def start_gateway(
             return made.wait_ready()
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A real Chromium, with a fresh profile."""
+    # Only here, as selenium takes long to import.
+    from support.browser import chromium
+
+    with chromium() as started:
+        yield started

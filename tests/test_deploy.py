@@ -112,7 +112,7 @@ def test_profiles_are_those_of_the_example() -> None:
     assert profiles["worker"] == ["cpu"]
     assert profiles["worker-gpu"] == ["gpu"]
     monitoring = {name for name, each in profiles.items() if each == ["monitoring"]}
-    assert monitoring == {"exporter", "redis-exporter", "prometheus", "grafana"}
+    assert monitoring == {"exporter", "prometheus", "grafana"}
     assert example()["COMPOSE_PROFILES"] == "cpu"
 
 

@@ -20,9 +20,6 @@ RULES = MONITORING / "rules.yml"
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
 METRICS_PAGES = [ROOT / "docs" / name for name in ("metrics.md", "gateway.md")]
 
-#: Of Redis's own exporter, which we do not document.
-OF_REDIS = {"redis_memory_used_bytes", "redis_memory_max_bytes"}
-
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
 needs_grafana_sdk = pytest.mark.skipif(
     not importlib.util.find_spec("grafana_foundation_sdk"), reason="needs grafana-foundation-sdk"
@@ -117,7 +114,7 @@ def test_the_dashboard_is_what_its_script_makes() -> None:
 def test_every_metric_is_documented() -> None:
     pages = " ".join(page.read_text(encoding="utf-8") for page in METRICS_PAGES)
     asked = find_metrics(" ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())]))
-    assert asked - set(re.findall(r"`(\w+)`", pages)) - OF_REDIS == set()
+    assert asked - set(re.findall(r"`(\w+)`", pages)) == set()
 
 
 @needs_helm()
@@ -202,5 +199,4 @@ def test_prometheus_of_the_compose_file_scrapes_services_at_their_ports() -> Non
     assert f"--port={ports.pop('exporter')}" in compose["exporter"]["command"]
     for name in ("worker", "worker-gpu"):
         assert compose[name]["environment"]["BATCHERY_METRICS__PORT"] == ports.pop(name)
-    # That of Redis's exporter, unless it is told another.
-    assert ports == {"redis-exporter": 9121}
+    assert not ports

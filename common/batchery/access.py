@@ -42,6 +42,8 @@ class KeySpace:
     fanout: str = "/0."
     control: str = "celery.pidbox"
     events: str = "celeryev"
+    #: Whether each worker has a queue of its own, besides: `worker_direct`.
+    has_direct: bool = False
     #: Whether producers ask for how long jobs have waited, and whether they send events.
     reads_ages: bool = False
     sends_events: bool = False
@@ -57,6 +59,7 @@ def list_patterns(space: KeySpace) -> dict[str, list[str]]:
     # A control character would look like nothing: so any that cannot be printed.
     step = "".join(_escape(char) if char.isprintable() else "[^!-~]" for char in space.separator)
     lists = [keys.queue(_escape(name)) for name in space.queues]
+    lists += [keys.queue("*.dq2")] * space.has_direct
     return {
         "queues": [f"{each}{end}" for each in lists for end in ("", f"{step}[0-9]")],
         "bindings": [keys.queue("_kombu.binding*")],
@@ -127,6 +130,7 @@ LOOK = (
     Grant("+get +zcard +hgetall +hmget +hget", "workers"),
     Grant("+hlen", "leases letters"),
     Grant("+zcard", "visibility"),
+    Grant("+info"),
 )
 PRODUCE = (
     *ASK,
@@ -162,7 +166,6 @@ MONITOR = (
     # The dead letter of a job, without its message.
     Grant("+hscan +hget", "letters"),
     Grant("+get +exists", "results"),
-    Grant("+info"),
 )
 
 ROLES: Mapping[str, Sequence[Grant]] = {
@@ -177,7 +180,8 @@ ROLES: Mapping[str, Sequence[Grant]] = {
         Grant("+@hash +evalsha -@dangerous", "letters messages"),
         Grant("+evalsha +lrange +rpush +del +hdel", "queues tenants"),
         Grant("+hscan", "leases unacked"),
-        Grant("+config|get +client|list +slowlog|get +latency|latest +memory|usage"),
+        Grant("+memory|usage", "queues"),
+        Grant("+config|get +client|list +slowlog|get +latency|latest"),
     ),
 }
 

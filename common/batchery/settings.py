@@ -325,7 +325,8 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             description="How long a device with work may give no sign before it is killed, as it"
-            " hangs; no limit if unset. It must be longer than any batch.",
+            " hangs; no limit if unset. It must be longer than any batch, or step"
+            " of a model with slots.",
         ),
     ] = None
     device_max_jobs: Annotated[

@@ -35,8 +35,8 @@ from batchery.protocol.pieces import (
 )
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.inbox import read_json
-from batchery_producer.answers import Answer, read_answer
-from batchery_producer.collector import entries_by_key
+from batchery_producer.answers import Answer
+from batchery_producer.collector import entries_by_key, read_stored
 
 #: How long one command waits for pieces, in seconds.
 BLOCK_S = 1.0
@@ -302,7 +302,7 @@ class PieceReader:
         is_over = stream.saw_end and stored is None
         try:
             events: list[Event] = list(_new_pieces(stream, entries))
-            answer = Answer() if is_over else self._read(stored) if stored else None
+            answer = Answer() if is_over else read_stored(self.backend, stored) if stored else None
             if answer is not None:
                 events.append(answer)
         except Exception as error:  # noqa: BLE001 - a stream may hold anything
@@ -310,10 +310,6 @@ class PieceReader:
         if events and not isinstance(events[-1], StreamPiece):
             self.drop([stream])
         return events
-
-    def _read(self, stored: bytes) -> Answer | None:
-        meta = self.backend.decode(stored)
-        return read_answer(meta.get("status"), meta.get("result"), meta.get("batch"))
 
 
 def reader_for(app: Celery) -> PieceReader:

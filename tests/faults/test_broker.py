@@ -169,7 +169,7 @@ def ids(worker: Worker, command: str) -> list[str]:
 
 
 def has_reconnected(worker: Worker, times: int) -> bool:
-    return worker.log.count("Connected to redis://") > times
+    return worker.log.count("Connected to redis") > times
 
 
 def has_lost_its_broker(worker: Worker, times: int) -> bool:

@@ -33,6 +33,7 @@ from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import PREFIX, Watcher
 from benchmarks.chaos.workload import Kind, Order, orders
 from support.harness import wait_for
+from support.roles import probing
 
 PLAN = Plan(kills=5, device_kills=4, stops=3, redis_restarts=2, cuts=2, fills=1, malformed=6)
 
@@ -412,7 +413,7 @@ def ask(line: socket.socket) -> bytes:
 
 def test_an_outbox_submits_each_job_once_and_whole(redis_url: str) -> None:
     outbox = Outbox(redis_url)
-    with closing(outbox), closing(Redis.from_url(redis_url)) as redis:
+    with closing(outbox), probing(redis_url) as redis:
         redis.flushdb()
         outbox.add(Order(number, kind) for number, kind in enumerate(Kind))
         assert len(outbox) == len(Kind)
@@ -435,7 +436,7 @@ def test_an_outbox_submits_each_job_once_and_whole(redis_url: str) -> None:
 
 def test_an_outbox_keeps_what_redis_refuses(redis_url: str) -> None:
     outbox = Outbox(redis_url)
-    with closing(outbox), closing(Redis.from_url(redis_url)) as redis:
+    with closing(outbox), probing(redis_url) as redis:
         redis.flushdb()
         redis.config_set("maxmemory", 1)
         try:
@@ -488,7 +489,7 @@ def test_a_faulty_redis_fails_over_and_back_without_a_loss(tmp_path: Path) -> No
 
 
 def test_traces_are_found_wherever_a_transport_keeps_messages(redis_url: str) -> None:
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.flushdb()
         redis.lpush("list", "...in-list...")
         redis.hset("hash", "tag", "...in-hash...")

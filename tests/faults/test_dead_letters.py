@@ -2,12 +2,10 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from apps import killers, lethal
 from apps.killers import batches
@@ -16,6 +14,7 @@ from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
+from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(90)
 
@@ -26,12 +25,12 @@ def _app(redis_url: str) -> None:
 
 
 def dead_letters_of(redis_url: str) -> list[DeadLetter]:
-    with closing(redis.Redis.from_url(redis_url)) as client:
+    with probing(redis_url) as client:
         return list(DeadLetters(client))
 
 
 def suspects(redis_url: str) -> Any:
-    with closing(redis.Redis.from_url(redis_url)) as client:
+    with probing(redis_url) as client:
         return client.hgetall("batchery:suspects")
 
 
@@ -74,7 +73,7 @@ def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     assert queue_length(redis_url) == 0
     # Somebody has mended the task.
     (tmp_path / "pardon").touch()
-    with killers.app.connection_for_read() as connection:
+    with connect_as(killers.app, "operator") as connection:
         letters = DeadLetters.of(connection)
         assert letters is not None
         assert letters.requeue([letter.token]) == [letter.token]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from apps import leases
 from apps.ledger import executions
@@ -17,6 +16,7 @@ from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -40,7 +40,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with Redis.from_url(redis_url) as client:
+    with probing(redis_url) as client:
         yield client
 
 

@@ -23,6 +23,7 @@ from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 KEYS = Keys()
 TIMEOUT_S = patient(60.0)
@@ -33,7 +34,7 @@ IDLE = ("-Q", "nothing", "-c", "1")
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with Redis.from_url(redis_url) as client:
+    with probing(redis_url) as client:
         yield client
 
 
@@ -185,7 +186,7 @@ def test_job_that_runs_while_the_connection_breaks_runs_once(
         # All but the one that runs come again after each cut.
         wait_for(partial(worker.has_logged, "received", 1 + 3 * cuts), "the worker has them")
         proxy.cut()
-        wait_for(partial(worker.has_logged, "Connected to redis://", cuts + 1), "it is back")
+        wait_for(partial(worker.has_logged, "Connected to redis", cuts + 1), "it is back")
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
     assert executions(book) == ["0", "1", "2", "3"]

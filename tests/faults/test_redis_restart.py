@@ -1,18 +1,17 @@
 """Redis and workers killed by kill -9, and started again: the jobs are still answered."""
 
-import contextlib
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from redis import Redis
 
 from conftest import StartWorker
 from support.harness import Worker, ask, queue_length, unsettled, wait_ended, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -25,7 +24,7 @@ def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:
 
 def results(url: str, ids: list[str]) -> list[Any]:
     """The results that are stored, in order."""
-    with contextlib.closing(Redis.from_url(url)) as redis:
+    with probing(url) as redis:
         found: Any = redis.mget([f"celery-task-meta-{each}" for each in ids])
     return [json.loads(each)["result"] for each in found if each]
 
@@ -81,7 +80,7 @@ def test_a_worker_goes_on_after_a_restart_of_redis(
         # Long enough that the worker finds nobody to give its jobs back to.
         wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
         own_redis.start()
-        wait_for(partial(worker.has_logged, "Connected to redis://", restarts + 1), "it is back")
+        wait_for(partial(worker.has_logged, "Connected to redis", restarts + 1), "it is back")
     wait_for(lambda: len(results(url, jobs)) == len(jobs), "all are answered", TIMEOUT_S)
     wait_for(lambda: unsettled(url) == 0, "all is acknowledged")
     assert queue_length(url) == 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from batchery import Client
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(90)
 
@@ -34,7 +34,7 @@ def start(start_worker: StartWorker, **options: Any) -> Worker:
 
 def leases(redis_url: str) -> list[Any]:
     """The keys of the workers that hold leases."""
-    with Redis.from_url(redis_url) as redis:
+    with probing(redis_url) as redis:
         return list(redis.scan_iter("batchery:lease:*"))
 
 

@@ -1,20 +1,19 @@
 """What jobs, functions, hooks and callbacks do wrong: each costs the jobs concerned, no others."""
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import BackendStoreError, NotRegistered
-from redis import Redis
 
 from apps import ledger
 from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -40,7 +39,7 @@ def _healthy(redis_url: str, worker: Worker) -> Any:
 
 def put(redis_url: str, message: Any) -> None:
     """Puts a message on the queue as it is."""
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.lpush("celery", message if isinstance(message, bytes) else json.dumps(message))
 
 
@@ -52,7 +51,7 @@ def template(client: Celery, redis_url: str) -> dict[str, Any]:
 
 def taken(redis_url: str) -> dict[str, Any]:
     """The message that was put aside."""
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         found: Any = redis.rpop("aside")
         message: dict[str, Any] = json.loads(found)
     return message

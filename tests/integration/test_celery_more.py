@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from celery.exceptions import TaskRevokedError
 from celery.utils.nodenames import worker_direct
-from redis import Redis
 
 from apps import more
 from conftest import StartWorker
 from support.harness import Worker, device_busy, queue_length, wait_for
 from support.patience import patient
+from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(30)
 
@@ -34,13 +34,13 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 @pytest.fixture(autouse=True)
 def _nothing_traced(redis_url: str) -> None:
     more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.delete(more.TRACE)
 
 
 def trace(redis_url: str, job_id: str | None = None) -> list[dict[str, Any]]:
     """What was written down, of one job or of none."""
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         lines = [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
     return [line for line in lines if line["id"] == job_id]
 
@@ -287,7 +287,7 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
     seen: list[dict[str, Any]] = []
     beats: list[dict[str, Any]] = []
     handlers = {"task-succeeded": seen.append, "worker-heartbeat": beats.append}
-    with more.app.connection_for_read() as connection:
+    with connect_as(more.app, "monitor") as connection:
         receiver = more.app.events.Receiver(connection, handlers=handlers)
         with receiver.consumer_context(wakeup=False) as (listening, _, _):
             # The first event proves that somebody listens.

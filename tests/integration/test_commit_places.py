@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from redis import Redis
 
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -29,12 +29,12 @@ def client(broker: str, results: str) -> Iterator[Celery]:
 
 
 def has_leases(url: str) -> bool:
-    with contextlib.closing(Redis.from_url(url)) as redis:
+    with probing(url) as redis:
         return bool(list(redis.scan_iter("batchery:lease:*")))
 
 
 def stored(url: str, job_id: str) -> Any:
-    with contextlib.closing(Redis.from_url(url)) as redis:
+    with probing(url) as redis:
         return redis.get(f"celery-task-meta-{job_id}")
 
 

@@ -94,6 +94,30 @@ def test_dead_letters_are_listed_oldest_first(
     assert len(letters) == 3
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(b"secret", b"", b"\xff\0{", b"q\0[]", b"q\0{}", b"q\0" + b"[" * 100_000),
+        b'q\0{"reason": "r", "died_s": "long ago", "id": null, "task": null}',
+        b'q\0{"reason": "r", "died_s": NaN, "id": null, "task": null}',
+        b'q\0{"reason": "r", "died_s": 1e300, "id": null, "task": null}',
+    ],
+)
+def test_what_is_no_dead_letter_is_named_and_hides_no_other(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any, odd: bytes
+) -> None:
+    token = hold(lease_store, 2, b"message")
+    lease_store.dead_letter(token, describe("why", None, None))
+    bare.hset(f"{PREFIX}batchery:dead", mapping={"1": odd, "a\xff": odd})
+    first, real, last = letters
+    assert (real.token, real.reason) == ("2", "why")
+    assert (first.token, last.token) == ("1", "a\xff") == tuple(letters.tokens()[::2])
+    assert first.reason.startswith("this is no dead letter: ")
+    assert letters.find("nobody") is None
+    assert letters.requeue(letters.tokens()) == ["2"]
+    assert letters.purge(letters.tokens()) == 2
+
+
 def test_requeued_dead_letters_go_to_the_end_of_their_own_queue(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:

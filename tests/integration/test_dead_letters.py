@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import acting_as, probing
 
 TIMEOUT_S = patient(60)
 
@@ -39,7 +39,7 @@ def _app(redis_url: str) -> None:
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator["Redis"]:
-    with closing(Redis.from_url(redis_url)) as client:
+    with probing(redis_url) as client:
         yield client
         client.delete("batchery:dead", "batchery:dead-messages")
 
@@ -67,7 +67,8 @@ def refused(redis: "Redis", message: Any) -> DeadLetter:
 
 
 def dead(*arguments: str, answer: str | None = None) -> Result:
-    return CliRunner().invoke(main, ["dead", *arguments, "-A", "apps.killers"], input=answer)
+    with acting_as(killers.app, "operator"):
+        return CliRunner().invoke(main, ["dead", *arguments, "-A", "apps.killers"], input=answer)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +121,30 @@ def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis")
     with pytest.raises(NotRegistered):
         killers.app.AsyncResult(task_id).get(timeout=TIMEOUT_S)
     for state, code in (("FAILURE", 1), ("UNKNOWN", 4)):
-        explained = CliRunner().invoke(main, ["explain", task_id, "-A", "apps.killers"])
+        with acting_as(killers.app, "monitor"):
+            explained = CliRunner().invoke(main, ["explain", task_id, "-A", "apps.killers"])
         assert explained.exit_code == code
         assert explained.output.startswith(f"{state}: ")
         assert f"see `batchery dead show {letter.token}`" in explained.output
         redis.delete(f"celery-task-meta-{task_id}")
+
+
+def test_an_entry_that_is_no_dead_letter_is_listed_in_a_line_behind_the_others(
+    worker: Worker, redis: "Redis"
+) -> None:
+    letter = refused(redis, b"no message")
+    redis.hset("batchery:dead", mapping={"x": "a\x1b[2Jsecret", letter.token + "1": "odd"})
+    shown = dead("list")
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split() for line in shown.output.splitlines() if line.strip()][2:]
+    assert [row[0] for row in rows] == [letter.token, letter.token + "1", "x"]
+    assert rows[2][1:5] == ["-", "-", "-", "-"]
+    assert shown.output.count("this is no dead letter: ") == 2
+    assert "\x1b" not in shown.output
+    listed = [json.loads(line) for line in dead("list", "--json").output.splitlines()]
+    assert [each["died_s"] > 0 for each in listed] == [True, False, False]
+    assert dead("purge", "x", "--yes").exit_code == 0
+    assert dead("show", "x").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -201,14 +221,16 @@ def test_the_commands_list_show_requeue_and_purge(
     assert report["headers"]["id"] == letter.id
     assert json.loads(report["message"])["body"] == NULL
     assert json.loads(dead("show", letter.token, "--raw").output)["body"] == NULL
-    assert dead_letters(killers.app) == 1
+    with acting_as(killers.app, "monitor"):
+        assert dead_letters(killers.app) == 1
     # As broken as before: it comes back, under another token.
     assert dead("requeue", letter.token).output == "requeued: 1\n"
     wait_for(lambda: set(DeadLetters(redis).tokens()) - {letter.token}, "it is back")
     kept = dead("purge", "--all", answer="n\n")
     assert kept.exit_code == 1
     assert "Delete 1 dead letter for good?" in kept.output
-    assert dead_letters(killers.app) == 1
+    with acting_as(killers.app, "monitor"):
+        assert dead_letters(killers.app) == 1
     assert dead("purge", "--all", "--yes").output == "deleted: 1\n"
     assert dead("purge", "--all", "--yes").output == "deleted: 0\n"
     assert dead("requeue", "--all").output == "requeued: 0\n"

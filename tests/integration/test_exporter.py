@@ -1,7 +1,6 @@
 """`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
 
 import contextlib
-import re
 import shutil
 import subprocess
 import time
@@ -12,39 +11,15 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from redis import Redis
 
 from apps import shop
 from batchery import BatchTask, install
-from batchery.cli.health import ask
-from support.commands import TIMEOUT_S, start
-from support.harness import Worker, device_busy, kill_all, wait_for
-from support.metrics_port import Samples, read_samples, scrape
+from support.commands import TIMEOUT_S
+from support.harness import Worker, device_busy, wait_for
+from support.metrics_port import Exporter
 from support.own_redis import OwnRedis
 from support.patience import patient
-
-
-class Exporter:
-    """A running exporter."""
-
-    def __init__(self, redis_url: str, *arguments: str) -> None:
-        command = ("batchery", "exporter", "-A", "apps.shop", "--port", "0", *arguments)
-        process: Any = start(redis_url, *command)
-        self.process = process
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert found, line or process.stderr.read()
-        self.port = int(found[1])
-
-    def says(self, path: str) -> tuple[int, str]:
-        return ask(f"http://127.0.0.1:{self.port}", path)
-
-    def scrape(self) -> str:
-        return scrape(self.port, patient(20))
-
-    def samples(self) -> Samples:
-        """By name and the values of the labels."""
-        return read_samples(self.scrape())
-
 
 StartExporter = Callable[..., Exporter]
 
@@ -55,15 +30,10 @@ def start_exporter(own_redis: OwnRedis) -> Iterator[StartExporter]:
 
         def begin(*arguments: str) -> Exporter:
             made = Exporter(own_redis.url, *arguments)
-            stack.callback(close, made.process)
+            stack.callback(made.close)
             return made
 
         yield begin
-
-
-def close(process: Any) -> None:
-    kill_all(process)
-    process.communicate()
 
 
 @pytest.fixture
@@ -110,6 +80,28 @@ def test_queues_are_counted_where_no_worker_is(
     assert ("batchery_queue_oldest_job_seconds", "celery") not in samples
     assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
     assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
+
+
+def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
+    start_exporter: StartExporter, own_redis: OwnRedis
+) -> None:
+    exporter = start_exporter()
+    samples = exporter.samples()
+    assert samples["batchery_redis_memory_used_bytes",] > 0
+    assert samples["batchery_redis_memory_max_bytes",] == 0
+    assert samples["batchery_redis_evicted_keys_total",] == 0
+    with Redis.from_url(own_redis.url) as client:
+        limit = client.info("memory")["used_memory"] + (4 << 20)
+        client.config_set("maxmemory-policy", "allkeys-random")
+        client.config_set("maxmemory", limit)
+        for number in range(100):
+            client.set(f"key-{number}", "x" * (1 << 16))
+
+    def evicted() -> bool:
+        return exporter.samples()["batchery_redis_evicted_keys_total",] > 0
+
+    wait_for(evicted, "it is said that keys are gone", patient(20))
+    assert exporter.samples()["batchery_redis_memory_max_bytes",] == limit
 
 
 def test_what_workers_hold_and_have_counted_is_added(

@@ -15,7 +15,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import redis
 from celery import Celery
 
 from batchery_producer.gateway.callers import make_key
@@ -24,6 +23,7 @@ from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 DIMENSIONS = 384
 
@@ -102,7 +102,7 @@ def test_requests_of_all_dimensions_share_a_batch(
         calls = [threads.submit(post, gateway, {**body, "dimensions": each}) for each in (8, 9)]
         try:
             wait_for(lambda: queue_length(redis_url, "embed") == 2, "both wait", JOB_TIMEOUT_S)
-            with redis.Redis.from_url(redis_url) as bare:
+            with probing(redis_url) as bare:
                 messages = [json.loads(each) for each in bare.lrange("embed", 0, -1)]
         finally:
             client.control.add_consumer("embed", reply=True, timeout=JOB_TIMEOUT_S, limit=1)

@@ -19,7 +19,7 @@ from batchery.errors import InvalidItem
 from batchery.protocol.headers import sent_now
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
-from support.browser import DESK, PHONE, Browser, chromium
+from support.browser import DESK, PHONE, Browser
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
@@ -88,12 +88,6 @@ def gateway(
     start_gateway: StartGateway, model_worker: Worker, models: dict[str, Any]
 ) -> GatewayProcess:
     return start_gateway(models=models)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

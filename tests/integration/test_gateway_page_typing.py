@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import StartGateway, StartWorker
-from support.browser import Browser, chromium
+from support.browser import Browser
 from support.gateway import GatewayProcess
 from support.harness import wait_for
 from support.patience import patient
@@ -37,12 +37,6 @@ def gateway(
     (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
     start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
     return start_gateway(models=models)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

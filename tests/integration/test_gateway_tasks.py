@@ -151,7 +151,9 @@ def test_date_is_written_as_iso(gateway: GatewayProcess) -> None:
     assert state["result"] == "2026-01-02T00:00:00+00:00"
 
 
-def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Celery) -> None:
+def test_result_that_is_no_json_is_an_error(
+    gateway: GatewayProcess, client: Celery, store: Any
+) -> None:
     path = later(gateway, "nap", item=0.05)
     call(gateway, "GET", f"{path}?wait_s=20")
     backend: Any = client.backend
@@ -161,7 +163,7 @@ def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Cel
         b'{"status": "SUCCESS", "result": {"__type__": "decimal",',
         b'{"status": "SUCCESS", "result": [1, NaN, Infinity]}',
     ):
-        backend.client.set(name, stored)
+        store.set(name, stored)
         state = call(gateway, "GET", path).json()
         assert (state["status"], state["error"]["type"]) == ("FAILURE", "UnserialisableResult")
         assert "no JSON" in state["error"]["message"]

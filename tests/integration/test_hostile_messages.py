@@ -3,7 +3,6 @@
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from copy import deepcopy
 from typing import Any
 from uuid import uuid4
@@ -12,13 +11,13 @@ import pytest
 from celery import Celery
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from redis import Redis
 
 from apps import hybrid
 from batchery import InvalidItem
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(120)
 
@@ -67,7 +66,7 @@ def decode_message(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
     """A message of a kind of task, with its body decoded."""
     name, _, arguments = KINDS[kind]
     client.send_task(name, arguments, queue="aside")
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         found: Any = redis.rpop("aside")
     read: dict[str, Any] = json.loads(found)
     return {**read, "body": json.loads(base64.b64decode(read["body"]))}
@@ -78,7 +77,7 @@ def put(redis_url: str, kind: str, messages: Sequence[dict[str, Any]]) -> None:
     for each in messages:
         if isinstance(body := each.get("body"), list):
             each["body"] = base64.b64encode(json.dumps(body).encode()).decode()
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.lpush(KINDS[kind][1], *map(json.dumps, messages))
 
 
@@ -120,7 +119,7 @@ def test_wrong_header_ends_its_message_and_nothing_else(
     (name,) = headers
     with pytest.raises(InvalidItem, match=f"(?i){name}"):
         client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         values: Any = redis.hvals("batchery:dead")
         letters = [json.loads(each.partition(b"\0")[2]) for each in values]
     (reason,) = (each["reason"] for each in letters if each["id"] == message["headers"]["id"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from apps import leases
 from apps.ledger import executions
@@ -17,6 +16,7 @@ from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.patience import patient
+from support.roles import probing
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -37,7 +37,7 @@ PATIENT: Any = {"env": {"LEASE_EXPIRY_S": "60"}}
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with Redis.from_url(redis_url) as client:
+    with probing(redis_url) as client:
         yield client
 
 

@@ -3,7 +3,6 @@
 Each worker has everything that can listen: hooks, receivers of signals, Sentry.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
 from datetime import datetime
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from apps.listened import GATE, HOOKED, PLAIN, SENT, TRACE
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -45,7 +44,7 @@ def workers(start_module_worker: StartWorker) -> dict[str, Worker]:
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Any]:
-    with contextlib.closing(Redis.from_url(redis_url, decode_responses=True)) as client:
+    with probing(redis_url, decode_responses=True) as client:
         yield client
 
 

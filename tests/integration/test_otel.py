@@ -1,13 +1,11 @@
 """A trace of OpenTelemetry: from the caller of a job through its batch to its result."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from redis import Redis
 
 pytest.importorskip("opentelemetry.instrumentation.celery")
 
@@ -18,6 +16,7 @@ from batchery import AsyncClient, Client, otel
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -34,7 +33,7 @@ def tracer(worker: Worker, redis_url: str) -> Iterator[Any]:
     otel.instrument()
     yield TracerProvider().get_tracer("caller")
     otel.uninstrument()
-    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         redis.delete(traced.SPANS)
 
 
@@ -42,7 +41,7 @@ def spans(redis_url: str, jobs: int) -> tuple[list[dict[str, Any]], list[dict[st
     """The spans of the jobs, and of their batches, once all are there."""
 
     def found() -> Any:
-        with contextlib.closing(Redis.from_url(redis_url)) as redis:
+        with probing(redis_url) as redis:
             made = [json.loads(line) for line in redis.lrange(traced.SPANS, 0, -1)]
         of_jobs = [each for each in made if each["name"] == "run/traced.shout"]
         return len(of_jobs) == jobs and (

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from batchery.cli.app import check_redis, masked
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server, free_port
 from support.harness import wait_for
+from support.roles import probing
 
 
 def refusal(url: str, **options: Any) -> str:
@@ -88,7 +88,7 @@ def test_sentinels_are_left_to_celery() -> None:
 
 
 def test_the_check_leaves_no_connection_behind(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url) as client:
+    with probing(redis_url) as client:
         before = len(client.client_list())
         check_redis(redis_url)
         wait_for(lambda: len(client.client_list()) <= before, "its connection is closed")

@@ -13,12 +13,14 @@ import httpx2
 import pytest
 from redis.exceptions import NoPermissionError, RedisError
 
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import free_port
 from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.guarded_redis import GuardedRedis, guarded_redis
 from support.harness import TESTS, Worker, kill_all, wait_for
+from support.metrics_port import Exporter, Samples
 from support.own_redis import redis_servers, server_name
 from support.patience import patient
 
@@ -78,6 +80,7 @@ import json
 from celery import chain, chord, group
 from apps.roles import app, double, remember, shout, spell, total
 from batchery import Client
+from batchery_producer.diagnosis import explain_stall
 
 found = {}
 found["fast"] = shout.delay("a").get(timeout=60)
@@ -98,6 +101,7 @@ tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
 shout.apply_async(("e",), countdown=60).revoke()
 found["ping"] = len(app.control.ping(timeout=5, limit=1))
+found["stall"] = explain_stall(app, "apps.roles.shout", "loud")[:25]
 found["inspect"] = len(app.control.inspect(timeout=2).active_queues())
 print(json.dumps(found))
 """
@@ -123,6 +127,7 @@ def test_a_producer_sends_and_gets_what_a_worker_computes_in_every_way(
         "tenants": True,
         "ping": 1,
         "inspect": 1,
+        "stall": "0 waiting in queue 'loud'",
     }
 
 
@@ -171,6 +176,56 @@ def test_a_monitor_looks_at_workers_queues_and_jobs(guarded: GuardedRedis, worke
         for command in (["models"], ["explain", task_id]):
             status, out, error = run(url, "batchery", *command, "-A", APP)
             assert status == 0, out + error
+
+
+def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: Worker) -> None:
+    with nothing_refused(guarded), closing(Exporter(guarded.url("monitor"), app=APP)) as exporter:
+        assert exporter.says("/readyz")[0] == 200
+
+        def look() -> Samples | None:
+            found = exporter.samples()
+            return found if found[("batchery_workers",)] else None
+
+        found = wait_for(look, "the worker answers", TIMEOUT_S)
+        assert found is not None
+        assert found[("batchery_broker_up",)] == 1
+        assert found[("batchery_queue_waiting_jobs", "loud")] == 0
+        assert found[("batchery_worker_ready", worker.name)] == 1
+
+
+def test_queues_that_a_user_may_not_count_are_no_empty_ones(guarded: GuardedRedis) -> None:
+    with closing(Exporter(guarded.url("flower"), app=APP)) as exporter:
+        assert exporter.samples()[("batchery_broker_up",)] == 0
+        assert ("batchery_queue_waiting_jobs", "loud") not in exporter.samples()
+    guarded.forget_refusals()
+
+
+@pytest.mark.parametrize("role", ["operator", "monitor"])
+def test_a_doctor_looks_at_all_as_operator_and_says_what_a_monitor_may_not(
+    guarded: GuardedRedis, worker: Worker, role: str
+) -> None:
+    guarded.forget_refusals()
+    with closing(guarded.client()) as admin:
+        # It weighs a job of the longest queue.
+        admin.lpush(JOBS_QUEUE, "a message")
+        _, out, error = run(guarded.url(role), "batchery", "doctor", "-A", APP, "--json")
+        admin.delete(JOBS_QUEUE)
+    assert out, error
+    report = json.loads(out)
+    refused = {name for name, why in report["unchecked"].items() if "refuses" in why}
+    commands = {command for _, command, _ in guarded.refusals()}
+    if role == "operator":
+        assert (refused, commands) == (set(), set())
+    else:
+        assert commands <= {
+            "config|get",
+            "config",
+            "slowlog|get",
+            "slowlog",
+            "memory|usage",
+            "memory",
+        }
+        assert "redis-slow-commands" in refused
 
 
 def test_an_operator_looks_after_dead_letters_and_queues(

@@ -3,13 +3,11 @@
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from batchery import InvalidItem
 from batchery.transport.redis_schema import Keys
@@ -18,6 +16,7 @@ from support.commands import run_code
 from support.harness import Worker, wait_for
 from support.patience import patient
 from support.redis_places import make_certificate
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -79,7 +78,7 @@ def test_signed_jobs_take_the_fast_way(
 
 @pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
-    with closing(Redis.from_url(redis_url)) as made:
+    with probing(redis_url) as made:
         made.delete(Keys().dead, Keys().dead_messages)
         yield made
 

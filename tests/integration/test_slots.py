@@ -16,6 +16,9 @@ from support.patience import patient
 
 TIMEOUT_S = patient(60)
 
+#: How long its device may give no sign: each step is one.
+MAX_PASS_S = patient(2.5)
+
 #: Deadlines and expiry count from the sending: by then the job must have joined.
 SOON_S = patient(2.0)
 
@@ -24,8 +27,8 @@ SOON_S = patient(2.0)
 def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     """It has nothing to serve but the step model."""
     slots.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    late = {"BATCHERY_SHED_LATE": "true"}
-    return start_module_worker("apps.slots", "-c", "1", "-Q", "countdown", env=late)
+    env = {"BATCHERY_SHED_LATE": "true", "BATCHERY_MAX_PASS_S": str(MAX_PASS_S)}
+    return start_module_worker("apps.slots", "-c", "1", "-Q", "countdown", env=env)
 
 
 def begin(item: Any = 1, options: Any = None, **keywords: Any) -> Any:
@@ -159,3 +162,10 @@ def test_job_of_another_task_is_refused_where_only_slots_are() -> None:
     job = slots.upper.apply_async(("text",), queue="countdown")
     with pytest.raises(InvalidItem, match="serves only models with slots"):
         job.get(timeout=TIMEOUT_S)
+
+
+def test_a_job_may_take_longer_than_its_device_may_be_silent(worker: Worker) -> None:
+    before = device(worker)["pid"]
+    job = begin(round(2 * MAX_PASS_S / slots.STEP_S))
+    assert job.get(timeout=TIMEOUT_S)["pid"] == before == device(worker)["pid"]
+    assert "hangs" not in worker.log

@@ -17,6 +17,8 @@ from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for
+from support.redis_places import with_database
+from support.roles import connect_as
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +202,7 @@ def test_without_a_redis_there_is_one_line_and_exit_code_2(command: tuple[str, .
 
 
 def test_nobody_answering_is_exit_code_1(redis_url: str) -> None:
-    url = redis_url.removesuffix("/0") + "/7"
+    url = with_database(redis_url, 7)
     code, out, _ = run(url, "batchery", "stats", "-A", "apps.shop", "--once")
     assert code == 1
     assert "no worker answers" in out
@@ -210,7 +212,7 @@ def test_queues_of_an_app_are_shown_while_it_has_no_worker(
     redis_url: str, model_toml: str, tmp_path: Path
 ) -> None:
     (tmp_path / "batchery.toml").write_text(model_toml)
-    url = redis_url.removesuffix("/0") + "/8"
+    url = with_database(redis_url, 8)
     with Celery(broker=url, set_as_current=False) as client:
         for _ in range(3):
             client.send_task("embed", ["a text"], queue="embed")
@@ -237,7 +239,7 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
         return kind in events
 
     client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
-    with client.connection_for_read() as own:
+    with connect_as(client, "monitor") as own:
         receiver: Any = client.events.Receiver(own, handlers={"*": note})
         with receiver.consumer_context(wakeup=False) as (connection, _, _):
             # The first event proves that somebody listens; a job may be faster than a subscription.

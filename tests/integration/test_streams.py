@@ -30,6 +30,7 @@ from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -166,7 +167,7 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
     app.conf.redis_client_name = "readers"
 
     def connections() -> int:
-        with contextlib.closing(Redis.from_url(redis_url)) as redis:
+        with probing(redis_url) as redis:
             return sum(each["name"] == "readers" for each in redis.client_list())
 
     async def scene() -> int:
@@ -234,6 +235,16 @@ def test_a_reader_that_comes_back_misses_nothing(
         assert "".join(whole) == "abcdefgh"
         with pytest.raises(BatchArgumentError, match="expected the id of a piece"):
             other.follow(task_id, "yesterday")
+
+
+def test_an_odd_stored_result_has_the_same_words_as_without_a_stream(
+    caller: Client, store: Any
+) -> None:
+    store.set("celery-task-meta-odd", '{"status": "SUCCESS"')
+    followed = caller.follow("odd", timeout_s=TIMEOUT_S)
+    assert list(followed) == []
+    with pytest.raises(Exception, match="a result that cannot be read: "):
+        _ = followed.result
 
 
 def test_closing_a_stream_frees_its_slot_and_a_queued_job_is_not_begun(

@@ -18,6 +18,7 @@ from conftest import StartWorker, flush
 from support.gateway import GatewayProcess
 from support.harness import TESTS, Worker, kill_all, queue_length, unsettled, wait_for
 from support.patience import patient
+from support.roles import probing
 
 ROOT = TESTS.parent
 
@@ -211,7 +212,7 @@ def test_gateways_of_both_versions_know_each_others_tasks(
 def test_a_worker_does_not_touch_what_a_newer_version_has_written(
     redis_url: str, start_worker: StartWorker
 ) -> None:
-    with closing(Redis.from_url(redis_url)) as store:
+    with probing(redis_url) as store:
         store.set(Keys().schema, 99)
         store.lpush("celery", "of the future")
         worker = start_worker("apps.shop", ready=False)

@@ -12,6 +12,7 @@ from typing import Any
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import TESTS, wait_for
 from support.patience import patient
+from support.roles import as_command
 
 #: The app that the tests submit to, and its queue.
 APP = "apps.shop"
@@ -35,8 +36,9 @@ class Command:
     """A `batchery submit` process."""
 
     def __init__(self, directory: Path, redis_url: str, *arguments: str) -> None:
+        redis_url, words = as_command(redis_url, arguments)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "batchery_producer.cli.submit", *arguments],
+            [sys.executable, "-m", "batchery_producer.cli.submit", *words],
             cwd=directory,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

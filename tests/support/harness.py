@@ -6,16 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from celery import Celery
-from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from support.patience import patient
+from support.roles import as_role, grant, probing
 
 T = TypeVar("T")
 
@@ -51,13 +51,13 @@ def ask(app: Celery, command: str, names: list[str]) -> Any:
 
 def queue_length(redis_url: str, queue: str = "celery") -> int:
     """The number of messages in a queue."""
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         return int(redis.llen(queue))
 
 
 def unsettled(redis_url: str) -> int:
     """The number of messages that workers hold, by a lease or in kombu's own way."""
-    with closing(Redis.from_url(redis_url)) as redis:
+    with probing(redis_url) as redis:
         return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
 
 
@@ -131,6 +131,8 @@ class Worker:
         command += ["-n", f"{self.log_file.stem}@test"]
         if is_alone:
             command += ["--without-mingle", "--without-gossip"]
+        grant(redis_url, ["-A", app, *arguments], env or {})
+        redis_url = as_role(redis_url, "worker")
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments],
@@ -146,7 +148,7 @@ class Worker:
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
                     "BATCHERY_REDIS_URL": redis_url,
-                    **(env or {}),
+                    **{name: as_role(value, "worker") for name, value in (env or {}).items()},
                 },
             )
 

@@ -127,6 +127,7 @@ def make_facts(**changes: Any) -> Facts:
         "memory_share": 0.5,
         "open_files": 65_536,
         "shm_bytes": 8 << 30,
+        "in_container": False,
         "open_flower": "",
     }
     return Facts(**{**facts, **changes})

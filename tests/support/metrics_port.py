@@ -2,9 +2,15 @@
 
 import contextlib
 import http.client
+import re
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from batchery.cli.health import ask
+from support.commands import start
+from support.harness import kill_all
+from support.patience import patient
 
 #: By name and the values of the labels.
 Samples = dict[tuple[str, ...], float]
@@ -28,3 +34,30 @@ def read_samples(text: str, without: str = "") -> Samples:
         for family in families
         for sample in family.samples
     }
+
+
+class Exporter:
+    """A running exporter, by default of the app `apps.shop`."""
+
+    def __init__(self, redis_url: str, *arguments: str, app: str = "apps.shop") -> None:
+        command = ("batchery", "exporter", "-A", app, "--port", "0", *arguments)
+        process: Any = start(redis_url, *command)
+        self.process = process
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found, line or process.stderr.read()
+        self.port = int(found[1])
+
+    def says(self, path: str) -> tuple[int, str]:
+        return ask(f"http://127.0.0.1:{self.port}", path)
+
+    def scrape(self) -> str:
+        return scrape(self.port, patient(20))
+
+    def samples(self) -> Samples:
+        """By name and the values of the labels."""
+        return read_samples(self.scrape())
+
+    def close(self) -> None:
+        kill_all(self.process)
+        self.process.communicate()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
@@ -20,6 +21,11 @@ from support.own_redis import redis_servers
 
 #: How a Sentinel calls the Redis that it watches.
 MASTER = "mymaster"
+
+
+def with_database(url: str, number: int) -> str:
+    """The URL of another database of a Redis."""
+    return urlsplit(url)._replace(path=f"/{number}").geturl()
 
 
 class Certificate(NamedTuple):

@@ -31,9 +31,9 @@ are those of Redis's aclfile, for the keys and queues of your app. Nothing is as
 producer  sends jobs and reads results: web servers, `batchery submit`
 worker    `celery worker`; knows all queues, as it gives back what dead workers held
 gateway   `batchery serve`, with the worker that it starts
-monitor   `batchery stats`, `explain` and `models`, and exporters of metrics
+monitor   `batchery stats`, `explain`, `models` and `exporter`
 flower    Flower
-operator  `batchery dead`, `celery purge`, `batchery submit` where it goes on
+operator  `batchery dead` and `doctor`, `celery purge`, `batchery submit` where it goes on
 """
 
 
@@ -100,6 +100,7 @@ def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpa
         fanout=pattern.format(db=str(connection.virtual_host).strip("/") or 0),
         control=f"{app.conf.control_exchange}.pidbox",
         events=app.conf.event_exchange,
+        has_direct=app.conf.worker_direct,
         reads_ages=get_queue_limits(app) is not None,
         sends_events=app.conf.task_send_sent_event,
         has_own_worker=Settings.load(app.conf).gateway.worker,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from batchery.errors import RedisUnavailable, StartError
 
@@ -20,9 +20,13 @@ AWAY = (OperationalError, RedisError, OSError)
 
 @contextmanager
 def broker_errors(server: str = "the broker") -> Iterator[None]:
-    """Raises the errors of a server that is away as `RedisUnavailable`."""
+    """Raises the errors of a server that is away, or refuses its user, as `RedisUnavailable`."""
     try:
         yield
+    except NoPermissionError as error:
+        raise RedisUnavailable(
+            f"{server} refuses its user: {error}; `batchery acl` prints what each role may do"
+        ) from error
     except AWAY as error:
         raise RedisUnavailable(f"{server} does not answer: {error}; is it up?") from error
 

@@ -166,8 +166,9 @@ def draw(letters: Sequence[DeadLetter]) -> str:
         return "no dead letters"
     table = Table("token", "died", "queue", "task", "id", "reason", box=box.SIMPLE)
     for letter in letters:
-        cells = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
-        table.add_row(letter.token, moment(letter.died_s), *map(printable, cells))
+        known = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
+        cells = (letter.token, moment(letter.died_s), *known)
+        table.add_row(*(printable(str(cell)) for cell in cells))
     return render(table, TABLE_WIDTH)
 
 
@@ -181,8 +182,8 @@ def describe(letter: DeadLetter, message: bytes) -> str:
         "token": letter.token,
         "died": moment(letter.died_s),
         "queue": letter.queue,
-        "task": letter.task or "-",
-        "id": letter.id or "-",
+        "task": str(letter.task or "-"),
+        "id": str(letter.id or "-"),
         "args": str(headers.get("argsrepr", "-")),
         "kwargs": str(headers.get("kwargsrepr", "-")),
         "reason": letter.reason,
@@ -209,8 +210,8 @@ def printable(text: str) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Formats a time in UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
+    """Formats a time in UTC; that of what is no dead letter is a dash."""
+    return "-" if not seconds else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
 
 
 def _chosen(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:

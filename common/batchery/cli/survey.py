@@ -43,6 +43,21 @@ Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
+class RedisMemory:
+    """How full the broker's Redis is.
+
+    Attributes:
+        used_bytes: What its data take.
+        max_bytes: Its `maxmemory`; 0 for no limit.
+        evicted_keys: How many keys it has thrown away to make room, since it started.
+    """
+
+    used_bytes: int
+    max_bytes: int
+    evicted_keys: int
+
+
+@dataclass(frozen=True)
 class Survey:
     """The answers of one moment.
 
@@ -56,6 +71,7 @@ class Survey:
             where it does not say when it was sent, and where no message waits.
         leased: Messages that workers hold, by queue; none where the broker is not a Redis.
         scheduled: How many of them wait for their time; None if the broker is not a Redis.
+        memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -64,6 +80,7 @@ class Survey:
     oldest_s: Mapping[str, float | None] = field(default_factory=dict)
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int | None = None
+    memory: RedisMemory | None = None
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -288,7 +305,28 @@ def _look_at_broker(
         {name: each.oldest_s for name, each in waiting.items()},
         leased,
         None if letters is None else sum(each.scheduled for each in registered.values()),
+        read_memory(app),
     )
+
+
+def read_memory(app: Celery) -> RedisMemory | None:
+    """How full the broker is; None if it is not a Redis, or keeps `INFO` from this user.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        if not isinstance(channel, kombu_redis.Channel):
+            return None
+        with redis.Redis(connection_pool=channel.pool).pipeline(transaction=False) as pipe:
+            try:
+                pipe.info("memory")
+                pipe.info("stats")
+                memory, stats = pipe.execute()
+            except redis.ResponseError:
+                return None
+    return RedisMemory(memory["used_memory"], memory["maxmemory"], stats["evicted_keys"])
 
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
@@ -320,25 +358,44 @@ def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:
     """What waits in each queue, sorted by name, without what a worker holds.
 
     Of another broker than Redis it only knows how many messages there are.
+
+    Raises:
+        redis.RedisError: Redis does not answer, or refuses this user.
     """
     found: dict[str, Waiting] = {}
     with app.connection_for_read() as connection:
         for name in sorted(names):
-            channel: Any = connection.channel()
-            try:
-                with channel:
-                    # Declared passively, it is not created; every broker answers with its length.
-                    found[name] = look_into(channel, name, range(LOWEST_PRIORITY + 1)) or Waiting(
-                        channel.queue_declare(queue=name, passive=True).message_count
-                    )
-            except connection.channel_errors:
-                found[name] = Waiting(0)
+            with connection.channel() as channel:
+                waiting = look_into(channel, name, range(LOWEST_PRIORITY + 1))
+            found[name] = waiting or Waiting(_count_messages(connection, name))
     return found
 
 
 def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
-    """How many messages wait in each queue, as `waiting_in` says."""
-    return {name: each.jobs for name, each in waiting_in(app, names).items()}
+    """How many messages wait in each queue, sorted by name; none of them is looked at.
+
+    So a producer may do it, who may read no message.
+
+    Raises:
+        redis.RedisError: Redis does not answer, or refuses this user.
+    """
+    with app.connection_for_read() as connection:
+        return {name: _count_messages(connection, name) for name in sorted(names)}
+
+
+def _count_messages(connection: Any, name: str) -> int:
+    channel: Any = connection.channel()
+    try:
+        with channel:
+            if isinstance(channel, kombu_redis.Channel):
+                return int(channel._size(name))
+            # Declared passively, it is not created; every broker answers with its length.
+            return int(channel.queue_declare(queue=name, passive=True).message_count)
+    except connection.channel_errors as error:
+        # Kombu counts what Redis refuses among them, and that is no empty queue.
+        if isinstance(error, redis.RedisError):
+            raise
+        return 0
 
 
 def dead_letters(app: Celery) -> int | None:

@@ -54,6 +54,17 @@ def _find_open_gateway(facts: Facts) -> list[Symptom]:
     return when(is_open, f"gateway.host is {gateway.host}, and there are no keys")
 
 
+def _find_open_metrics(facts: Facts) -> list[Symptom]:
+    metrics = facts.settings.metrics
+    try:
+        address = ip_address(metrics.host.strip("[]"))
+    except ValueError:
+        return []
+    # In a container, all addresses are those of a network that its host has made for it.
+    is_open = address.is_global or (address.is_unspecified and not facts.in_container)
+    return when(metrics.port is not None and is_open, f"metrics.host is {metrics.host}")
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host.strip("[]")).is_loopback
@@ -74,6 +85,7 @@ CHECKS: Mapping[str, Find] = {
     "model-weights": _find_pickles,
     "model-unpinned": _find_unpinned,
     "gateway-keys": _find_open_gateway,
+    "metrics-open": _find_open_metrics,
     "flower-open": lambda facts: when(
         facts.open_flower, f"{facts.open_flower} asks for no password"
     ),

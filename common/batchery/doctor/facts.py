@@ -121,6 +121,7 @@ class Facts:
     #: Maximum of a process.
     open_files: int = _UNKNOWN
     shm_bytes: int = _UNKNOWN
+    in_container: bool = _UNKNOWN
     #: URL of a Flower that lets anybody in; empty if there is none.
     open_flower: str = _UNKNOWN
 

@@ -1,6 +1,7 @@
 """Facts of this machine: devices, memory, limits, folders of models, an open Flower."""
 
 import ctypes
+import os
 import platform
 import re
 import shutil
@@ -22,6 +23,11 @@ FLOWER_TIMEOUT_S = 2.0
 #: Its port, if nobody says otherwise.
 FLOWER_PORT = 5555
 
+#: What Docker, Podman and Kubernetes put into a container.
+CONTAINER_MARKS = (
+    *("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io/serviceaccount"),
+)
+
 #: An address of nobody, by which this machine's own is found; nothing is sent there.
 NOBODY = ("198.51.100.1", 9)
 
@@ -39,6 +45,7 @@ def gather_machine(flower_url: str | None) -> dict[str, Any]:
         "memory_share": _read_memory_share,
         "open_files": _read_open_files,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").total,
+        "in_container": lambda: any(map(os.path.exists, CONTAINER_MARKS)),
         "open_flower": lambda: _find_open_flower(flower_url),
     }
     devices, driver = _read_driver()

@@ -96,7 +96,7 @@ OF_MODEL: Table = (
 
 
 def _get(part: Any, name: str) -> float | None:
-    """A figure of a part that older workers do not report."""
+    """A figure of a part that is not always there, as older workers do not report all."""
     value: float | None = getattr(part, name, None)
     return value
 
@@ -280,7 +280,7 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     yield _family("batchery_broker_up", "Whether the broker answered.", (), [(is_up,)])
     if survey is None:
         return
-    queue, workers = ("queue",), len(survey.figures)
+    queue, workers, memory = ("queue",), len(survey.figures), survey.memory
     ages = [(name, _find_oldest_s(survey, name)) for name in survey.queues]
     for name, text, labels, rows in (
         ("workers", "Workers with devices that answered.", (), [(workers,)]),
@@ -289,6 +289,12 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
         ("queue_oldest_job_seconds", "Age of the oldest job not begun.", queue, ages),
         ("scheduled_jobs", "Held until their time.", (), [(survey.scheduled,)]),
         ("dead_letters", "Dead letters.", (), [(survey.dead_letters,)]),
+        ("redis_memory_used_bytes", "What its data take.", (), [(_get(memory, "used_bytes"),)]),
+        ("redis_memory_max_bytes", "Its maxmemory; 0: none.", (), [(_get(memory, "max_bytes"),)]),
+        (
+            *("redis_evicted_keys_total", "Keys thrown away to make room.", ()),
+            [(_get(memory, "evicted_keys"),)],
+        ),
     ):
         yield _family(f"batchery_{name}", text, labels, rows)
 

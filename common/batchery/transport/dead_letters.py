@@ -22,6 +22,9 @@ MAX_TOKENS_PER_COMMAND = 500
 #: Longest reason that is kept, in characters: an error may quote a whole message.
 MAX_REASON_CHARS = 1000
 
+#: Times at which nothing dies, in seconds since 1970: behind the year 5000.
+MAX_DIED_S = 1e11
+
 #: Largest message that is read, in bytes: what it says takes ten times as much memory. A larger one
 #: becomes a dead letter, and not even its headers are read.
 MAX_MESSAGE_BYTES = 128 << 20
@@ -39,7 +42,7 @@ class DeadLetter:
     #: Its id: the number of its last lease, so later dead letters have larger ones.
     token: str
     reason: str
-    #: When it became a dead letter, in seconds since 1970.
+    #: When it became a dead letter, in seconds since 1970; 0 for what is none.
     died_s: float
     #: Id of the job; None if it cannot be read.
     id: str | None
@@ -77,11 +80,12 @@ class DeadLetters:
         return int(self._client.hlen(self._keys.dead))
 
     def __iter__(self) -> Iterator[DeadLetter]:
-        """All dead letters, oldest first."""
+        """All dead letters, oldest first; what a stranger has put there is last, and says so."""
         # A scan may return one of them twice.
         found = dict(self._client.hscan_iter(self._keys.dead, count=MAX_TOKENS_PER_COMMAND))
-        for token, value in sorted(found.items(), key=lambda item: int(item[0])):
-            yield self._read(token.decode(), value)
+        named = {token.decode(errors="backslashreplace"): value for token, value in found.items()}
+        for token in sorted(named, key=_rank):
+            yield self._read(token, named[token])
 
     def get(self, token: str) -> tuple[DeadLetter, bytes] | None:
         """A dead letter with its message as it was in the queue; None if there is none."""
@@ -98,7 +102,8 @@ class DeadLetters:
 
     def tokens(self) -> list[str]:
         """Tokens of all dead letters, oldest first."""
-        return sorted((token.decode() for token in self._client.hkeys(self._keys.dead)), key=int)
+        found = self._client.hkeys(self._keys.dead)
+        return sorted((token.decode(errors="backslashreplace") for token in found), key=_rank)
 
     def requeue(self, tokens: Sequence[str]) -> list[str]:
         """Moves messages to the end of their queues; each move is one step.
@@ -125,15 +130,28 @@ class DeadLetters:
 
     def _read(self, token: str, value: bytes) -> DeadLetter:
         key, _, letter = value.partition(b"\0")
-        entry: dict[str, Any] = json.loads(letter)
-        return DeadLetter(
-            token=token,
-            reason=entry["reason"],
-            died_s=entry["died_s"],
-            id=entry["id"],
-            task=entry["task"],
-            queue=find_queue(key.decode(errors="replace"), self._prefix),
-        )
+        try:
+            entry: dict[str, Any] = json.loads(letter)
+            died_s = float(entry["died_s"])
+            if not 0 <= died_s < MAX_DIED_S:
+                raise ValueError
+            return DeadLetter(
+                token=token,
+                reason=str(entry["reason"]),
+                died_s=died_s,
+                id=entry["id"],
+                task=entry["task"],
+                queue=find_queue(key.decode(errors="replace"), self._prefix),
+            )
+        except (ValueError, TypeError, LookupError, RecursionError):
+            shown = value[:MAX_REASON_CHARS].decode(errors="backslashreplace")
+            return DeadLetter(token, f"this is no dead letter: {shown}", 0.0, None, None, "-")
+
+
+def _rank(token: str) -> tuple[bool, int, str]:
+    """Tokens are numbers; whatever else is there comes behind them."""
+    is_number = token.isascii() and token.isdigit()
+    return not is_number, int(token) if is_number else 0, token
 
 
 def find_queue(key: str, prefix: str) -> str:

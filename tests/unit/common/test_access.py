@@ -86,6 +86,13 @@ def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
     assert not known.fullmatch("embed-v2")
 
 
+def test_queues_of_single_workers_are_known_where_the_app_has_them() -> None:
+    app = Celery("shop", broker="redis://h/7", set_as_current=False)
+    assert "*.dq2" not in list_patterns(read_key_space(app, ["q"]))["queues"]
+    app.conf.worker_direct = True
+    assert "*.dq2" in list_patterns(read_key_space(app, ["q"]))["queues"]
+
+
 def test_a_queue_with_a_space_is_refused() -> None:
     space = KeySpace(queues=["my queue"])
     for has_selectors in (True, False):

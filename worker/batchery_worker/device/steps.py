@@ -23,7 +23,18 @@ from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reply import DeviceBatch
-from batchery_worker.ipc.messages import Cancel, Left, Reply, ResultsWait, Setup, Work
+from batchery_worker.ipc.messages import (
+    Cancel,
+    Left,
+    Reply,
+    ResultsWait,
+    Setup,
+    Stepped,
+    Work,
+)
+
+#: How often the parent is told that there are steps, in seconds.
+SIGN_PAUSE_S = 1.0
 
 #: Id of a batch, and position of an item in it.
 ItemId = tuple[int, int]
@@ -77,6 +88,7 @@ class StepLoop:
         self._pieces = pieces
         self._steps = 0
         self._steps_s = 0.0
+        self._told_s = -inf
 
     def prepare(self, work: Work) -> SlotJob:
         """Makes a job of a message."""
@@ -151,8 +163,13 @@ class StepLoop:
     def _step(self) -> None:
         started_s = time.perf_counter()
         told = self._slots.step()
+        ended_s = time.perf_counter()
         self._steps += 1
-        self._steps_s += time.perf_counter() - started_s
+        self._steps_s += ended_s - started_s
+        # A step of which nothing comes may be that of a server that hangs.
+        if told and ended_s - self._told_s >= SIGN_PAUSE_S:
+            self._told_s = ended_s
+            self._tell(Stepped())
         pieces: dict[int, list[Any]] = {}
         for (work_id, _), piece, _ in told:
             if piece is not None and self._jobs[work_id].batch.work.streams:

@@ -23,6 +23,7 @@ from batchery_worker.ipc.messages import (
     Left,
     Reply,
     Setup,
+    Stepped,
     Work,
     dump_message,
     load_reply,
@@ -342,15 +343,19 @@ class DeviceProcess:
             self._process.kill()
 
     def receive(self) -> list[Reply]:
-        """Returns all messages of the process since the last call.
+        """Returns all messages of the process since the last call, but for signs of life.
 
         Raises:
             EOFError: The process is dead.
         """
         assert self.link is not None
-        replies = [load_reply(frame) for frame in self.link.receive()]
+        came = [load_reply(frame) for frame in self.link.receive()]
+        replies = [reply for reply in came if not isinstance(reply, Stepped)]
         if replies:
             self.heard_s = monotonic()
+        elif came:
+            # Whose results wait gives other jobs their steps meanwhile.
+            self.heard_s = max(self.heard_s, monotonic())
         for reply in replies:
             self.reported = getattr(reply, "figures", None) or self.reported
         return replies

@@ -223,6 +223,10 @@ class Left(NamedTuple):
     id: int
 
 
+class Stepped(NamedTuple):
+    """Something has come of a step of a model with slots; told once a second, as a sign of life."""
+
+
 class Done(NamedTuple):
     """A batch that a device has finished."""
 
@@ -247,8 +251,9 @@ class Done(NamedTuple):
     failed_items: Mapping[str, int] | None = None
 
 
-Reply = Ready | NotReady | ResultsWait | Began | Left | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, ResultsWait, Began, Left, Done)}
+Reply = Ready | NotReady | ResultsWait | Began | Left | Stepped | Done
+_KINDS = (Ready, NotReady, ResultsWait, Began, Left, Stepped, Done)
+_REPLIES = {kind.__name__: kind for kind in _KINDS}
 
 
 def dump_message(message: Setup | Work | Cancel) -> bytes:

@@ -12,6 +12,7 @@ from batchery.doctor import thresholds
 from batchery.doctor.command import CHECKS
 from batchery.doctor.facts import BatchTaskFacts, Facts, FactUnknown, KnownFigures, SlowCommand
 from batchery.doctor.findings import Finding, diagnose, read_catalogue
+from batchery.metrics_settings import MetricsSettings
 from batchery.protocol.figures import MemorySnapshot
 from support.healthy_facts import (
     CONF,
@@ -56,6 +57,11 @@ def device(**changes: Any) -> dict[str, Any]:
     for name, value in changes.items():
         setattr(figures.devices["cuda:0"], name, value)
     return {"survey": make_survey(figures)}
+
+
+def metrics(host: str, port: int | None = 9464) -> dict[str, Any]:
+    """Settings with a worker's port of metrics."""
+    return {"settings": make_settings(metrics=MetricsSettings(host=host, port=port))}
 
 
 def model(folder: Any = None, **options: Any) -> dict[str, Any]:
@@ -192,6 +198,9 @@ WRONG: list[Case] = [
         "no revision, and its code is run",
     ),
     ("gateway-keys", {"settings": make_settings(gateway={"host": "0.0.0.0"})}, "0.0.0.0"),
+    ("metrics-open", metrics("0.0.0.0"), "metrics.host is 0.0.0.0"),
+    ("metrics-open", {**metrics("8.8.8.8"), "in_container": True}, "8.8.8.8"),
+    ("metrics-open", metrics("::"), "metrics.host is ::"),
     ("flower-open", {"open_flower": "http://10.0.0.3:5555"}, "http://10.0.0.3:5555"),
 ]
 
@@ -237,6 +246,9 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("driver-old", {"torch_cuda": 12.9}),
     ("shared-memory", {"shm_bytes": 64 << 20, "cuda_devices": 0}),
     ("model-weights", model(folder=make_folder(".safetensors", ".bin"), model="/m")),
+    ("metrics-open", metrics("0.0.0.0", port=None)),
+    ("metrics-open", {**metrics("0.0.0.0"), "in_container": True}),
+    *(("metrics-open", metrics(host)) for host in ("127.0.0.1", "10.0.0.5", "::1", "worker")),
     ("gateway-keys", {"settings": make_settings(gateway={"host": "localhost"})}),
     ("gateway-keys", {"settings": make_settings(gateway={"host": "[::1]"})}),
     (

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 
-from batchery.cli.survey import Survey
+from batchery.cli.survey import RedisMemory, Survey
 from batchery.operations import families
 from batchery.operations.families import RunningTotals
 from batchery.protocol.figures import (
@@ -76,8 +76,11 @@ def make_worker(jobs: int = 10) -> WorkerFigures:
     )
 
 
+MEMORY = RedisMemory(850, 1000, 3)
+
+
 def make_survey(**workers: WorkerFigures) -> Survey:
-    survey = Survey({}, {"embed": 3, "none": 0}, 1, {"embed": 2.5}, {"embed": 8}, 2)
+    survey = Survey({}, {"embed": 3, "none": 0}, 1, {"embed": 2.5}, {"embed": 8}, 2, MEMORY)
     survey.__dict__["figures"] = workers
     return survey
 
@@ -145,6 +148,8 @@ def test_queues_are_told_from_a_lost_redis() -> None:
     assert found["batchery_queue_oldest_job_seconds", "embed"] == 7.5
     assert found["batchery_queue_oldest_job_seconds", "none"] == 0
     assert (found["batchery_scheduled_jobs",], found["batchery_dead_letters",]) == (2, 1)
+    memory = [found[f"batchery_redis_memory_{each}_bytes",] for each in ("used", "max")]
+    assert [*memory, found["batchery_redis_evicted_keys_total",]] == [850, 1000, 3]
     assert read(families.collect_aliases(make_survey()))["celery_queue_length", "embed"] == 3
     assert read(families.collect_cluster(None)) == {("batchery_broker_up",): 0}
     assert read(families.collect_aliases(None)) == {}

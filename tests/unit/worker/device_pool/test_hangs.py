@@ -4,7 +4,7 @@ import pytest
 from celery.worker import state as worker_state
 
 from batchery_worker.device_pool.supervisor import MAX_HANGS
-from batchery_worker.ipc.messages import ResultsWait
+from batchery_worker.ipc.messages import ResultsWait, Stepped
 from support.fake_worker import StartPool
 
 #: As the setting `max_pass_s`, in the tests.
@@ -64,6 +64,33 @@ def test_time_that_results_wait_for_redis_does_not_count(start_pool: StartPool) 
     worker.loop.settle()
     (work,) = worker.device.hear()
     worker.device.say(ResultsWait(work.id))
+    worker.loop.sleep(10 * LIMIT_S)
+    assert worker.device.code is None
+
+
+def test_each_step_of_a_model_with_slots_is_a_sign(start_pool: StartPool) -> None:
+    worker = start_pool(max_pass_s=LIMIT_S)
+    worker.receive("a")
+    worker.loop.settle()
+    for _ in range(10):
+        worker.loop.sleep(LIMIT_S - 1.0)
+        worker.device.say(Stepped())
+        worker.loop.settle()
+    assert worker.device.code is None
+    worker.loop.sleep(LIMIT_S + 3.0)
+    assert worker.devices.started[0].code == -9
+
+
+def test_steps_of_other_jobs_do_not_count_the_time_that_results_wait(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool(max_pass_s=LIMIT_S)
+    worker.receive("a")
+    worker.loop.settle()
+    (work,) = worker.device.hear()
+    worker.device.say(ResultsWait(work.id))
+    worker.loop.settle()
+    worker.device.say(Stepped())
     worker.loop.sleep(10 * LIMIT_S)
     assert worker.device.code is None
 
