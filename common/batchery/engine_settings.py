@@ -56,10 +56,3 @@ class EngineSettings(BaseModel):
         if info.data.get("engine") == "onnx" and value not in values:
             raise ValueError(f"engine = 'onnx' takes {' or '.join(values)}: {hint}")
         return value
-
-    @field_validator("onnx_file")
-    @classmethod
-    def _file_of_the_engine(cls, file: str | None, info: ValidationInfo) -> str | None:
-        if file is not None and info.data.get("engine", "onnx") != "onnx":
-            raise ValueError("it is for engine = 'onnx' alone")
-        return file

@@ -29,7 +29,7 @@ def test_a_worker_classifies_as_torch_does_and_says_what_is_wrong_with_a_file(
     assert made.stdout.strip() == str(file)
     table = f'kind = "classification"\nmodel = "{folder}"\n'
     (tmp_path / "batchery.toml").write_text(
-        f'[models.usual]\n{table}[models.mood]\n{table}engine = "onnx"\n'
+        f'[models.usual]\n{table}forward = "padded"\n[models.mood]\n{table}engine = "onnx"\n'
     )
     worker = start_worker("batchery.app", "-Q", "usual,mood")
     texts = [f"{'the cat and the dog ' * (number % 17)}rain {number}" for number in range(100)]
@@ -47,4 +47,4 @@ def test_a_worker_classifies_as_torch_does_and_says_what_is_wrong_with_a_file(
     file.write_bytes(file.read_bytes()[:100])
     worker = start_worker("batchery.app", "-Q", "mood", ready=False)
     assert worker.wait_exit() == 2
-    assert "model.onnx cannot be loaded: " in worker.log
+    assert "model.onnx failed:" in worker.log

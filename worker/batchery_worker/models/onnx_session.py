@@ -5,16 +5,17 @@ Everything around the pass is shared: padding, pooling, scores, the copy to the 
 
 import hashlib
 from collections.abc import Collection, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from batchery.errors import ModelLoadError
-from batchery_worker.models.source import ModelSource, reason
+from batchery_worker.models.source import ModelSource
 
 #: Where the file of a model is, if no setting says so: as sentence-transformers and as optimum
 #: write it.
@@ -61,21 +62,20 @@ class OnnxSession:
             threads: Threads of one pass on a CPU, at least 1.
 
         Raises:
-            ModelLoadError: ONNX Runtime or the file is missing, or the file does not suit.
+            ValueError: ONNX Runtime or the file is missing, or the file does not suit. Whoever
+                loads the model says which one it is.
+            Exception: ONNX Runtime cannot read the file, which its text names.
         """
         self._device = device
         self._field = field
         self._paths = _find_files(source, file)
-        self._session = _open(source, self._paths[0], device, threads)
+        self._session = _open(self._paths[0], device, threads)
         taken = {each.name: each for each in self._session.get_inputs()}
         given = {each.name: each for each in self._session.get_outputs()}
         self._output = next((name for name in SYNONYMS[field] if name in given), "")
-        if not self._output:
-            problem = f"gives {', '.join(given)}, not {field}; export it for this kind of model"
-        else:
-            problem = _find_problem(taken, given[self._output])
-        if problem:
-            raise _error(source, f"{self._paths[0].name} {problem}")
+        if problem := _find_problem(taken, given.get(self._output)):
+            name, outputs = self._paths[0].name, ", ".join(given)
+            raise ValueError(f"{name} {problem.format(given=outputs, field=field)}")
         self._types = {name: INPUTS[each.type] for name, each in taken.items()}
         self.inputs: Collection[str] = self._types.keys()
         self.dtype = OUTPUTS[given[self._output].type]
@@ -96,15 +96,11 @@ class OnnxSession:
         self._session.run_with_iobinding(binding)
         return SimpleNamespace(**{self._field: from_dlpack(binding.get_outputs()[0])})
 
-    def check_inputs(self, source: ModelSource, made: Collection[str]) -> None:
-        """Makes sure that all inputs are made. Raises ModelLoadError: names one that is not."""
-        for name in self.inputs:
-            if name not in (*made, "attention_mask"):
-                raise _error(
-                    source,
-                    f"{self._paths[0].name} takes {name}, which its tokenizer does not make;"
-                    " export it without",
-                )
+    def check_inputs(self, made: Collection[str]) -> None:
+        """Makes sure that all inputs are made. Raises ValueError: names those that are not."""
+        if others := [*({*self.inputs} - {*made, "attention_mask"})]:
+            name = self._paths[0].name
+            raise ValueError(f"{name} takes {others}, which its tokenizer does not make")
 
     def identity(self) -> str:
         """The content of its files, and the version of ONNX Runtime."""
@@ -112,7 +108,7 @@ class OnnxSession:
         for path in self._paths:
             with path.open("rb") as file:
                 whole.update(hashlib.file_digest(file, "blake2b").digest())
-        return f"{whole.hexdigest()} by {_import(None).__version__}"
+        return f"{whole.hexdigest()} by {import_module('onnxruntime').__version__}"
 
 
 def _find_files(source: ModelSource, file: str | None) -> list[Path]:
@@ -122,30 +118,20 @@ def _find_files(source: ModelSource, file: str | None) -> list[Path]:
         if (path := source.path(name)) is not None:
             others = (source.path(f"{name}{end}") for end in WEIGHTS)
             return [path, *(each for each in others if each is not None)]
-    raise _error(
-        source,
+    raise ValueError(
         f"engine = 'onnx', but there is no {' and no '.join(names)}; set onnx_file to the one to"
-        " take, or make one in a local folder: batchery export KIND FOLDER",
+        " take, or make one in a local folder: batchery export KIND FOLDER"
     )
 
 
-def _import(source: ModelSource | None) -> ModuleType:
-    try:
-        import onnxruntime
-    except ImportError:
-        assert source is not None
-        raise _error(source, "engine = 'onnx' needs: pip install 'batchery[onnx]'") from None
-    module: ModuleType = onnxruntime
-    return module
-
-
-def _open(source: ModelSource, path: Path, device: torch.device, threads: int) -> Any:
-    runtime = _import(source)
+def _open(path: Path, device: torch.device, threads: int) -> Any:
     if device.type not in PROVIDERS:
-        raise _error(source, f"engine = 'onnx' runs on cpu and cuda, not on {device}")
+        raise ValueError(f"engine = 'onnx' runs on cpu and cuda, not on {device}")
     provider, package = PROVIDERS[device.type]
-    if provider not in runtime.get_available_providers():
-        raise _error(source, f"engine = 'onnx' on {device} needs: pip install {package}")
+    # It is an extra.
+    runtime = import_module("onnxruntime") if find_spec("onnxruntime") else None
+    if runtime is None or provider not in runtime.get_available_providers():
+        raise ValueError(f"engine = 'onnx' on {device} needs: pip install {package}")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = SILENT
@@ -154,16 +140,10 @@ def _open(source: ModelSource, path: Path, device: torch.device, threads: int) -
     # Threads that spin between passes take time from those that tokenize and store results.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     limits = _limit_memory(device) if device.type == "cuda" else {}
-    try:
-        session = runtime.InferenceSession(path, options, providers=[(provider, limits)])
-    except Exception as error:
-        raise _error(source, f"{path.name} cannot be loaded: {reason(error)}") from error
+    session = runtime.InferenceSession(path, options, providers=[(provider, limits)])
     if session.get_providers()[0] != provider:
-        raise _error(
-            source,
-            f"ONNX Runtime cannot use {device}: its version of CUDA or cuDNN is not there;"
-            " docs/models.md has the versions",
-        )
+        # It goes on with a CPU, and says so in its log alone.
+        raise ValueError(f"{package} cannot use {device}: its version of CUDA or cuDNN is not here")
     return session
 
 
@@ -181,6 +161,8 @@ def _limit_memory(device: torch.device) -> dict[str, Any]:
 
 def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
     """Why inputs and output of a file do not suit; empty if they do."""
+    if output is None:
+        return "gives {given}, not {field}; export it for this kind of model"
     for name in ("input_ids", "attention_mask"):
         if name not in taken:
             return f"takes no {name}, so it is not for texts of many lengths; export it with one"
@@ -192,7 +174,3 @@ def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
     if output.type not in OUTPUTS:
         return f"gives {output.type}, not float or float16; export it anew"
     return ""
-
-
-def _error(source: ModelSource, what: str) -> ModelLoadError:
-    return ModelLoadError(f"model {source.name!r}: {what}")

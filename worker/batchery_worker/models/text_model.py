@@ -172,7 +172,7 @@ class TextModel(Model):
             truncate=self.settings.overflow == "truncate",
         )
         if self._session is not None:
-            self._session.check_inputs(source, self._tokenize.names)
+            self._session.check_inputs(self._tokenize.names)
         padding = {name: self._padding[name] for name in self._tokenize.names}
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)

@@ -1,6 +1,5 @@
 """Engine onnx: the results of torch, and one line for each file that does not suit."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,6 @@ def test_minilm_and_a_quantized_file_of_it(
         ({"dtype": "bf16"}, "dtype = 'bf16' (from {}): engine = 'onnx' takes auto: the file has"),
         ({"quantize": "int8"}, "quantize = 'int8' (from {}): engine = 'onnx' takes none: set onnx"),
         ({"forward": "packed"}, "forward = 'packed' (from {}): engine = 'onnx' takes auto or pad"),
-        ({"engine": "openai", "onnx_file": "x"}, "onnx_file = 'x' (from {}): it is for engine = "),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
@@ -159,7 +157,7 @@ def save_graph(
     ("inputs", "options", "problem"),
     [
         ([IDS], {}, "takes no attention_mask"),
-        ([IDS, MASK, _int("position_ids", "b", "l")], {}, "takes position_ids, which its token"),
+        ([IDS, MASK, _int("position_ids", "b", "l")], {}, "takes ['position_ids'], which its"),
         ([IDS, _int("attention_mask", "b", 128)], {}, "of the fixed shape ['b', 128]; export it"),
         ([IDS, MASK], {"output": "pooled"}, "model.onnx gives pooled, not last_hidden_state; exp"),
         ([IDS, MASK], {"width": 10**12}, "Failed to allocate memory"),
@@ -189,7 +187,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     )
     assert "there is no other.onnx;" in _refusal(embedder, folder, onnx_file="other.onnx")
     (folder / "model.onnx").write_bytes(b"no graph")
-    assert "model.onnx cannot be loaded: " in _refusal(embedder, folder)
+    assert "model.onnx failed:" in _refusal(embedder, folder)
 
 
 def test_a_folder_needs_no_other_weights(build: Build, copied: Copy, embedder: Load) -> None:
@@ -205,11 +203,11 @@ def test_a_missing_package_is_named(
     folder = copied(build("bert"))
     save_graph(folder, IDS, MASK)
     settings = ModelSettings(kind="embedding", model=str(folder), engine="onnx")
-    with pytest.raises(ModelLoadError, match=r"on cuda:0 needs: pip install onnxruntime-gpu$"):
+    with pytest.raises(ValueError, match=r"on cuda:0 needs: pip install onnxruntime-gpu$"):
         _session(settings, "cuda:0")
-    with pytest.raises(ModelLoadError, match=r"runs on cpu and cuda, not on mps$"):
+    with pytest.raises(ValueError, match=r"runs on cpu and cuda, not on mps$"):
         _session(settings, "mps")
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr("batchery_worker.models.onnx_session.find_spec", lambda _: None)
     assert _refusal(embedder, folder).endswith("needs: pip install 'batchery[onnx]'")
 
 
