@@ -16,7 +16,7 @@ RATES = {
 }
 
 #: Rows that are drawn as ours.
-OURS = ("batchery", "device", "whole system")
+OURS = ("batchery", "device", "onnx", "whole system")
 
 
 def main(target: Path) -> None:

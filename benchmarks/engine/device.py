@@ -3,10 +3,15 @@
 import itertools
 import json
 import logging
+import os
 import select
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +24,9 @@ from benchmarks.engine.target import Target
 
 APP = "batchery.app:app"
 TASK = "embed"
+
+#: Where the device reads which models there are; `configure` sets it.
+MODELS = "BATCHERY_MODELS"
 
 
 class DirectDevice:
@@ -116,6 +124,35 @@ class DirectDevice:
     def stop(self) -> None:
         """Ends the process."""
         self._device.stop(kill_at_once=True)
+
+
+class OnnxDevice(DirectDevice):
+    """The same with ONNX Runtime in the place of torch, on a copy of the model."""
+
+    name = "onnx: device, fed directly"
+
+    def __init__(self, target: Target) -> None:
+        """Exports the model, and starts the device."""
+        self._copies = tempfile.TemporaryDirectory(prefix="batchery-bench-onnx-")
+        copy = str(Path(self._copies.name, "model"))
+        shutil.copytree(target.folder, copy)
+        subprocess.run(
+            [sys.executable, "-m", "batchery", "export", "embedding", copy],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        others = os.environ[MODELS]
+        model = {**json.loads(others)[TASK], "model": copy, "engine": "onnx", "dtype": "auto"}
+        os.environ[MODELS] = json.dumps({TASK: model})
+        try:
+            super().__init__(target)
+        finally:
+            os.environ[MODELS] = others
+
+    def stop(self) -> None:
+        """Ends the process, and removes the copy."""
+        super().stop()
+        self._copies.cleanup()
 
 
 def _results(done: Done) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engine.child import Child, ChildSystem, options_of
-from benchmarks.engine.device import DirectDevice
+from benchmarks.engine.device import DirectDevice, OnnxDevice
 from benchmarks.engine.sample import System
 from benchmarks.engine.target import Target
 from benchmarks.engine.worker import WholeSystem
@@ -52,6 +52,7 @@ PEERS = [
 
 OURS: Mapping[str, Callable[[Target], System]] = {
     DirectDevice.name: DirectDevice,
+    OnnxDevice.name: OnnxDevice,
     WholeSystem.name: WholeSystem,
 }
 

@@ -1,6 +1,6 @@
 """Settings of the kind `generation`; part of each table `[models.NAME]`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -8,12 +8,8 @@ __all__ = ["GenerationSettings"]
 
 
 class GenerationSettings(BaseModel):
-    """What computes the texts, how many at once, and how much a server is asked."""
+    """How an engine computes texts, how many at once, and how much a server is asked."""
 
-    engine: Annotated[
-        Literal["transformers", "openai", "vllm"],
-        Field(description="Generation: what computes the texts."),
-    ] = "transformers"
     engine_python: Annotated[
         str | None, Field(description="Engine vllm: the Python of an environment that has vLLM.")
     ] = None

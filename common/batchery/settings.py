@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as JsonError
 
+from batchery.engine_settings import EngineSettings
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
 from batchery.generation_settings import GenerationSettings
@@ -103,7 +104,7 @@ TASK_OPTIONS = (
 )
 
 
-class ModelSettings(GenerationSettings, BaseModel):
+class ModelSettings(EngineSettings, GenerationSettings, BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -57,6 +57,7 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
         "--systems",
         "loop",
         "device",
+        "onnx",
         "whole",
         timeout_s=TIMEOUT_S,
     )
@@ -69,6 +70,7 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
         "loop: packed",
         "loop: packed, side by side",
         "device, fed directly",
+        "onnx: device, fed directly",
         "whole system",
     ]
     assert {row["workload"] for row in rows.values()} == {"bimodal"}

@@ -34,6 +34,8 @@ def _find_missing_models(facts: Facts) -> Iterator[Symptom]:
 
 def _find_pickles(facts: Facts) -> Iterator[Symptom]:
     for name, folder in facts.folders.items():
+        if facts.settings.models[name].engine == "onnx":
+            continue
         if folder is not None and folder.exists and not SAFE_SUFFIXES.intersection(folder.suffixes):
             path = facts.settings.models[name].model
             there = ", ".join(sorted(folder.suffixes)) or "no files"

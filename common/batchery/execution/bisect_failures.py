@@ -21,6 +21,7 @@ OUT_OF_MEMORY_TEXTS = (
     "out of memory",  # CUDA itself: pinned memory, kernels that are loaded at their first use
     "status_alloc_failed",  # cuBLAS, cuDNN
     "can't allocate memory",  # a CPU
+    "failed to allocate memory",  # ONNX Runtime
 )
 
 

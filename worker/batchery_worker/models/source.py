@@ -60,6 +60,8 @@ class ModelSource:
             raise ModelLoadError(f"model {settings.model!r}: there is no such folder")
         if self.folder is not None:
             _check_folder(settings.model, self.folder)
+            if settings.engine != "onnx":
+                _check_weights(settings.model, self.folder)
         self.name = settings.model if self.folder is None else str(folder)
         self.options = {
             "revision": settings.revision,
@@ -112,6 +114,9 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ModelLoadError(
             f"model {name!r}: the folder has no config.json; name one that save_pretrained wrote"
         )
+
+
+def _check_weights(name: str, folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ModelLoadError(

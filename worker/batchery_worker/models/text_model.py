@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.forward import Forward, RandomTexts, Reading
+from batchery_worker.models.forward import POOLINGS, Forward, RandomTexts, Reading
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
     Graphed,
@@ -37,6 +37,7 @@ from batchery_worker.models.inputs import (
     check_token_ids,
     read_keywords,
 )
+from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import ModelSource, identity, quiet, reason
 from batchery_worker.models.tokenizer import (
     Cut,
@@ -114,6 +115,7 @@ class TextModel(Model):
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self._gives_json = False
+        self._session: OnnxSession | None = None
 
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, and runs one short text as a check.
@@ -152,6 +154,49 @@ class TextModel(Model):
         # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self.tokenizer = load_tokenizer(source)
+        missing = self._make_model(source, config)
+        if self.model.main_input_name != "input_ids":
+            raise ModelLoadError(
+                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
+            )
+        self.flops_per_token = 2 * int(self.model.num_parameters(exclude_embeddings=True))
+        self._finish_load(source, missing)
+        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
+        self._choose_padding()
+        taken = self._place(source)
+        self._tokenize = TextTokenizer(
+            self.tokenizer,
+            [name for name in self._padding if name in taken],
+            vocabulary=self._vocabulary,
+            max_length=self.max_length,
+            truncate=self.settings.overflow == "truncate",
+        )
+        if self._session is not None:
+            self._session.check_inputs(self._tokenize.names)
+        padding = {name: self._padding[name] for name in self._tokenize.names}
+        computing = self._session or self.model
+        padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
+        self._pass: Forward = padded
+        trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
+        if isinstance(trial, Failed):
+            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
+        self._check_trial(source, self.forward([trial], **self.sample_keywords))
+        if self._session is None:
+            self._choose_forward(source, padded)
+        else:
+            self.why_padded = "since ONNX Runtime pads"
+        self.pads = self._pass.pads
+        self._log_forward(source)
+
+    def _make_model(self, source: ModelSource, config: Any) -> Sequence[str]:
+        """Makes the model of transformers; returns the weights that its files lack."""
+        if self.settings.engine == "onnx":
+            # Without weights: it says of the architecture what no ONNX file does.
+            with torch.device("meta"):
+                self.model = self.auto_class.from_config(
+                    config, trust_remote_code=self.settings.trust_remote_code
+                )
+            return ()
         # transformers chooses the attention: sdpa if the model supports it.
         self.model, info = self.auto_class.from_pretrained(
             source.name,
@@ -161,34 +206,18 @@ class TextModel(Model):
             output_loading_info=True,
             **source.options,
         )
-        if self.model.main_input_name != "input_ids":
-            raise ModelLoadError(
-                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
-            )
-        self.flops_per_token = 2 * int(self.model.num_parameters(exclude_embeddings=True))
-        self._finish_load(source, sorted(info["missing_keys"]))
-        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
-        self._choose_padding()
-        self._place()
-        taken = inspect.signature(self.model.forward).parameters
-        self._tokenize = TextTokenizer(
-            self.tokenizer,
-            [name for name in self._padding if name in taken],
-            vocabulary=self._vocabulary,
-            max_length=self.max_length,
-            truncate=self.settings.overflow == "truncate",
-        )
-        padding = {name: self._padding[name] for name in self._tokenize.names}
-        padded = Padded(self.model, self._device, padding=padding, side=self._padding_side)
-        self._pass: Forward = padded
-        trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
-        if isinstance(trial, Failed):
-            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
-        self._check_trial(source, self.forward([trial], **self.sample_keywords))
-        self._choose_forward(source, padded)
+        return sorted(info["missing_keys"])
 
-    def _place(self) -> None:
-        """Quantizes the model as the settings say, and moves it to its device."""
+    def _place(self, source: ModelSource) -> Collection[str]:
+        """Gets ready what computes, on its device; returns the names of what that takes."""
+        if self.settings.engine == "onnx":
+            field = "last_hidden_state" if self.reading in POOLINGS else "logits"
+            threads = max(1, torch.get_num_threads() // self.cpu_streams)
+            self._session = OnnxSession(
+                source, self.settings.onnx_file, field, self._device, threads
+            )
+            self.model.to(self._session.dtype)
+            return self._session.inputs
         how = self.settings.quantize
         if how != "none":
             before_bytes = weights_bytes(self.model)
@@ -199,6 +228,7 @@ class TextModel(Model):
                 *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
             )
         self.model.to(self._device).eval()
+        return inspect.signature(self.model.forward).parameters
 
     def _choose_padding(self) -> None:
         """Chooses the token to pad with and the side; decoders often have no such token."""
@@ -252,7 +282,8 @@ class TextModel(Model):
         graphs = self._capture(padded, texts)
         forward, self.why_padded = choose(candidate)
         self._pass = Graphed(forward, graphs) if graphs else forward
-        self.pads = self._pass.pads
+
+    def _log_forward(self, source: ModelSource) -> None:
         streams = f"{self.cpu_streams} passes side by side" if self.cpu_streams > 1 else ""
         where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
@@ -338,6 +369,8 @@ class TextModel(Model):
             "dtype": str(self.model.dtype),
             "forward": self._pass.name,
         }
+        if self._session is not None:
+            run["onnx"] = self._session.identity()
         return identity(self.settings, self._source, run, self.model)
 
     def unload(self) -> None:

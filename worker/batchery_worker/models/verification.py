@@ -127,7 +127,7 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> V
     """
     use_device(device)
     texts = texts or sample_texts()
-    plain = {"dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
+    plain = {"engine": "transformers", "dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
     single = _load(settings, device, forward="padded", **plain)
     items = single.preprocess(
         [single.sample_item(text) for text in texts], **single.sample_keywords

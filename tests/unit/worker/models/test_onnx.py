@@ -1,0 +1,251 @@
+"""Engine onnx: the results of torch, and one line for each file that does not suit."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx import TensorProto, helper
+
+from batchery.engine_settings import ENGINE_KINDS
+from batchery.errors import InvalidItem, ModelLoadError, SettingsError, StartError
+from batchery.execution.bisect_failures import is_out_of_memory
+from batchery.settings import ModelSettings, Settings
+from batchery_worker.cli.export import export
+from batchery_worker.models.onnx_session import OnnxSession
+from batchery_worker.models.source import ModelSource
+from support.tiny_models import Build, Copy, Load, run
+
+#: Greatest difference of any number in fp32, for numbers up to 1: the sums run in another order.
+TOLERANCE = 5e-6
+
+LABELS = ("animal", "weather", "trade")
+
+#: One with token types, and one whose positions begin behind the padding.
+EMBEDDERS = ("bert", "roberta")
+
+#: Makes the file of a saved model, once per session: `exported("embedding", "bert")`.
+Exported = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def exported(build: Build) -> Exported:
+    done: set[Path] = set()
+
+    def made(kind: str, architecture: str, labels: tuple[str, ...] = ()) -> Path:
+        folder = build(architecture, labels)
+        if folder not in done:
+            answer = CliRunner().invoke(export, [kind, str(folder)], catch_exceptions=False)
+            assert answer.output.strip().endswith(str(folder / "onnx" / "model.onnx"))
+            done.add(folder)
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize("architecture", EMBEDDERS)
+def test_vectors_are_those_of_torch_in_any_batch(
+    architecture: str, exported: Exported, embedder: Load, texts: list[str]
+) -> None:
+    folder = exported("embedding", architecture)
+    expected = _vectors(embedder(folder), texts)
+    model = embedder(folder, engine="onnx")
+    assert model.pads
+    assert model.why_padded == "since ONNX Runtime pads"
+    np.testing.assert_allclose(_vectors(model, texts), expected, atol=TOLERANCE)
+    alone = [_vectors(model, [text])[0] for text in texts]
+    np.testing.assert_allclose(alone, expected, atol=TOLERANCE)
+
+
+def test_the_rest_of_the_model_is_as_with_torch(exported: Exported, embedder: Load) -> None:
+    folder = exported("embedding", "bert")
+    models = [embedder(folder, engine=each) for each in ("transformers", "onnx")]
+    torchs, ours = ((m.reading, m.max_length, m.flops_per_token, m.dimensions) for m in models)
+    assert torchs == ours
+    model = models[1]
+    long, empty = run(model, ["cat " * 100, ""])
+    assert (long["tokens"], long["truncated"]) == (80, True)
+    assert isinstance(empty.exception, InvalidItem)
+    assert len(run(model, ["cat"], dimensions=8)[0]["vector"]) == 8
+    (wrong,) = run(model, ["cat"], dimensions=33)
+    assert str(wrong.exception) == "keyword dimensions = 33: the model's vectors have 32"
+
+
+def test_scores_are_those_of_torch(exported: Exported, classifier: Load, texts: list[str]) -> None:
+    folder = exported("classification", "bert", LABELS)
+    items = [*texts, {"text": "the cat", "text_pair": "a dog barked"}]
+    expected, found = (
+        run(classifier(folder, engine=engine), items, top_k=3)
+        for engine in ("transformers", "onnx")
+    )
+    assert [each["label"] for each in found] == [each["label"] for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
+
+
+def test_minilm_and_a_quantized_file_of_it(
+    tmp_path: Path, minilm: Any, copied: Copy, embedder: Load
+) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+
+    folder = copied(Path(minilm.settings.model))
+    CliRunner().invoke(export, ["embedding", str(folder)], catch_exceptions=False)
+    texts = ["a dog barked", "rain falls on green hills", "word " * 400]
+    expected = _vectors(minilm, texts)
+    found = _vectors(embedder(folder, engine="onnx"), texts)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    source, target = (folder / "onnx" / name for name in ("model.onnx", "model_qint8.onnx"))
+    quantize_dynamic(source, target, per_channel=True)
+    small = embedder(folder, engine="onnx", onnx_file="onnx/model_qint8.onnx")
+    cosines = (np.array(_vectors(small, texts)) * expected).sum(axis=1)
+    assert (cosines[:2] > 0.9).all()
+    assert (cosines < 0.99999).all()
+    assert small.identity() != embedder(folder, engine="onnx").identity()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kind": "rerank"}, "kind = 'rerank' (from {}): engine = 'onnx' is for embedding and"),
+        ({"engine": "vllm"}, "kind = 'embedding' (from {}): engine = 'vllm' is for generation"),
+        ({"dtype": "bf16"}, "dtype = 'bf16' (from {}): engine = 'onnx' takes auto: the file has"),
+        ({"quantize": "int8"}, "quantize = 'int8' (from {}): engine = 'onnx' takes none: set onnx"),
+        ({"forward": "packed"}, "forward = 'packed' (from {}): engine = 'onnx' takes auto or pad"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
+    model = {"kind": "embedding", "model": "a/b", "engine": "onnx", **settings}
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(models={"it": model})
+    assert str(caught.value).startswith(
+        f"setting models.it.{problem.format('a keyword of install()')}"
+    )
+
+
+def _int(name: str, *shape: Any) -> Any:
+    return helper.make_tensor_value_info(name, TensorProto.INT64, shape)
+
+
+IDS, MASK = _int("input_ids", "b", "l"), _int("attention_mask", "b", "l")
+
+
+def save_graph(
+    folder: Path, *inputs: Any, output: str = "last_hidden_state", width: int = 32
+) -> None:
+    """A file that repeats each token's id as its vector."""
+    numbers = [[1, 1, width], [2]]
+    nodes = [
+        helper.make_node("Cast", ["input_ids"], ["numbers"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["numbers", "axes"], ["columns"]),
+        helper.make_node("Expand", ["columns", "repeats"], [output]),
+    ]
+    constants = [
+        helper.make_tensor(name, TensorProto.INT64, [len(each)], each)
+        for name, each in zip(("repeats", "axes"), numbers, strict=True)
+    ]
+    values = helper.make_tensor_value_info(output, TensorProto.FLOAT, ("b", "l", width))
+    graph = helper.make_graph(nodes, "test", inputs, [values], constants)
+    versions = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=versions, ir_version=8), folder / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "problem"),
+    [
+        ([IDS], {}, "takes no attention_mask"),
+        ([IDS, MASK, _int("position_ids", "b", "l")], {}, "takes ['position_ids'], which its"),
+        ([IDS, _int("attention_mask", "b", 128)], {}, "of the fixed shape ['b', 128]; export it"),
+        ([IDS, MASK], {"output": "pooled"}, "model.onnx gives pooled, not last_hidden_state; exp"),
+        ([IDS, MASK], {"width": 10**12}, "Failed to allocate memory"),
+    ],
+)
+def test_a_file_that_does_not_suit_is_refused(
+    build: Build,
+    copied: Copy,
+    embedder: Load,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    problem: str,
+) -> None:
+    folder = copied(build("bert"))
+    save_graph(folder, *inputs, **options)
+    assert problem in _refusal(embedder, folder)
+
+
+def test_a_file_that_is_missing_or_damaged_is_named(
+    build: Build, copied: Copy, embedder: Load
+) -> None:
+    folder = copied(build("bert"))
+    assert _refusal(embedder, folder) == (
+        f"model {str(folder)!r}: engine = 'onnx', but there is no onnx/model.onnx and no"
+        " model.onnx; set onnx_file to the one to take, or make one in a local folder: batchery"
+        " export KIND FOLDER"
+    )
+    assert "there is no other.onnx;" in _refusal(embedder, folder, onnx_file="other.onnx")
+    (folder / "model.onnx").write_bytes(b"no graph")
+    assert "model.onnx failed:" in _refusal(embedder, folder)
+
+
+def test_a_folder_needs_no_other_weights(build: Build, copied: Copy, embedder: Load) -> None:
+    folder = copied(build("bert"))
+    (folder / "model.safetensors").unlink()
+    save_graph(folder, IDS, MASK)
+    assert embedder(folder, engine="onnx").dimensions == 32
+
+
+def test_a_missing_package_is_named(
+    build: Build, copied: Copy, embedder: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(build("bert"))
+    save_graph(folder, IDS, MASK)
+    settings = ModelSettings(kind="embedding", model=str(folder), engine="onnx")
+    with pytest.raises(ValueError, match=r"on cuda:0 needs: pip install onnxruntime-gpu$"):
+        _session(settings, "cuda:0")
+    with pytest.raises(ValueError, match=r"runs on cpu and cuda, not on mps$"):
+        _session(settings, "mps")
+    monkeypatch.setattr("batchery_worker.models.onnx_session.find_spec", lambda _: None)
+    assert _refusal(embedder, folder).endswith("needs: pip install 'batchery[onnx]'")
+
+
+def test_lack_of_memory_is_known_as_such(build: Build, copied: Copy) -> None:
+    folder = copied(build("bert"))
+    save_graph(folder, IDS, MASK, width=10**9)
+    session = _session(ModelSettings(kind="embedding", model=str(folder), engine="onnx"))
+    ids = torch.ones(100, 100, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as caught:
+        session(input_ids=ids, attention_mask=ids)
+    assert is_out_of_memory(caught.value)
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
+    for kind in ENGINE_KINDS["onnx"]:
+        with pytest.raises(StartError, match=r"no config\.json"):
+            CliRunner().invoke(export, [kind, str(tmp_path)], catch_exceptions=False)
+    assert CliRunner().invoke(export, ["rerank", str(tmp_path)]).exit_code == 2
+
+
+def test_a_file_that_has_lengths_as_constants_is_not_left(build: Build, copied: Copy) -> None:
+    folder = copied(build("gpt2"))
+    with pytest.raises(ModelLoadError, match="no file that is right can be made of it"):
+        CliRunner().invoke(export, ["embedding", str(folder)], catch_exceptions=False)
+    assert not (folder / "onnx" / "model.onnx").exists()
+
+
+def _session(settings: ModelSettings, device: str = "cpu") -> OnnxSession:
+    return OnnxSession(ModelSource(settings), None, "last_hidden_state", torch.device(device), 1)
+
+
+def _vectors(model: Any, texts: Sequence[str]) -> list[list[float]]:
+    return [result["vector"] for result in run(model, texts)]
+
+
+def _refusal(embedder: Load, folder: Path, **settings: Any) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        embedder(folder, engine="onnx", **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
