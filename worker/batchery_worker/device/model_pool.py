@@ -107,8 +107,10 @@ class ModelPool:
             ModelLoadError: It cannot be loaded, or does not fit; says what would have to be.
         """
         if name not in self.loaded:
+            # First, as those that make room may take its place in main memory.
+            served = self._aside.pop(name, None)
             self._make_room(name, self._expect_bytes(name), wanted)
-            if not self._take_back(name):
+            if served is None or not self._take_back(name, served):
                 self._load_anew(name, wanted)
                 # It may be larger than was expected.
                 self._make_room(name, 0, wanted)
@@ -215,12 +217,16 @@ class ModelPool:
         record.loads += 1
         self.loaded[name] = served
 
-    def _take_back(self, name: str) -> bool:
-        """Takes a model back from main memory; returns False if it is not there."""
-        if (served := self._aside.pop(name, None)) is None:
+    def _take_back(self, name: str, served: LoadedModel) -> bool:
+        """Takes a model back from main memory; returns False if that fails."""
+        began_s = self._clock()
+        try:
+            served.model.take_back()  # type: ignore[attr-defined]
+        except Exception:
+            logger.warning("%s cannot be taken back from main memory", name, exc_info=True)
+            self._aside[name] = served
+            self._drop([name])
             return False
-        began_s, model = self._clock(), served.model
-        model.take_back()  # type: ignore[attr-defined]
         served.is_loaded, served.loaded_s = True, self._clock()
         record = self.records[name]
         record.return_s = served.loaded_s - began_s
@@ -231,16 +237,11 @@ class ModelPool:
     def _put_away(self, names: Sequence[str], successor: str) -> None:
         """Puts models aside, or drops those that cannot be kept in main memory."""
         for name in names:
-            put_aside = getattr(self.loaded[name].model, "put_aside", None)
-            is_kept = put_aside is not None and self._memory.is_apart
-            what = "put aside to main memory" if is_kept else "dropped"
-            logger.info("%s %s on %s for %s", name, what, self._device, successor)
-            if not is_kept or put_aside is None:
+            if self._put_aside(name):
+                logger.info("%s put aside on %s for %s", name, self._device, successor)
+            else:
+                logger.info("%s dropped on %s for %s", name, self._device, successor)
                 self._drop([name])
-                continue
-            served = self._aside[name] = self.loaded.pop(name)
-            served.is_loaded = False
-            put_aside()
         # Main memory has as much for them as the device.
         held_bytes = 0
         for name in reversed(list(self._aside)):
@@ -248,14 +249,29 @@ class ModelPool:
             if self.limit_bytes is not None and held_bytes > self.limit_bytes:
                 self._drop([name])
 
+    def _put_aside(self, name: str) -> bool:
+        served = self.loaded[name]
+        put_aside = getattr(served.model, "put_aside", None)
+        if put_aside is None or not self._memory.is_apart:
+            return False
+        try:
+            put_aside()
+        except Exception:
+            logger.warning("%s cannot be kept in main memory", name, exc_info=True)
+            return False
+        served.is_loaded = False
+        self._aside[name] = self.loaded.pop(name)
+        return True
+
     def _drop(self, names: Sequence[str]) -> None:
         for name in names:
-            before_bytes = self._memory.allocated_bytes()
+            is_here, before_bytes = name in self.loaded, self._memory.allocated_bytes()
             served = self.loaded.pop(name, None) or self._aside.pop(name)
             self.records[name].last = served
             is_there = weakref.ref(_unload(served))
             freed_bytes = before_bytes - self._memory.allocated_bytes()
-            if is_there() is not None or (before_bytes and freed_bytes < served.loaded_bytes / 2):
+            is_freed = freed_bytes >= served.loaded_bytes / 2 or not (before_bytes and is_here)
+            if is_there() is not None or not is_freed:
                 # Its parts refer to each other in circles. It takes a second, so only then.
                 gc.collect()
         self._memory.release()

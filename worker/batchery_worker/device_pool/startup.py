@@ -108,19 +108,20 @@ def device_setups(
     for device in devices:
         elsewhere = frozenset({task.name for task in models} - set(places[device]))
         here = [task for task in tasks if task.name not in elsewhere]
-        kinds = [("", 0, load)] if any(not task.slots for task in here) else []
-        kinds += [(task.name, task.slots, [task.name]) for task in here if task.slots]
+        kinds = [(task.name, task.slots, [task.name]) for task in here if task.slots]
+        if shared_tasks := [task.name for task in here if not task.slots]:
+            kinds.insert(0, ("", 0, shared_tasks))
         setups += [
             Setup(
                 device=device,
-                load=[name for name in loaded if name not in elsewhere],
+                load=[name for name in served if name in load or own],
                 task=own,
                 slots=slots,
-                models={name: why for name, why in places[device].items() if own in ("", name)},
+                models={name: why for name, why in places[device].items() if name in served},
                 elsewhere=elsewhere,
                 **shared,
             )
-            for own, slots, loaded in kinds
+            for own, slots, served in kinds
         ]
     return setups
 

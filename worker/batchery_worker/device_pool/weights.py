@@ -31,7 +31,7 @@ def estimate_bytes(settings: ModelSettings | None, device: str) -> int | None:
     usual = 2 if device.startswith("cuda") else 4
     try:
         numbers = [count_weights(path) for path in _find_files(settings)]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return WEIGHT_BYTES.get(settings.dtype, usual) * sum(numbers) or None
 

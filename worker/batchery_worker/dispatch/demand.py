@@ -127,7 +127,7 @@ class BatchDemand:
             devices = sum(
                 self._wants_batch(device, now_s)
                 for device in self._supervisor.devices
-                if not task and not device.setup.task
+                if not task and not device.setup.task and (others is None or device.in_turn)
             )
             kept = devices * max((job.limits.max_batch_size for job in held), default=0)
             old += [

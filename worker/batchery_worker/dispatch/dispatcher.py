@@ -74,7 +74,6 @@ class Dispatcher:
         self._settings = settings
         #: The kinds of devices, see `Scheduler.next_batch`.
         self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
-        #: Whether it is not the same to some device which jobs it gets.
         self._have_models = any(device.models for device in devices)
         self._admission = Admission(settings)
         self._listeners = Listeners()
@@ -98,7 +97,6 @@ class Dispatcher:
         self._batch_ids = itertools.count(1)
         # Used until Celery's loop runs, or for good.
         self._own_hub = self._hub = Hub()
-        self._starting = False
         self._metrics = Metrics()
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
@@ -108,7 +106,7 @@ class Dispatcher:
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = self._draining = False
+        self._dispatch_planned = self._draining = self._starting = False
         #: Whether jobs are being admitted that are dispatched together.
         self._gathering = False
         self._wake_planned_s = float("inf")
