@@ -24,8 +24,6 @@ class PlacedModel(NamedTuple):
     devices: Sequence[str] | None = None
     #: Number of devices that the worker chooses; None for all of them.
     replicas: int | None = None
-    #: Whether it stays on its devices once it is loaded.
-    is_pinned: bool = False
 
 
 @dataclass(slots=True)
@@ -37,21 +35,19 @@ class _Load:
 
 
 def place_models(
-    models: Sequence[PlacedModel], devices: Sequence[str], limit_bytes: int | None = None
+    models: Sequence[PlacedModel], devices: Sequence[str]
 ) -> dict[str, dict[str, str]]:
     """Chooses the devices of each model.
 
     Args:
         models: In the order in which they should be loaded.
         devices: Of the worker.
-        limit_bytes: Memory of each device for models; None for no limit.
 
     Returns:
         By device, the names of its models, in that order, and why each is there.
 
     Raises:
-        SettingsError: A model names a device that the worker has not, or cannot be placed; or those
-            that are pinned do not fit together. The text has the sums.
+        SettingsError: A model names a device that the worker has not, or more than there are.
     """
     there = {exact_name(name): name for name in devices}
     found = {name: _Load() for name in devices}
@@ -65,14 +61,10 @@ def place_models(
         if each.replicas is not None:
             _put(each, CHOSEN, _choose_emptiest(each, list(found.values())))
     order = {each.name: number for number, each in enumerate(models)}
-    placed = {
+    return {
         name: dict(sorted(load.models.items(), key=lambda item: order[item[0]]))
         for name, load in found.items()
     }
-    if limit_bytes is not None:
-        for name, on_device in placed.items():
-            check_pinned(name, [each for each in models if each.name in on_device], limit_bytes)
-    return placed
 
 
 def exact_name(device: str) -> str:
@@ -110,25 +102,3 @@ def _put(model: PlacedModel, why: str, loads: Sequence[_Load]) -> None:
     for load in loads:
         load.models[model.name] = why
         load.held_bytes += model.held_bytes or 0
-
-
-def check_pinned(device: str, models: Sequence[PlacedModel], limit_bytes: int) -> None:
-    """Makes sure that the pinned models of a device fit together.
-
-    Raises:
-        SettingsError: They do not; the text has the sums.
-    """
-    pinned = [each for each in models if each.is_pinned]
-    total_bytes = sum(each.held_bytes or 0 for each in pinned)
-    if total_bytes > limit_bytes:
-        parts = ", ".join(f"{each.name} {write_mib(each.held_bytes or 0)}" for each in pinned)
-        raise SettingsError(
-            f"device {device}: its pinned models need {write_mib(total_bytes)} ({parts}), and"
-            f" model_memory_bytes is {write_mib(limit_bytes)}; raise it, pin fewer, or give them"
-            " other devices"
-        )
-
-
-def write_mib(size_bytes: int) -> str:
-    """A size in MiB, for people."""
-    return f"{size_bytes / 2**20:,.1f} MiB"

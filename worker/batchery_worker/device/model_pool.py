@@ -15,7 +15,7 @@ from typing import Any
 from batchery.errors import ModelLoadError
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Model
-from batchery_worker.batching.placement import EVERYWHERE, write_mib
+from batchery_worker.batching.placement import EVERYWHERE
 from batchery_worker.batching.residency import HeldModel, choose_victims
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Setup
@@ -275,6 +275,11 @@ class ModelPool:
                 # Its parts refer to each other in circles. It takes a second, so only then.
                 gc.collect()
         self._memory.release()
+
+
+def write_mib(size_bytes: int) -> str:
+    """A size in MiB, for people."""
+    return f"{size_bytes / 2**20:,.1f} MiB"
 
 
 def _unload(served: LoadedModel) -> Model:

@@ -92,7 +92,7 @@ def device_setups(
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
-    places = find_places(models, settings, devices)
+    places = find_places(models, devices)
     load = [task.name for task in models if task.model_queue in consumed and not task.slots]
     shared: dict[str, Any] = {
         # The `celery` command has the working directory on its path only while it imports.
@@ -126,27 +126,24 @@ def device_setups(
     return setups
 
 
-def find_places(
-    tasks: Sequence[ModelTask], settings: Settings, devices: Sequence[str]
-) -> dict[str, dict[str, str]]:
+def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str, dict[str, str]]:
     """Chooses the devices of each model; see `place_models`.
 
     Raises:
         SettingsError: A model cannot be placed.
     """
-    # Only where they have a say: it may have to look for files of the hub.
-    is_weighed = settings.model_memory_bytes is not None or any(each.replicas for each in tasks)
+    # Only where that has a say: it may have to look for files of the hub.
+    is_weighed = any(task.replicas for task in tasks)
     models = [
         PlacedModel(
             task.name,
             estimate_bytes(task.model_options.get("settings"), devices[0]) if is_weighed else None,
             task.devices,
             task.replicas,
-            task.pinned and not task.slots,
         )
         for task in tasks
     ]
-    return place_models(models, devices, settings.model_memory_bytes)
+    return place_models(models, devices)
 
 
 def levels_of_loggers() -> dict[str, int]:

@@ -5,8 +5,6 @@ import pytest
 from batchery.errors import SettingsError
 from batchery_worker.batching.placement import PlacedModel, place_models
 
-MIB = 2**20
-
 
 def names(placed: dict[str, dict[str, str]]) -> dict[str, list[str]]:
     return {device: list(models) for device, models in placed.items()}
@@ -59,23 +57,10 @@ def test_replicas_of_unknown_size_are_spread_by_their_number() -> None:
             PlacedModel("a", replicas=3),
             "model 'a': replicas = 3, but this worker has 2 devices; give a number from 1 to 2",
         ),
-        (
-            PlacedModel("a", 5 * MIB, is_pinned=True),
-            "device cpu:0: its pinned models need 5.0 MiB (a 5.0 MiB), and model_memory_bytes is 4",
-        ),
     ],
 )
 def test_what_cannot_be_placed_is_said_in_one_line(model: PlacedModel, text: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        place_models([model], ["cpu:0", "cpu:1"], 4 * MIB)
+        place_models([model], ["cpu:0", "cpu:1"])
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_pinned_models_must_fit_together_on_each_device() -> None:
-    models = [PlacedModel(name, 3 * MIB, is_pinned=True) for name in "ab"]
-    with pytest.raises(SettingsError, match=r"need 6.0 MiB \(a 3.0 MiB, b 3.0 MiB\)"):
-        place_models(models, ["cpu:0"], 4 * MIB)
-    apart = [each._replace(replicas=1) for each in models]
-    place_models(apart, ["cpu:0", "cpu:1"], 4 * MIB)
-    place_models([each._replace(is_pinned=False) for each in models], ["cpu:0"], 4 * MIB)
