@@ -23,7 +23,7 @@ from batchery_worker.batching.shares import KeyFlows
 from batchery_worker.job import T
 
 #: How long a device works between two loads while jobs wait for what it has loaded, as a multiple
-#: of the second one: loads take a fifth of its time at most.
+#: of the second one: then loads take a fifth of its time at most.
 WORK_PER_LOAD = 4.0
 
 #: A load counts for so many seconds at least, so that nothing is divided by 0.

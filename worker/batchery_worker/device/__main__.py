@@ -419,7 +419,8 @@ class EngineDevice(Device):
                 f" {type(error).__name__}: {error}; define its class in a module that can be"
                 " imported"
             ) from error
-        self._memory, self._models.loaded[model.name] = model.serve()
+        self._memory, served = model.serve()
+        self._models.keep(served, time.monotonic() - started_s)
         self._reuse = SingleFlight(ResultCache(None))  # No batch has a policy for it.
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 

@@ -209,13 +209,17 @@ class ModelPool:
                 if not victims or not _has_run_out(error):
                     raise
                 self._put_away(victims, name)
-        record = self.records.setdefault(name, ModelRecord())
+        self.keep(served, self._clock() - began_s)
+
+    def keep(self, served: LoadedModel, load_s: float) -> None:
+        """Takes in a model whose load took so many seconds."""
+        record = self.records.setdefault(served.name, ModelRecord())
         if record.last is not None:
             served.inherit(record.last)
         served.loaded_s = self._clock()
-        record.held_bytes, record.load_s = served.loaded_bytes, served.loaded_s - began_s
+        record.held_bytes, record.load_s = served.loaded_bytes, load_s
         record.loads += 1
-        self.loaded[name] = served
+        self.loaded[served.name] = served
 
     def _take_back(self, name: str, served: LoadedModel) -> bool:
         """Takes a model back from main memory; returns False if that fails."""
