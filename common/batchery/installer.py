@@ -11,7 +11,7 @@ from celery.app.defaults import DEFAULTS
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
 from batchery.model import Model, StepModel
-from batchery.settings import TASK_OPTIONS, ModelSettings
+from batchery.settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
 from batchery.valkey import accept_valkey_urls
@@ -103,7 +103,8 @@ def register(
         queue: Name of its queue; None for the name of the task.
         options: Keyword arguments of the model's constructor.
         task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on. A `StepModel` has
-            `slots` in place of all limits of batches; given by path, it must have it here.
+            `slots` in place of all limits of batches; given by path, it must have it here. Also
+            `devices`, `replicas` and `pinned`, as in the settings of a model.
 
     Returns:
         The task: `register(...).delay("some text").get()`.
@@ -175,6 +176,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
         slots=slots and (settings.slots or slots),
+        **{each: getattr(settings, each) for each in PLACE_OPTIONS},
         # `max_batch_tokens` is the model's own matter there.
         **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

@@ -20,16 +20,20 @@ from typing import Any, NamedTuple
 class Model:
     """Base class of models.
 
-    One instance lives in each device process. Keywords of a job are passed to all three stages, so
-    that a model without keywords writes `def preprocess(self, items)` and one with `top_k` writes
-    `def postprocess(self, outputs, top_k=1)` and ignores it in the others with `**_`.
+    One instance at a time lives in each device process. Keywords of a job are passed to all three
+    stages, so that a model without keywords writes `def preprocess(self, items)` and one with
+    `top_k` writes `def postprocess(self, outputs, top_k=1)` and ignores it in the others with
+    `**_`.
 
     Attributes:
         pads: Whether `forward` fills items up to the longest of a micro-batch. Then it costs as
             many tokens as the longest item has, times the items; otherwise the sum of them.
+        memory_bytes: Memory that it holds once it is loaded; for `load` to set, where a worker sees
+            nothing of it. None for what its modules of torch hold.
     """
 
     pads = True
+    memory_bytes: int | None = None
 
     def load(self, device: str) -> None:
         """Loads weights onto the device; called once, before any batch.
@@ -50,9 +54,11 @@ class Model:
         return ""
 
     def unload(self) -> None:
-        """Frees what `load` took, besides memory; called once, when a `batchery.Engine` is closed.
+        """Frees what `load` took, besides memory.
 
-        A device process of a worker just ends.
+        Called once, when a `batchery.Engine` is closed, and when a worker needs the memory for
+        another model; jobs of this one then get a new instance. A device process that ends does not
+        call it.
         """
 
     def warm_up(self) -> Sequence[Any]:

@@ -104,6 +104,10 @@ TASK_OPTIONS = (
 )
 
 
+#: The same for what says where a model is.
+PLACE_OPTIONS = ("devices", "replicas", "pinned")
+
+
 class ModelSettings(EngineSettings, GenerationSettings, BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 
@@ -139,6 +143,17 @@ class ModelSettings(EngineSettings, GenerationSettings, BaseModel):
         list[str],
         Field(description="Other names by which `batchery submit` and OpenAI's files may call it."),
     ] = []
+    devices: Annotated[
+        list[str] | None,
+        Field(min_length=1, description="Devices of the worker that have it; all if unset."),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        Field(gt=0, description="On how many devices it is; the worker chooses which."),
+    ] = None
+    pinned: Annotated[
+        bool, Field(description="Whether it stays loaded, whatever else needs the memory.")
+    ] = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
@@ -353,6 +368,15 @@ class Settings(BaseSettings):
     memory_fraction: Annotated[
         float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")
     ] = 1.0
+    model_memory_bytes: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Memory of each device for models; others are loaded when they have jobs,"
+            " in the place of those not used for longest. If unset, nine tenths of what"
+            " `memory_fraction` leaves of a CUDA device, and no limit on others.",
+        ),
+    ] = None
     cache_ttl_s: Annotated[
         float, Field(gt=0, description="How long a result is kept for equal items, in seconds.")
     ] = 86_400

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
@@ -446,6 +446,12 @@ class ModelTask(BatchTask):
 
     #: Other names of the model, with commas between them; None if it has none.
     model_aliases: str | None = None
+
+    #: Devices of a worker that have it, or how many of them; None for all.
+    devices: Sequence[str] | None = None
+    replicas: int | None = None
+    #: Whether it stays loaded, whatever else needs the memory of its devices.
+    pinned: bool = False
 
     #: The class, or its import path: a producer does not need the model's code.
     model: type[Model] | str

@@ -79,6 +79,8 @@ class DispatchedBatch:
     urgent: bool = False
     #: Whether it reached the hard limit.
     expired: bool = False
+    #: Whether its model is being loaded, which counts for none of its limits.
+    is_loading: bool = False
     #: When it began, less the time of urgent batches since then; its time limit counts from here.
     #: A batch begins when it is the first one of its device, an urgent one when the device says so.
     began_s: float | None = None

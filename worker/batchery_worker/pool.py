@@ -16,7 +16,12 @@ from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import run_in_child
-from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
+from batchery_worker.device_pool.process import (
+    DeviceProcess,
+    StartProcess,
+    share_models,
+    start_process,
+)
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
@@ -123,6 +128,7 @@ class HybridPool:
         if self._in_process:
             start = partial(symbol_by_name(DEVICE_THREAD), self._app)
         devices = [DeviceProcess(setup, start) for setup in setups]
+        share_models(devices)
         self._dispatcher = Dispatcher(self._app, settings, devices, self._max_batch_size)
         self._dispatcher.start()
         if self._ordinary.options.get("threads"):

@@ -280,6 +280,8 @@ def _model(model: ModelSnapshot) -> str:
     if model.slots:
         steps = f"{model.steps:,} steps of {_number(model.step_ms, 'ms')}"
         return f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}"
+    if model.state != "loaded":
+        return model.state
     failed = model.out_of_memory
     peak = f", peak {_mib(model.peak_bytes)}" if model.peak_bytes is not None else ""
     out = f", out of memory {counted(failed, 'time')}" if failed else ""

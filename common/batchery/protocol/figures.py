@@ -260,6 +260,17 @@ class ModelSnapshot:
     useful_items: int | None = None
     #: Number of batches from which the costs were learned; None before.
     fitted_batches: int | None = None
+    #: `loaded`; `aside`, in main memory; or `not loaded`. Older workers load all at their start.
+    state: str = "loaded"
+    #: Why it is on this device.
+    why: str = ""
+    #: Its memory there; estimated before the first load, and None if nobody knows.
+    held_bytes: int | None = None
+    #: How often it was loaded or taken back, and how long the last load took.
+    loads: int = 0
+    load_s: float | None = None
+    #: When a batch used it last, in Unix seconds; None if that was before its last load.
+    used_at_s: float | None = None
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from typing import Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
+from batchery_worker.batching.residency import DeviceModels, Served
 from batchery_worker.batching.shares import Charge, Flow, KeyFlows, SharesByTask
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
@@ -121,9 +122,9 @@ class Scheduler(Generic[T]):
         self._recovered.clear()
         return dropped
 
-    def held(self, task: str | None = None) -> list[Job[T]]:
+    def held(self, task: str | None = None, models: Served | None = None) -> list[Job[T]]:
         """Every job, or those for a kind of device, that could as well wait elsewhere."""
-        queues = self._queues.values() if task is None else self._for_device(task)
+        queues = self._queues.values() if task is None else self._for_device(task, models)
         return [job for waiting in queues for job in waiting]
 
     def count(self, task: str, priority_class: str) -> int:
@@ -140,9 +141,9 @@ class Scheduler(Generic[T]):
         flows = self._find_flows(behind)
         return bool(flows) and self._ranks[priority_class] < min(map(self._rank, flows))
 
-    def oldest_held_s(self, task: str) -> float | None:
+    def oldest_held_s(self, task: str, models: Served | None = None) -> float | None:
         """When the oldest of the jobs came that `held` returns; None if there is none."""
-        return min((waiting.oldest_s for waiting in self._for_device(task)), default=None)
+        return min((waiting.oldest_s for waiting in self._for_device(task, models)), default=None)
 
     @property
     def holds_any(self) -> bool:
@@ -176,6 +177,7 @@ class Scheduler(Generic[T]):
         *,
         task: str = "",
         cohort: int = 0,
+        models: DeviceModels | None = None,
     ) -> Batch[T] | None:
         """The batch that a device should get now.
 
@@ -190,6 +192,7 @@ class Scheduler(Generic[T]):
             left_s: How long the device has to do with what it holds, in seconds.
             task: The task whose jobs it has in slots; empty for a device of all other tasks.
             cohort: Maximum number of suspects that may share its slots, where it runs some.
+            models: Which models it has; None for all that its jobs need.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
@@ -197,8 +200,7 @@ class Scheduler(Generic[T]):
         if alone or (in_flight >= DEVICE_DEPTH and not task):
             return None
         if self._suspects or self._recovered or cohort:
-            suspect = self._find_suspect(task)
-            if suspect is not None:
+            if (suspect := self._find_suspect(task, models)) is not None:
                 return self._take_suspect(suspect, task, in_flight, elsewhere, cohort)
             if self._recovered or cohort:
                 return None
@@ -208,6 +210,7 @@ class Scheduler(Generic[T]):
             now_s,
             left_s,
             task=task,
+            models=models,
             is_idle=in_flight == 0 or bool(task),
             least=inf if turn is None else self._urgent_place(turn, now_s),
         )
@@ -219,6 +222,7 @@ class Scheduler(Generic[T]):
         left_s: float = inf,
         *,
         task: str = "",
+        models: DeviceModels | None = None,
     ) -> Batch[T] | None:
         """A batch that should run before the rest of what a device holds.
 
@@ -231,6 +235,7 @@ class Scheduler(Generic[T]):
             now_s: The time, on the clock of `Job.arrived_s`.
             left_s: How long the device has to do with that, in seconds.
             task: As for `next_batch`.
+            models: As there; nothing that must be loaded first is urgent.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
@@ -240,9 +245,11 @@ class Scheduler(Generic[T]):
         turn = self._find_turn(behind, now_s)
 
         def accepts(waiting: KeyFlows[T], rank: int, place: float) -> bool:
+            if models is not None and waiting.key.task in models.cold:
+                return False
             return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
 
-        return self._take_next(accepts, now_s, 0.0, task=task)
+        return self._take_next(accepts, now_s, 0.0, task=task, models=models)
 
     def _saves(self, waiting: KeyFlows[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
@@ -289,6 +296,7 @@ class Scheduler(Generic[T]):
         left_s: float,
         *,
         task: str = "",
+        models: DeviceModels | None = None,
         is_idle: bool = True,
         least: float = inf,
     ) -> Batch[T] | None:
@@ -297,7 +305,10 @@ class Scheduler(Generic[T]):
         Nothing if the place of the chosen ones is above `least`.
         """
         best, chosen = inf, None
-        for waiting in self._for_device(task):
+        candidates = self._for_device(task, models)
+        if models is not None:
+            candidates = models.choose(candidates, now_s, self._weigh)
+        for waiting in candidates:
             limit = self._max_items(waiting)
             is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
             if not is_due and waiting.items < limit:
@@ -316,7 +327,9 @@ class Scheduler(Generic[T]):
             return None
         waiting, flows, limit = chosen
         if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
-            return self._take_next(accepts, now_s, left_s, task=task, is_idle=is_idle, least=least)
+            return self._take_next(
+                accepts, now_s, left_s, task=task, models=models, is_idle=is_idle, least=least
+            )
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
         return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
@@ -376,9 +389,8 @@ class Scheduler(Generic[T]):
         target = self._targets.get(task)
         if target is None:
             target = self._targets[task] = LatencyTarget(limits)
-        shares = self._shares[task]
-        weight = sum([shares.weight(flow) for flow in waiting.flows.values()])
-        return target.max_items(task, self.costs, shares.others(weight))
+        others = self._shares[task].others(self._weigh(waiting))
+        return target.max_items(task, self.costs, others)
 
     def take_late(self, now_s: float) -> list[Job[T]]:
         """Takes out the jobs that cannot make their deadline, if such jobs are to be given up.
@@ -421,6 +433,10 @@ class Scheduler(Generic[T]):
         taken = [job for flow in flows for job in flow.take(is_wanted)]
         self._end_empty(waiting)
         return taken
+
+    def _weigh(self, waiting: KeyFlows[T]) -> float:
+        """The share of all flows of a key."""
+        return sum(map(self._shares[waiting.key.task].weight, waiting.flows.values()))
 
     def _is_late(self, task: str, now_s: float) -> Callable[[Job[T]], bool]:
         """Says of a job of a task whether it cannot make its deadline any more."""
@@ -476,22 +492,23 @@ class Scheduler(Generic[T]):
         """When an idle device should ask again although nothing else happened; None for never."""
         return min((waiting.due_s for waiting in self._queues.values()), default=None)
 
-    def _serves(self, task: str, key: BatchKey) -> bool:
-        """Whether jobs are for a kind of device."""
-        return key.task == task if task else key.task not in self.slotted
+    def _serves(self, task: str, key: BatchKey, models: Served | None = None) -> bool:
+        """Whether jobs are for a kind of device, and for one of that kind."""
+        is_kind = key.task == task if task else key.task not in self.slotted
+        return is_kind and (models is None or models.serves(key.task))
 
-    def _for_device(self, task: str) -> Collection[KeyFlows[T]]:
-        """The jobs for a kind of device, see `next_batch`."""
+    def _for_device(self, task: str, models: Served | None = None) -> Collection[KeyFlows[T]]:
+        """The jobs for a kind of device, or for one that serves some, see `next_batch`."""
         queues = self._queues.values()
-        if not self.slotted:
+        if not self.slotted and models is None:
             return queues
-        return [each for each in queues if self._serves(task, each.key)]
+        return [each for each in queues if self._serves(task, each.key, models)]
 
-    def _find_suspect(self, task: str) -> Job[T] | None:
+    def _find_suspect(self, task: str, models: Served | None) -> Job[T] | None:
         """The suspect whose turn it is on a kind of device."""
         # Those that may have killed a worker keep their order, as all devices wait for each.
         candidates = chain(self._suspects, islice(self._recovered, 1))
-        return next((job for job in candidates if self._serves(task, job.key)), None)
+        return next((job for job in candidates if self._serves(task, job.key, models)), None)
 
     def _take_suspect(
         self, suspect: Job[T], task: str, in_flight: int, elsewhere: int, cohort: int
@@ -510,12 +527,11 @@ class Scheduler(Generic[T]):
         waiting = self._recovered
         jobs = [waiting.popleft()]
         items = jobs[0].items
-        limits = jobs[0].limits
         while (
             waiting
             and waiting[0].key == jobs[0].key
             and len(jobs) < min(jobs[0].among, waiting[0].among)
-            and items + waiting[0].items <= limits.max_batch_size
+            and items + waiting[0].items <= jobs[0].limits.max_batch_size
         ):
             items += waiting[0].items
             jobs.append(waiting.popleft())

@@ -44,11 +44,13 @@ from batchery_worker.device.loading import (
     load_model,
     serve_model,
 )
+from batchery_worker.device.model_pool import ModelPool
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reply import DeviceBatch, answer, report_dropped
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
 from batchery_worker.device.steps import SlotJob, StepLoop
+from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.devstack.guarded_process import die_with_parent
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_prints
@@ -56,6 +58,8 @@ from batchery_worker.ipc.messages import (
     Began,
     Cancel,
     Done,
+    Loaded,
+    Loads,
     NotReady,
     Ready,
     Reply,
@@ -96,7 +100,7 @@ class Device:
         #: Batches that the main thread has taken in, in the order in which they run.
         self._ahead: deque[DeviceBatch] = deque()
         self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
-        self._served: dict[str, LoadedModel] = {}
+        self._models = ModelPool(self._load, self._estimate)
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
@@ -142,13 +146,13 @@ class Device:
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
             signals.worker_process_init.send(sender=None)
-        for name in setup.load:
-            task = cast(ModelTask, self._app.tasks[name])
-            if setup.slots:
-                model = cast(StepModel, load_model(task, setup.device))
-                self._steps = StepLoop(model, setup, self._finish, self.tell, self._pieces)
-            else:
-                self._serve(task)
+        self._models = ModelPool(self._load, self._estimate, setup, self._memory)
+        if setup.slots:
+            task = cast(ModelTask, self._app.tasks[setup.task])
+            model = cast(StepModel, load_model(task, setup.device))
+            self._steps = StepLoop(model, setup, self._finish, self.tell, self._pieces)
+        else:
+            self._models.load_first(setup.load)
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
@@ -220,7 +224,7 @@ class Device:
     def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
         """Runs the urgent batches that have come, in the midst of another one."""
         self._look_ahead()
-        while self._ahead and self._ahead[0].work.urgent:
+        while self._ahead and self._ahead[0].work.urgent and self._can_begin(self._ahead[0]):
             interrupted = self.current
             computed = self._forward(self._ahead.popleft(), resolve)
             self.current = interrupted
@@ -228,11 +232,17 @@ class Device:
             self._computed.put(computed)
             self._look_ahead()
 
+    def _can_begin(self, batch: DeviceBatch) -> bool:
+        """Whether a batch loads no model, for which the one that it interrupts might have to go."""
+        if batch.served is not None:
+            return batch.served.is_loaded
+        return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
+
     def _prepare(self, frame: bytes) -> DeviceBatch:
         """Makes a batch of a message; on either of two threads, never on both at once."""
         work: Work = load_message(frame)
         started_s = time.perf_counter()
-        served = self._served.get(work.task)
+        served = self._models.loaded.get(work.task)
         items, deduped = self._choose(work, served)
         # Before the function, which may set states of its own.
         self._started.store(work)
@@ -254,22 +264,21 @@ class Device:
         return items, deduped
 
     def _forward(self, batch: DeviceBatch, resolve: Callable[[Any], Any]) -> DeviceBatch:
-        work, items, served, deduped = batch.work, batch.items, batch.served, batch.deduped
+        work = batch.work
         if work.urgent:
             self.tell(Began(work.id))
         started_s = time.perf_counter()
         batch.queued_ms, batch.ended_s = (started_s - batch.ended_s) * 1e3, started_s
-        if served is None:
+        if batch.served is None or not batch.served.is_loaded:
             try:
                 task = find_task(self._app, work.task)
                 if isinstance(task, ModelTask):
-                    # The model of a queue that this worker consumes only since it started.
-                    served = self._serve(task)
-                    items, deduped = self._choose(work, served)
+                    self._make_ready(batch)
             except BatcheryError as error:
                 batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
                 batch.deduped = None
                 return batch
+        items, served, deduped = batch.items, batch.served, batch.deduped
         started_s = time.perf_counter()
         interrupted_s = 0.0
 
@@ -304,6 +313,17 @@ class Device:
         batch.figures = self._figures()
         return batch
 
+    def _make_ready(self, batch: DeviceBatch) -> None:
+        """Loads the model of a batch, if it is not there, and prepares the items with it.
+
+        Raises:
+            BatcheryError: The model cannot be loaded.
+        """
+        served = self._serve(batch.work)
+        if served is not batch.served:
+            batch.served = served
+            batch.items, batch.deduped = self._choose(batch.work, served)
+
     def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
         outcomes = run_batch(task, work, self._name, *parts)
         if Failed in map(type, outcomes):
@@ -319,7 +339,9 @@ class Device:
         batch = self._ahead[0]
         # An urgent one runs before the passes that were started. Single flight: which items are
         # left to compute depends on the batch before.
-        if batch.served and batch.deduped is None and not batch.work.urgent:
+        if not (batch.served and batch.served.is_loaded):
+            return
+        if batch.deduped is None and not batch.work.urgent:
             batch.served.start(batch.items, batch.work)
 
     def _commit(self) -> None:
@@ -341,20 +363,31 @@ class Device:
     def _report_waiting(self) -> None:
         self.tell(ResultsWait(self._committing))
 
-    def _serve(self, task: ModelTask) -> LoadedModel:
-        if task.name not in self._served:
-            served = serve_model(
-                task.name, task.make_model, self._name, self._memory, gives_json=True
-            )
-            served.identity = build_identity(task, served.model)
-            self._served[task.name] = served
-        return self._served[task.name]
+    def _serve(self, work: Work) -> LoadedModel:
+        """Makes the model of a batch ready; the parent must not take that for a pass that hangs."""
+        if work.task in self._models.loaded:
+            return self._models.loaded[work.task]
+        self.tell(Loads(work.id, self._models.expect_load_s(work.task)))
+        try:
+            return self._models.serve(work.task, work.wanted)
+        finally:
+            self.tell(Loaded(work.id, self._figures()))
+
+    def _load(self, name: str) -> LoadedModel:
+        task = cast(ModelTask, self._app.tasks[name])
+        served = serve_model(name, task.make_model, self._name, self._memory, gives_json=True)
+        served.identity = build_identity(task, served.model)
+        return served
+
+    def _estimate(self, name: str) -> int | None:
+        task = cast(ModelTask, self._app.tasks[name])
+        return estimate_bytes(task.model_options.get("settings"), self._name)
 
     def _figures(self) -> dict[str, Any] | None:
         """Figures for the parent; None if it got the same a moment ago."""
-        models = {name: served.figures() for name, served in self._served.items()}
+        models = self._models.figures() if self._models.records else {}
         if self._steps is not None:
-            models[self._setup.task] = self._steps.figures()
+            models[self._setup.task].update(state="loaded", **self._steps.figures())
         now_s = time.monotonic()
         if models == self._reported and now_s - self._reported_s < REPORT_S:
             return None
@@ -386,13 +419,14 @@ class EngineDevice(Device):
                 f" {type(error).__name__}: {error}; define its class in a module that can be"
                 " imported"
             ) from error
-        self._memory, self._served[model.name] = model.serve()
+        self._memory, served = model.serve()
+        self._models.keep(served, time.monotonic() - started_s)
         self._reuse = SingleFlight(ResultCache(None))  # No batch has a policy for it.
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
     def _prepare(self, frame: bytes) -> DeviceBatch:
         work: Work = load_message(frame)
-        served = self._served[work.task]
+        served = self._models.loaded[work.task]
         started_s = time.perf_counter()
         try:
             items, keywords = pickle.loads(cast(bytes, work.jobs[0][1]))

@@ -86,7 +86,18 @@ def serve_model(
     """
     before_bytes = memory.allocated_bytes()
     model = _load(name, make_model, device, gives_json=gives_json)
-    return LoadedModel(name, model, device, memory, memory.allocated_bytes() - before_bytes)
+    held_bytes = memory.allocated_bytes() - before_bytes
+    return LoadedModel(name, model, device, memory, weigh_model(model) or held_bytes)
+
+
+def weigh_model(model: Model) -> int | None:
+    """The memory of a model by its own account, or on a CPU by its weights; None if unknown."""
+    if model.memory_bytes is not None or "torch" not in sys.modules:
+        return model.memory_bytes
+    # It imports torch, and this model may be of another library.
+    from batchery_worker.models.hardware.quantization import sum_cpu_bytes
+
+    return sum_cpu_bytes(vars(model).values())
 
 
 @dataclass(frozen=True, slots=True)

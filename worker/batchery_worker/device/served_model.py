@@ -41,6 +41,10 @@ class _BatchPasses:
 MAX_INTERRUPTED_S = 1e-3
 
 
+#: What outlives an instance of a model that makes room for another one.
+LEARNED = ("_budget", "_cost_model", "_failed_passes", "_pass_tokens", "_peak_bytes", "_tokens")
+
+
 class LoadedModel:
     """One model on one device."""
 
@@ -67,9 +71,14 @@ class LoadedModel:
         self.model = model
         #: What its results depend on; empty if results are not cached.
         self.identity = ""
+        #: Whether a batch may use it now.
+        self.is_loaded = True
+        #: When it was loaded, and when a batch used it last, on the clock.
+        self.loaded_s = 0.0
+        self.used_s: float | None = None
         self._device = device
         self._memory = memory
-        self._loaded_bytes = loaded_bytes
+        self.loaded_bytes = loaded_bytes
         self._peak_bytes = 0
         #: Tokens that it has computed, without padding.
         self._tokens = 0
@@ -85,6 +94,19 @@ class LoadedModel:
         #: Forward passes that ran out of memory.
         self._failed_passes = 0
         self._batch = _BatchPasses()
+
+    def inherit(self, earlier: "LoadedModel") -> None:
+        """Takes over what an earlier instance of the same model has learned and counted."""
+        for name in LEARNED:
+            setattr(self, name, getattr(earlier, name))
+
+    def release(self) -> Model:
+        """Lets go of the model, which batches that wait may refer to; returns it."""
+        model, self.is_loaded = self.model, False
+        # A thread may be about to prepare a batch with it, which is prepared anew when it runs.
+        self.model = Model()
+        self._lookahead = Lookahead(self.model)
+        return model
 
     def start(self, items: Sequence[Any], work: Work) -> None:
         """Starts the first passes of the batch that comes next, as many as the model allows.
@@ -116,7 +138,7 @@ class LoadedModel:
         interrupted, self._batch = self._batch, _BatchPasses()
         self._report_urgent(work.urgent)
         self._memory.forget_peak()
-        started_s = self._clock()
+        started_s = self.used_s = self._clock()
         done = compute(
             self.model,
             items,
@@ -179,7 +201,7 @@ class LoadedModel:
         if flops := getattr(self.model, "flops_per_token", 0):
             figures["flops"] = float(flops) * self._tokens
         if self._peak_bytes:
-            figures |= {"loaded_bytes": self._loaded_bytes, "peak_bytes": self._peak_bytes}
+            figures |= {"loaded_bytes": self.loaded_bytes, "peak_bytes": self._peak_bytes}
         return figures
 
     def _costs(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
+from batchery_worker.batching.residency import DeviceModels
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
@@ -156,6 +157,8 @@ class DeviceProcess:
     jobs: int = 0
     #: What the process has reported of its models and its memory.
     reported: Mapping[str, Any] = field(default_factory=dict)
+    #: What it has of its models, if that decides which jobs it gets; see `share_models`.
+    models: DeviceModels | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
     #: Number of slots that its jobs have, or will have next.
@@ -169,6 +172,10 @@ class DeviceProcess:
     def name(self) -> str:
         """The device as torch spells it, such as `cuda:0`; `cuda:0/chat` if it serves one task."""
         return self.setup.name
+
+    def serves(self, task: str) -> bool:
+        """Whether jobs of a task, which has no slots, may come to it."""
+        return task not in self.setup.elsewhere
 
     @property
     def is_idle(self) -> bool:
@@ -257,6 +264,8 @@ class DeviceProcess:
         self.spawned_s = monotonic()
         self.jobs = 0
         self.reported = {}
+        if self.models is not None:
+            self.models.forget()
         self.recycle_due = False
         self.link = Link(ours)
         # A child that held it open would keep the device alive when this process dies.
@@ -357,7 +366,11 @@ class DeviceProcess:
             # Whose results wait gives other jobs their steps meanwhile.
             self.heard_s = max(self.heard_s, monotonic())
         for reply in replies:
-            self.reported = getattr(reply, "figures", None) or self.reported
+            if figures := getattr(reply, "figures", None):
+                self.reported = figures
+                if self.models is not None:
+                    states = figures.get("models", {})
+                    self.models.report({name: each["reload_s"] for name, each in states.items()})
         return replies
 
     @property
@@ -413,6 +426,17 @@ class DeviceProcess:
         for each in self._dying:
             each.wait()
         return ending
+
+
+def share_models(devices: Sequence[DeviceProcess]) -> None:
+    """Lets devices know what the others have loaded, where they do not all have the same."""
+    fleet: list[DeviceModels] = []
+    for device in devices:
+        setup = device.setup
+        # A CUDA device has a limit of its own.
+        is_limited = setup.model_memory_bytes is not None or setup.device.startswith("cuda")
+        if not setup.slots and (is_limited or setup.elsewhere):
+            device.models = DeviceModels(setup.elsewhere, fleet)
 
 
 def start_process(end: socket.socket) -> Process:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from celery import Celery
 
 from batchery.errors import AppNotImportable
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
+from batchery_worker.batching.placement import PlacedModel, place_models
+from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.messages import Setup
 
 #: Counts the CUDA devices that torch will see, given the driver and CUDA_VISIBLE_DEVICES.
@@ -74,7 +76,8 @@ def device_setups(
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
 
-    Models are loaded at the start if this worker consumes their queue, else at their first job.
+    Models are loaded at the start if this worker consumes their queue and there is memory, else at
+    their first job.
 
     Args:
         app: The worker's.
@@ -85,32 +88,62 @@ def device_setups(
 
     Raises:
         AppNotImportable: A fresh process could not import the app or a task.
+        SettingsError: A model cannot be placed.
     """
     consumed = app.amqp.queues.consume_from
-    batched = [task for task in tasks if not task.slots]
-    models = [task for task in batched if isinstance(task, ModelTask)]
-    load = [task.name for task in models if task.model_queue in consumed]
-    path = "" if in_process else app_path(app)
-    modules = [] if in_process else task_modules(tasks)
-    levels = levels_of_loggers()
-    kinds = [("", 0, load)] if batched else []
-    kinds += [(task.name, task.slots, [task.name]) for task in tasks if task.slots]
-    return [
-        Setup(
-            device=name,
-            # The `celery` command has the working directory on its path only while it imports.
-            sys_path=(os.getcwd(), *sys.path),
-            app=path,
-            modules=modules,
-            load=loaded,
-            log_levels=levels,
-            memory_fraction=settings.memory_fraction,
-            task=task,
-            slots=slots,
+    models = [task for task in tasks if isinstance(task, ModelTask)]
+    places = find_places(models, devices)
+    load = [task.name for task in models if task.model_queue in consumed and not task.slots]
+    shared: dict[str, Any] = {
+        # The `celery` command has the working directory on its path only while it imports.
+        "sys_path": (os.getcwd(), *sys.path),
+        "app": "" if in_process else app_path(app),
+        "modules": [] if in_process else task_modules(tasks),
+        "log_levels": levels_of_loggers(),
+        "memory_fraction": settings.memory_fraction,
+        "pinned": frozenset(task.name for task in models if task.pinned),
+        "model_memory_bytes": settings.model_memory_bytes,
+    }
+    setups = []
+    for device in devices:
+        elsewhere = frozenset({task.name for task in models} - set(places[device]))
+        here = [task for task in tasks if task.name not in elsewhere]
+        kinds = [(task.name, task.slots, [task.name]) for task in here if task.slots]
+        if shared_tasks := [task.name for task in here if not task.slots]:
+            kinds.insert(0, ("", 0, shared_tasks))
+        setups += [
+            Setup(
+                device=device,
+                load=[name for name in served if name in load or own],
+                task=own,
+                slots=slots,
+                models={name: why for name, why in places[device].items() if name in served},
+                elsewhere=elsewhere,
+                **shared,
+            )
+            for own, slots, served in kinds
+        ]
+    return setups
+
+
+def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Chooses the devices of each model; see `place_models`.
+
+    Raises:
+        SettingsError: A model cannot be placed.
+    """
+    # Only where that has a say: it may have to look for files of the hub.
+    is_weighed = any(task.replicas for task in tasks)
+    models = [
+        PlacedModel(
+            task.name,
+            estimate_bytes(task.model_options.get("settings"), devices[0]) if is_weighed else None,
+            task.devices,
+            task.replicas,
         )
-        for name in devices
-        for task, slots, loaded in kinds
+        for task in tasks
     ]
+    return place_models(models, devices)
 
 
 def levels_of_loggers() -> dict[str, int]:

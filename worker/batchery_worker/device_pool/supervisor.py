@@ -15,7 +15,17 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.in_flight import DispatchedBatch
-from batchery_worker.ipc.messages import Began, Done, Left, NotReady, Ready, Reply, ResultsWait
+from batchery_worker.ipc.messages import (
+    Began,
+    Done,
+    Left,
+    Loaded,
+    Loads,
+    NotReady,
+    Ready,
+    Reply,
+    ResultsWait,
+)
 
 logger = logging.getLogger("batchery.pool")
 
@@ -65,6 +75,8 @@ class DeviceSupervisor:
                 reason, for people.
         """
         self._max_pass_s = max_pass_s
+        #: How long a load may take, in seconds.
+        self._start_timeout_s = 0.0
         #: Number of event loops so far: what was planned on an earlier one must not go on.
         self._loops = 0
         self.devices = list(devices)
@@ -123,6 +135,7 @@ class DeviceSupervisor:
             StartError: A device cannot start; the text is its own.
         """
         deadline_s = monotonic() + timeout_s
+        self._start_timeout_s = timeout_s
         self._hub = hub
         for device in self.devices:
             self._spawn(device)
@@ -265,7 +278,7 @@ class DeviceSupervisor:
         # The loop may have stood still, as while it reconnects: the answer may be here already.
         self.read()
         dispatched = device.batches.get(work_id)
-        if dispatched is None or dispatched.hard_limit_s is None:
+        if dispatched is None or dispatched.hard_limit_s is None or dispatched.is_loading:
             return
         if any(each.interrupts(dispatched) for each in device.batches.values()):
             # The rest of the time counts after the urgent batch: then this is planned anew.
@@ -346,6 +359,8 @@ class DeviceSupervisor:
         elif isinstance(reply, Left):
             device.free_slot(reply)
             self._on_ready()
+        elif isinstance(reply, Loads | Loaded):
+            self._on_load(device, reply)
         else:
             dispatched = device.take_reply(reply)
             self._reserved -= dispatched.is_reserved
@@ -357,6 +372,20 @@ class DeviceSupervisor:
                 self._watch(device)
             self._recycle_next()
             self._on_done(dispatched, reply, device)
+
+    def _on_load(self, device: DeviceProcess, reply: Loads | Loaded) -> None:
+        """Keeps the time of a load out of the time of its batch, which begins after that."""
+        dispatched, now_s = device.batches[reply.id], monotonic()
+        dispatched.is_loading = isinstance(reply, Loads)
+        if isinstance(reply, Loads):
+            # A load has as much time as a start.
+            device.heard_s = now_s + self._start_timeout_s
+            dispatched.began_s = now_s + reply.expected_s
+            return
+        if device.models is not None:
+            device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
+        dispatched.began_s = now_s
+        self._watch_limit(device, reply.id, dispatched)
 
     def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
         """The time of an urgent batch does not count for the batch that it has interrupted."""
@@ -411,7 +440,9 @@ class DeviceSupervisor:
         logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
         # The other devices need not wait for it any longer.
         self._recycle_next()
-        if all(each.setup.task != device.setup.task for each in self.devices):
+        others = [each for each in self.devices if each.setup.task == device.setup.task]
+        models = set(device.setup.models)
+        if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
 

@@ -7,7 +7,7 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -20,7 +20,6 @@ from kombu.asynchronous import Hub
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
-from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -37,7 +36,7 @@ from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
-from batchery_worker.metrics import Metrics, log_batch
+from batchery_worker.metrics import Metrics, log_batch, trace_batch
 
 logger = logging.getLogger("batchery.pool")
 
@@ -68,6 +67,7 @@ class Dispatcher:
         self._settings = settings
         #: The kinds of devices, see `Scheduler.next_batch`.
         self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
+        self._have_models = any(device.models for device in devices)
         self._admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
@@ -90,7 +90,6 @@ class Dispatcher:
         self._batch_ids = itertools.count(1)
         # Used until Celery's loop runs, or for good.
         self._own_hub = self._hub = Hub()
-        self._starting = False
         self._metrics = Metrics()
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
@@ -100,7 +99,7 @@ class Dispatcher:
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = self._draining = False
+        self._dispatch_planned = self._draining = self._starting = False
         #: Whether jobs are being admitted that are dispatched together.
         self._gathering = False
         self._wake_planned_s = float("inf")
@@ -299,6 +298,8 @@ class Dispatcher:
     def _dispatch_to_kind(
         self, task: str, wants: Callable[[DeviceProcess], bool], now_s: float
     ) -> None:
+        #: Devices for which nothing is there, though there may be something for others.
+        passed: list[DeviceProcess] = []
         while self._scheduler.holds_any:
             # Suspects may share the slots of their device.
             is_reserved = self._supervisor.is_reserved
@@ -307,6 +308,7 @@ class Dispatcher:
                 for each in self._supervisor.devices
                 if each.setup.task == task
                 and each.has_room
+                and each not in passed
                 and not (is_reserved and not each.cohort)
                 and wants(each)
             ]
@@ -325,10 +327,14 @@ class Dispatcher:
                 self._left_s(device, now_s) if held else 0.0,
                 task=task,
                 cohort=device.cohort if task else 0,
+                models=device.models,
             )
-            if batch is None:
+            if batch is not None:
+                self._launch(device, batch)
+            elif device.models is None:
                 return
-            self._launch(device, batch)
+            else:
+                passed.append(device)
 
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
@@ -338,7 +344,7 @@ class Dispatcher:
             elif device.takes_urgent and not self._supervisor.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
-                batch = self._scheduler.urgent_batch(behind, now_s, left_s)
+                batch = self._scheduler.urgent_batch(behind, now_s, left_s, models=device.models)
                 if batch is not None:
                     self._launch(device, batch, urgent=True)
 
@@ -388,8 +394,8 @@ class Dispatcher:
     def _plan_wake(self, now_s: float) -> None:
         """Plans to come back when the oldest waiting job has waited long enough for an idle device.
 
-        Or when a busy device should get its next batch, which may have to be fetched; or when a job
-        can no longer make its deadline.
+        Or when a busy device should get its next batch, which may have to be fetched; when an idle
+        one may load a model; or when a job can no longer make its deadline.
 
         A job that has waited long enough by now waits for something else, such as the end of a job
         that must run alone. Coming back for it would mean coming back at once, for ever.
@@ -401,6 +407,8 @@ class Dispatcher:
             for device in self._supervisor.devices
             if device.has_room
         ]
+        if self._have_models:
+            times_s += [each.models.wake_s for each in self._supervisor.devices if each.models]
         if (late_s := self._scheduler.late_s()) is not None:
             times_s.append(late_s + LATE_GRAIN_S)
         wake_s = min((time_s for time_s in times_s if time_s > now_s), default=inf)
@@ -446,6 +454,8 @@ class Dispatcher:
             cache=options.cache,
             urgent=urgent,
         )
+        if device.models is not None and device.models.begin(task.name, dispatched_s):
+            work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))
         sent = replace(batch, jobs=jobs)
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)
         if in_slots:
@@ -571,24 +581,6 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     return len(device.in_turn), min(
         (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
     )
-
-
-def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:
-    """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
-    tracing = current_tracing()
-    if tracing is None:
-        return
-    jobs = dispatched.batch.jobs
-    calls = [job.payload for job in jobs]
-    traced = [
-        TracedJob(call.message, None if call.listened is None else call.listened.context)
-        for call in calls
-    ]
-    duration_s = monotonic() - dispatched.dispatched_s
-    try:
-        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, info, error))
-    except Exception:
-        logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
 
 
 def is_cold_shutdown() -> bool:

@@ -117,6 +117,14 @@ class Setup:
     #: The task whose step model it serves, and no other one; and the number of slots.
     task: str = ""
     slots: int = 0
+    #: The models that it serves -> why they are here.
+    models: Mapping[str, str] = field(default_factory=dict)
+    #: Those that only other devices of the worker serve.
+    elsewhere: frozenset[str] = frozenset()
+    #: Those that stay loaded.
+    pinned: frozenset[str] = frozenset()
+    #: Memory for models; None for no limit, or for the default of a CUDA device.
+    model_memory_bytes: int | None = None
     #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
     #: `sys_path`. Then there is no app, and `device` is the name of the model.
     model: bytes | None = None
@@ -171,6 +179,8 @@ class Work:
     #: Ids of batches: the job of the first one that has a slot makes room for this one, and goes on
     #: when slots are free.
     instead_of: Sequence[int] = ()
+    #: Where its model must be loaded: other models that jobs wait for.
+    wanted: frozenset[str] = frozenset()
 
     @property
     def streams(self) -> bool:
@@ -217,6 +227,22 @@ class Began(NamedTuple):
     id: int
 
 
+class Loads(NamedTuple):
+    """The model of a batch is being loaded; the batch begins after that."""
+
+    id: int
+    #: How long that will take, in seconds, as far as anybody knows.
+    expected_s: float
+
+
+class Loaded(NamedTuple):
+    """The load has ended: the batch begins, or fails because the model could not be loaded."""
+
+    id: int
+    #: As in `Done`.
+    figures: Mapping[str, Any] | None = None
+
+
 class Left(NamedTuple):
     """An item of a job has left its slot, and others of the job go on."""
 
@@ -251,9 +277,9 @@ class Done(NamedTuple):
     failed_items: Mapping[str, int] | None = None
 
 
-Reply = Ready | NotReady | ResultsWait | Began | Left | Stepped | Done
-_KINDS = (Ready, NotReady, ResultsWait, Began, Left, Stepped, Done)
-_REPLIES = {kind.__name__: kind for kind in _KINDS}
+Reply = Ready | NotReady | ResultsWait | Began | Loads | Loaded | Left | Stepped | Done
+_KINDS = (Ready, NotReady, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done)
+_REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
 def dump_message(message: Setup | Work | Cancel) -> bytes:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
-from batchery.settings import HUB_ID, TASK_OPTIONS, ModelSettings
+from batchery.settings import HUB_ID, PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery_worker.result_cache import DIGEST_BYTES
 
 #: Maximum length of an error of transformers that is quoted, in characters. The middle is left out:
@@ -24,7 +24,7 @@ MAX_REASON_CHARS = 400
 
 
 #: Settings that never change a result: where the model is, and how its jobs are batched and cached.
-NEUTRAL = {"model", "revision", "queue", "cache", *TASK_OPTIONS}
+NEUTRAL = {"model", "revision", "queue", "cache", *TASK_OPTIONS, *PLACE_OPTIONS}
 
 #: Suffixes of weights that are never loaded, and may have many gigabytes.
 NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}

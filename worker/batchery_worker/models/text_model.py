@@ -29,7 +29,7 @@ from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choos
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
+from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
 from batchery_worker.models.inputs import (
     PromptKeywords,
     TextKeywords,
@@ -372,6 +372,20 @@ class TextModel(Model):
         if self._session is not None:
             run["onnx"] = self._session.identity()
         return identity(self.settings, self._source, run, self.model)
+
+    def put_aside(self) -> None:
+        """Moves the weights to main memory, from where `take_back` brings them back.
+
+        CUDA graphs end with it, as they know the places of the weights.
+        """
+        if isinstance(self._pass, Graphed):
+            self._pass = self._pass.without_graphs
+            self.pads = self._pass.pads
+        move_to_host(self.model)
+
+    def take_back(self) -> None:
+        """Moves the weights back to the device."""
+        self.model.to(self._device, non_blocking=True)
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side."""

@@ -3,14 +3,18 @@
 import logging
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from celery import Celery
 
-from batchery import AppNotImportable, BatchTask, Model, Settings, install, register
+from batchery import AppNotImportable, BatchTask, Model, ModelSettings, Settings, install, register
 from batchery.task import ModelTask
 from batchery_worker.device_pool.startup import choose_devices, device_setups
+from batchery_worker.device_pool.weights import estimate_bytes
+from support.tiny_models import save_model
 
 
 @pytest.fixture
@@ -63,3 +67,66 @@ def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed")]
     (setup,) = device_setups(app, tasks, Settings(memory_fraction=0.5), ["cuda:0"])
     assert setup.memory_fraction == 0.5
+
+
+def place(app: Celery, name: str, **options: Any) -> ModelTask:
+    made = type("Some", (Model,), {"__module__": "set_up_shop.models"})
+    return register(app, name, made, **options)
+
+
+def test_models_are_only_on_their_devices_and_others_know_it(app: Celery) -> None:
+    tasks: list[BatchTask] = [
+        place(app, "embed", devices=["cuda:1"], pinned=True),
+        place(app, "rank", replicas=1),
+        place(app, "chat", slots=4, devices=["cuda"]),
+    ]
+    app.amqp.queues.select(["embed", "rank", "chat"])
+    settings = Settings(model_memory_bytes=1000)
+    setups = device_setups(app, tasks, settings, ["cuda:0", "cuda:1"])
+    assert [(setup.name, setup.load, setup.models) for setup in setups] == [
+        ("cuda:0", ["rank"], {"rank": "replicas"}),
+        ("cuda:0/chat", ["chat"], {"chat": "devices"}),
+        ("cuda:1", ["embed"], {"embed": "devices"}),
+    ]
+    assert [setup.elsewhere for setup in setups] == [{"embed"}, {"embed"}, {"rank", "chat"}]
+    assert {setup.pinned for setup in setups} == {frozenset({"embed"})}
+    assert {setup.model_memory_bytes for setup in setups} == {1000}
+
+
+def answer_all(items: list[Any]) -> list[Any]:
+    return items
+
+
+def test_functions_are_on_all_devices(app: Celery) -> None:
+    tasks: list[BatchTask] = [place(app, "embed", devices=["cuda:1"])]
+    app.amqp.queues.select(["embed"])
+    decorate: Any = app.task(base=BatchTask, shared=False, name="shout", max_batch_size=4)
+    decorate(answer_all)
+    setups = device_setups(
+        app, [*tasks, app.tasks["shout"]], Settings(), ["cuda:0", "cuda:1"], in_process=True
+    )
+    assert [(setup.name, setup.load) for setup in setups] == [("cuda:0", []), ("cuda:1", ["embed"])]
+
+
+def test_memory_is_estimated_by_the_table_of_contents_of_the_files(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "bert")
+    written = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    settings = ModelSettings(kind="embedding", model=str(tmp_path / "model"))
+    estimated = estimate_bytes(settings, "cpu") or 0
+    assert 0.9 * written < estimated <= written
+    assert estimate_bytes(settings, "cuda:0") == estimated / 2
+    assert estimate_bytes(settings.model_copy(update={"dtype": "fp32"}), "cuda:0") == estimated
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x01" * 20])
+def test_memory_of_a_model_that_cannot_be_read_is_unknown(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if content is not None:
+        (folder / "model.safetensors").write_bytes(content)
+    assert estimate_bytes(ModelSettings(kind="embedding", model=str(folder)), "cpu") is None
+    hub = ModelSettings(kind="embedding", model="nobody/has-this")
+    assert estimate_bytes(hub, "cpu") is None
+    assert estimate_bytes(None, "cpu") is None

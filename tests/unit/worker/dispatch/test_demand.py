@@ -31,12 +31,15 @@ class Device:
         self.in_turn: list[DispatchedBatch] = []
         self.is_ready = True
         self.takes_urgent = False
-        self.setup = SimpleNamespace(task="", slots=0)
+        self.setup = SimpleNamespace(task="", slots=0, elsewhere=frozenset[str]())
         self.free_slots = 0
 
     @property
     def is_idle(self) -> bool:
         return self.is_ready and not self.in_turn
+
+    def serves(self, task: str) -> bool:
+        return task not in self.setup.elsewhere
 
 
 class Request:
@@ -346,3 +349,24 @@ def test_suspect_batch_is_never_interrupted(make: Make) -> None:
     scene.devices[0].takes_urgent = True
     scene.clock.now_s += 1.0
     assert scene.limit() == 0
+
+
+# Devices that do not serve all tasks
+
+
+def test_only_devices_that_serve_a_task_want_its_jobs_and_keep_them(make: Make) -> None:
+    one, other = Device("cpu:0"), Device("cpu:1")
+    other.setup.elsewhere = frozenset({"task"})
+    scene = make(one, other)
+    assert scene.limit() == SIZE
+    assert scene.demand.limit({"task": SIZE, "more": SIZE}, 0) == 2 * SIZE + SIZE
+    scene.learn(10.0, device="cpu:0")
+    scene.run(one)
+    assert scene.limit() == 0
+    scene.admit(1)
+    # The idle device has no use for it.
+    assert scene.demand.oldest_s() == scene.clock.now_s
+    assert scene.demand.offer(scene.clock.now_s, list) == 1
+    other.setup.elsewhere = frozenset()
+    scene.admit(1)
+    assert scene.demand.oldest_s() is None

@@ -18,6 +18,9 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "cache": True,
     "cache_ttl_s": 60,
     "cache_max_bytes": 10_000,
+    "devices": ["cpu"],
+    "replicas": 1,
+    "pinned": True,
 }
 
 #: Each gives at least some texts another result.

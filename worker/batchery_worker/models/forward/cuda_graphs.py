@@ -177,7 +177,7 @@ class Graphed:
 
     def __init__(self, forward: Forward, graphs: Mapping[Shape, Runs]) -> None:
         """Puts graphs in front of a forward pass, which runs for all other shapes."""
-        self._forward = forward
+        self.without_graphs = forward
         self._graphs = graphs
         self.name = f"{forward.name}, small passes by CUDA graphs"
         self.pads = forward.pads
@@ -187,7 +187,7 @@ class Graphed:
         longest = max(prepared.shape[1] for prepared in batch)
         shape = rounded(len(batch), longest, self._graphs)
         if shape is None:
-            return self._forward.values(batch, reading)
+            return self.without_graphs.values(batch, reading)
         return self._graphs[shape].run(batch)
 
 

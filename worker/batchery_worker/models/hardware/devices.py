@@ -84,13 +84,25 @@ def dtype_for(setting: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+#: Share of the memory for models; the rest is for passes.
+MODEL_SHARE = 0.9
+
+
 class CudaMemory(Memory):
     """What this process holds of a CUDA device."""
 
+    is_apart = True
+
     def __init__(self, device: str, fraction: float = 1.0) -> None:
         self._device = torch.device(device)
+        self._fraction = fraction
         if fraction < 1:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+
+    def model_bytes(self) -> int:
+        """Nine tenths of what this process may use."""
+        _, total_bytes = torch.cuda.mem_get_info(self._device)
+        return int(MODEL_SHARE * self._fraction * total_bytes)
 
     def figures(self) -> dict[str, Any]:
         """Bytes `allocated` to tensors, now and at the peak, and `reserved`; and the GPU's peak."""

@@ -1,5 +1,6 @@
 """Weights of eight bits, by torchao: less memory, and the same forward passes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
 def weights_bytes(model: nn.Module) -> int:
     """Memory of the weights of a model, quantized or not."""
     return sum(map(_bytes, model.parameters()))
+
+
+def sum_cpu_bytes(parts: Iterable[Any]) -> int:
+    """Main memory of the weights and buffers of those parts that are modules."""
+    tensors = [
+        tensor
+        for part in parts
+        if isinstance(part, nn.Module)
+        for tensor in (*part.parameters(), *part.buffers())
+        if tensor.device.type == "cpu"
+    ]
+    return sum(map(_bytes, {id(each): each for each in tensors}.values()))
 
 
 def _check_float8(option: str, device: torch.device) -> None:

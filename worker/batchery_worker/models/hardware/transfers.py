@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Pause between two looks at an event, in seconds.
 POLL_S = 10e-6
@@ -21,6 +21,15 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def move_to_host(model: nn.Module) -> None:
+    """Moves weights and buffers to main memory; pinned, as the way back is faster from there."""
+    model.to("cpu")
+    for tensor in (*model.parameters(), *model.buffers()) if torch.cuda.is_available() else ():
+        # A tensor of torchao contains several tensors.
+        if not hasattr(tensor, "__tensor_flatten__"):
+            tensor.data = tensor.data.pin_memory()
 
 
 class HostToDevice:

@@ -1,0 +1,189 @@
+"""More models than memory, and models on some devices only: with real workers."""
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import TimeoutError as NoAnswer
+from click.testing import CliRunner
+
+from apps import swapping
+from batchery.cli.placement import placement
+from batchery.errors import ModelLoadError
+from conftest import StartWorker
+from support.harness import Worker, wait_for
+from support.patience import patient
+from support.tiny_models import save_model
+
+TIMEOUT_S = patient(60)
+
+NAMES = [f"bert{number}" for number in range(6)]
+
+
+def list_placed(redis_url: str, app: str = "apps.swapping") -> dict[tuple[str, str], Any]:
+    """What `batchery placement` says, by device and model."""
+    swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    done = CliRunner().invoke(placement, ["-A", app, "--json"])
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["device"], line["model"]): line for line in lines}
+
+
+def send(client: Celery, name: str, item: Any) -> Any:
+    return client.send_task(name, [item], queue=name)
+
+
+def read_book(book: Path) -> list[list[str]]:
+    return [line.split() for line in book.read_text().splitlines()] if book.exists() else []
+
+
+def test_six_models_share_the_memory_of_two(
+    start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in NAMES}
+    for number, folder in enumerate(folders.values()):
+        save_model(folder, "bert", labels=[f"label{number}{each}" for each in "ab"])
+    size = sum(path.stat().st_size for path in folders[NAMES[0]].glob("*.safetensors"))
+    sections = [
+        f'[models.{name}]\nkind = "classification"\nmodel = "{folder}"\n'
+        for name, folder in folders.items()
+    ]
+    toml = f"model_memory_bytes = {int(2.5 * size)}\ndevices = ['cpu']\n"
+    (tmp_path / "batchery.toml").write_text(toml + "".join(sections))
+    worker = start_worker("batchery.app", cwd=tmp_path)
+    chooser = random.Random(5)
+    jobs = [
+        (name, send(client, name, f"the cat sat on mat {number}"))
+        for number, name in enumerate(chooser.choices(NAMES, k=200))
+    ]
+    for name, job in jobs:
+        assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"label{name[-1]}")
+    models = list(list_placed(redis_url).values())
+    assert Counter(model["state"] for model in models) == {"loaded": 2, "not loaded": 4}
+    assert {model["why"] for model in models} == {"all devices, first demand"}
+    assert all(0.9 * size < model["held_bytes"] < 1.1 * size for model in models)
+    # Two at the start, then at least each of the others once; far less often than they took turns.
+    assert 6 <= sum(model["loads"] for model in models) < 60
+    assert worker.log.count(" dropped on cpu for ") >= 4
+    assert "out of memory" not in worker.log.lower()
+
+
+def test_models_are_where_their_settings_say(
+    start_worker: StartWorker, client: Celery, redis_url: str
+) -> None:
+    places = {"SWAP_DEVICES_ONE": "cpu:0", "SWAP_DEVICES_TWO": "cpu:1", "SWAP_REPLICAS_THREE": "1"}
+    start_worker("apps.swapping", env={"BATCHERY_DEVICES": "cpu:0,cpu:1", **places})
+    jobs = [(name, send(client, name, number)) for number in range(40) for name in ("one", "two")]
+    for name, job in jobs:
+        found = job.get(timeout=TIMEOUT_S)
+        assert (found["model"], found["device"]) == (name, {"one": "cpu:0", "two": "cpu:1"}[name])
+    assert send(client, "three", 1).get(timeout=TIMEOUT_S)["device"] == "cpu:0"
+    assert client.send_task("apps.swapping.shout", ["hi"]).get(timeout=TIMEOUT_S) == "HI"
+    placed = list_placed(redis_url)
+    assert {key: line["why"] for key, line in placed.items()} == {
+        ("cpu:0", "one"): "devices",
+        ("cpu:0", "three"): "replicas",
+        ("cpu:0", "large"): "all devices",
+        ("cpu:1", "two"): "devices",
+        ("cpu:1", "large"): "all devices",
+    }
+    table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
+    assert "loaded" in table
+    assert "replicas" in table
+
+
+def start_swapping(start_worker: StartWorker, tmp_path: Path, **env: str) -> tuple[Worker, Path]:
+    """A worker with memory for two of the small models, and the book of its loads."""
+    book = tmp_path / "book"
+    limit = {"BATCHERY_MODEL_MEMORY_BYTES": str(2 * swapping.HELD_BYTES)}
+    gates = {"SWAP_BOOK": str(book), "SWAP_GATE": str(tmp_path / "gate")}
+    queues = ("-Q", ",".join((*swapping.NAMES, "large")))
+    worker = start_worker(
+        "apps.swapping", *queues, env={"BATCHERY_DEVICES": "cpu", **limit, **gates, **env}
+    )
+    return worker, book
+
+
+def test_kill_in_the_middle_of_a_swap_loses_no_job(
+    start_worker: StartWorker, client: Celery, tmp_path: Path
+) -> None:
+    worker, book = start_swapping(start_worker, tmp_path)
+    assert send(client, "one", 0).get(timeout=TIMEOUT_S)["model"] == "one"
+    gate = tmp_path / "gate-three"
+    gate.touch()
+    jobs = [(name, send(client, name, number)) for number in range(30) for name in swapping.NAMES]
+    wait_for(lambda: any(line[0] == "three" for line in read_book(book)[3:]), "three is loading")
+    (device,) = worker.devices()
+    os.kill(device.pid, signal.SIGKILL)
+    gate.unlink()
+    for name, job in jobs:
+        assert job.get(timeout=TIMEOUT_S)["model"] == name
+    assert len({pid for _, _, pid in read_book(book)}) == 2
+
+
+def test_model_that_can_never_fit_fails_its_jobs_with_the_sums(
+    start_worker: StartWorker, client: Celery, tmp_path: Path
+) -> None:
+    start_swapping(start_worker, tmp_path, SWAP_PINNED="one")
+    text = (
+        "model 'large': needs 3.0 MiB on cpu, and its models may have 2.0 MiB, of which pinned"
+        " models hold 1.0 MiB; raise model_memory_bytes, or give it other devices"
+    )
+    for _ in range(2):
+        job = send(client, "large", 1)
+        with pytest.raises(ModelLoadError) as raised:
+            job.get(timeout=TIMEOUT_S)
+        assert str(raised.value) == text
+    for name in swapping.NAMES:
+        assert send(client, name, 1).get(timeout=TIMEOUT_S)["model"] == name
+
+
+def test_load_counts_for_no_time_limit(
+    start_worker: StartWorker, client: Celery, tmp_path: Path
+) -> None:
+    """A job with a hard limit of one second comes while its model takes longer than that."""
+    _, book = start_swapping(start_worker, tmp_path, BATCHERY_MAX_PASS_S="1")
+    gate = tmp_path / "gate-three"
+    gate.touch()
+    job = client.send_task("three", [1], queue="three", time_limit=1)
+    wait_for(lambda: any(line[0] == "three" for line in read_book(book)[3:]), "three is loading")
+    with pytest.raises(NoAnswer):
+        job.get(timeout=2.5)
+    gate.unlink()
+    assert job.get(timeout=TIMEOUT_S)["model"] == "three"
+    assert len({pid for _, _, pid in read_book(book)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (
+            {"SWAP_DEVICES_ONE": "cuda:7"},
+            "model 'one': devices = ['cuda:7'], but this worker has cpu;",
+        ),
+        (
+            {"SWAP_REPLICAS_TWO": "2"},
+            "model 'two': replicas = 2, but this worker has 1 device; give a number from 1 to 1",
+        ),
+        (
+            {"SWAP_PINNED": "one,two,three"},
+            "needs 1.0 MiB on cpu, and its models may have 2.0 MiB, of which pinned models hold 2",
+        ),
+    ],
+)
+def test_placement_that_is_impossible_ends_the_start(
+    start_worker: StartWorker, tmp_path: Path, env: dict[str, str], text: str
+) -> None:
+    limit = {"BATCHERY_MODEL_MEMORY_BYTES": str(2 * swapping.HELD_BYTES)}
+    worker = start_worker(
+        "apps.swapping", ready=False, env={"BATCHERY_DEVICES": "cpu", **limit, **env}
+    )
+    assert worker.wait_exit() == 2
+    lines = [line for line in worker.log.splitlines() if "CRITICAL" in line]
+    assert len(lines) == 1
+    assert text in lines[0]

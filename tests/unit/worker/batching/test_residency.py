@@ -1,0 +1,192 @@
+"""Which models make room, and which jobs wait for a model: in virtual time."""
+
+from math import inf
+
+import pytest
+
+from batchery_worker.batching.residency import (
+    WORK_PER_LOAD,
+    DeviceModels,
+    HeldModel,
+    choose_victims,
+)
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
+
+LIMITS = Limits(max_batch_size=4)
+
+LOAD_S = 10.0
+
+
+def held(name: str, idle_s: float, reload_s: float = 1.0, size: int = 10) -> HeldModel:
+    return HeldModel(name, size, reload_s, idle_s)
+
+
+@pytest.mark.parametrize(
+    ("models", "wanted_bytes", "victims"),
+    [
+        ([], 1, None),
+        ([held("a", 5), held("b", 9)], 0, []),
+        ([held("a", 5), held("b", 9)], 10, ["b"]),
+        ([held("a", 5), held("b", 9)], 11, ["b", "a"]),
+        ([held("a", 5), held("b", 9)], 21, None),
+        # It takes ten times as long to have it again.
+        ([held("a", 5), held("b", 9, reload_s=10)], 10, ["a"]),
+        # The one that is used least is too small, and then need not go.
+        ([held("a", 9, size=1), held("b", 5, size=50)], 20, ["b"]),
+        ([held("a", 9, size=5), held("b", 5, size=16)], 20, ["a", "b"]),
+        # Jobs wait for it.
+        ([held("a", 5), held("b", 9)._replace(is_wanted=True)], 10, ["a"]),
+        # Nothing is divided by 0.
+        ([held("a", 5, reload_s=0), held("b", 4, reload_s=0)], 10, ["a"]),
+    ],
+)
+def test_who_makes_room(
+    models: list[HeldModel], wanted_bytes: int, victims: list[str] | None
+) -> None:
+    assert choose_victims(models, wanted_bytes) == victims
+
+
+class Worker:
+    """A scheduler and its devices, each with the models that it has; some classes of jobs."""
+
+    def __init__(self, *cold: dict[str, float]) -> None:
+        self.scheduler: Scheduler[None] = Scheduler({"high": 50.0, "low": 25.0})
+        fleet: list[DeviceModels] = []
+        self.devices = [DeviceModels(fleet=fleet) for _ in cold]
+        for device, states in zip(self.devices, cold, strict=True):
+            device.report(states)
+
+    def send(self, task: str, now_s: float, priority_class: str = "high") -> None:
+        job = Job("id", BatchKey(task), LIMITS, 1, now_s, None, Lane(priority_class=priority_class))
+        self.scheduler.admit(job)
+
+    def ask(self, now_s: float, device: int = 0) -> str | None:
+        """The task of the batch that a device gets, which it has at once."""
+        models = self.devices[device]
+        batch: Batch[None] | None = self.scheduler.next_batch(0, False, now_s, models=models)
+        if batch is None:
+            return None
+        task = batch.jobs[0].key.task
+        models.begin(task, now_s)
+        self.scheduler.ended(batch, 1.0)
+        return task
+
+
+def test_idle_device_loads_at_once() -> None:
+    worker = Worker({"cold": LOAD_S})
+    worker.send("cold", 0.0)
+    assert worker.ask(0.0) == "cold"
+    assert worker.devices[0].loading == {"cold"}
+    assert worker.devices[0].loaded_s == LOAD_S
+
+
+def test_jobs_whose_model_is_there_keep_their_turn_for_as_long_as_a_load() -> None:
+    worker = Worker({"cold": LOAD_S})
+    worker.send("cold", 0.0)
+    for now_s in range(20):
+        worker.send("warm", float(now_s))
+    assert [worker.ask(now_s) for now_s in (0.0, 5.0, 9.9)] == ["warm"] * 3
+    assert worker.devices[0].wake_s == LOAD_S
+    # Then it is its turn, as it had less than its share.
+    assert worker.ask(10.0) == "cold"
+    assert worker.devices[0].wake_s == inf
+
+
+def test_what_has_twice_the_share_waits_half_as_long_and_the_other_way_round() -> None:
+    worker = Worker({"cold": LOAD_S})
+    worker.send("cold", 0.0, "high")
+    for now_s in range(20):
+        worker.send("warm", float(now_s), "low")
+    assert worker.ask(4.9) == "warm"
+    assert worker.devices[0].wake_s == 5.0
+    assert worker.ask(5.0) == "cold"
+    worker = Worker({"cold": LOAD_S})
+    worker.send("cold", 0.0, "low")
+    for now_s in range(40):
+        worker.send("warm", float(now_s), "high")
+    assert worker.ask(19.9) == "warm"
+    assert worker.ask(20.0) == "cold"
+
+
+def test_two_models_that_take_turns_do_not_spend_the_time_on_loads() -> None:
+    """Memory for one of two: each load is followed by four times as long a time of work."""
+    worker = Worker({"two": LOAD_S})
+    now_s, loads_s, models = 0.0, 0.0, worker.devices[0]
+    while now_s < 1000.0:
+        worker.send("one", now_s)
+        worker.send("two", now_s)
+        cold = set(models.cold)
+        task = worker.ask(now_s)
+        assert task is not None
+        if task in cold:
+            other = "one" if task == "two" else "two"
+            models.report({task: 0.0, other: LOAD_S})
+            now_s += LOAD_S
+            loads_s += LOAD_S
+            models.end_load(task, now_s)
+        now_s += 1.0
+    assert loads_s / now_s == pytest.approx(1 / (1 + WORK_PER_LOAD), abs=0.02)
+
+
+def test_cold_device_leaves_jobs_to_a_warm_one_for_as_long_as_a_load() -> None:
+    worker = Worker({"embed": LOAD_S}, {"embed": 0.0})
+    worker.send("embed", 0.0)
+    assert worker.ask(0.0, device=0) is None
+    assert worker.devices[0].wake_s == LOAD_S
+    assert worker.ask(9.9, device=0) is None
+    assert worker.ask(10.0, device=0) == "embed"
+
+
+def test_cold_device_does_not_wait_for_one_that_is_gone() -> None:
+    worker = Worker({"embed": LOAD_S}, {"embed": 0.0})
+    worker.devices[1].forget()
+    worker.send("embed", 0.0)
+    assert worker.ask(0.0, device=0) == "embed"
+    # It is being loaded there.
+    worker.devices[1].report({"embed": LOAD_S})
+    worker.send("embed", 0.0)
+    assert worker.ask(0.0, device=1) is None
+
+
+def test_device_gets_no_jobs_of_models_that_are_elsewhere() -> None:
+    worker = Worker({}, {})
+    worker.devices[0].elsewhere = frozenset({"embed"})
+    worker.send("embed", 0.0)
+    assert worker.ask(0.0, device=0) is None
+    assert worker.ask(0.0, device=1) == "embed"
+    suspect = Job("id", BatchKey("embed"), LIMITS, 1, 0.0, None)
+    worker.scheduler.quarantine(suspect)
+    assert worker.ask(0.0, device=0) is None
+    assert worker.scheduler.next_batch(0, False, 0.0, models=worker.devices[1]) is not None
+
+
+def test_nothing_urgent_is_loaded() -> None:
+    worker = Worker({"live": LOAD_S})
+    models = worker.devices[0]
+    worker.send("bulk", 0.0, "low")
+    running = worker.scheduler.next_batch(0, False, 0.0, models=models)
+    assert running is not None
+    worker.send("live", 0.0, "high")
+    assert worker.scheduler.urgent_batch([running], 1.0, models=models) is None
+    models.report({"live": 0.0})
+    assert worker.scheduler.urgent_batch([running], 1.0, models=models) is not None
+
+
+def test_what_a_device_says_meanwhile_ends_no_load() -> None:
+    models = DeviceModels()
+    models.report({"embed": LOAD_S})
+    assert models.begin("embed", 5.0)
+    assert not models.begin("embed", 5.0)
+    # From a batch that has ended before.
+    models.report({"embed": LOAD_S})
+    assert not models.cold
+    # It failed.
+    models.end_load("embed", 7.0)
+    models.report({"embed": LOAD_S})
+    assert models.cold == {"embed": LOAD_S}
+    assert models.loaded_s == 7.0
+    assert models.begin("embed", 8.0)
+    models.report({"embed": 0.0})
+    assert not models.loading
+    assert not models.cold

@@ -1,0 +1,185 @@
+"""Which models stay in the memory of a device, and what waits for one that is not there: pure.
+
+Loading a model takes as long as hundreds of batches, and the device computes nothing meanwhile. So
+jobs whose model is loaded keep their turn, and others wait until that is worth a load:
+
+1. Until the oldest of them has waited for as long as the load takes. The time counts by shares: a
+   class with twice the share of those whose turn it is waits half as long.
+2. Until the device has worked `WORK_PER_LOAD` times as long since its last load. Otherwise two
+   models that take turns would spend all its time on loads.
+3. A device that has nothing else to do loads at once, unless another device of this worker has the
+   model: then the first rule holds.
+
+Who makes room is the model that was used least recently, as measured in times that it takes to load
+it; before it those for which no job waits.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple, Protocol
+
+from batchery_worker.batching.shares import KeyFlows
+from batchery_worker.job import T
+
+#: How long a device works between two loads while jobs wait for what it has loaded, as a multiple
+#: of the second one: then loads take a fifth of its time at most.
+WORK_PER_LOAD = 4.0
+
+#: A load counts for so many seconds at least, so that nothing is divided by 0.
+MIN_LOAD_S = 1e-3
+
+
+class HeldModel(NamedTuple):
+    """A model in the memory of a device."""
+
+    name: str
+    held_bytes: int
+    #: How long it takes to have it there again.
+    reload_s: float
+    #: For how long no batch has used it.
+    idle_s: float
+    #: Whether jobs wait for it.
+    is_wanted: bool = False
+
+
+def choose_victims(models: Sequence[HeldModel], wanted_bytes: int) -> list[str] | None:
+    """The models that make room.
+
+    Args:
+        models: Those that may go.
+        wanted_bytes: How much room is needed.
+
+    Returns:
+        Their names; None if all of them together hold less.
+    """
+    left, chosen = wanted_bytes, []
+    for each in sorted(models, key=_regret):
+        if left <= 0:
+            break
+        chosen.append(each)
+        left -= each.held_bytes
+    if left > 0:
+        return None
+    # A large one that came later may make enough room without those before it.
+    for each in reversed(chosen):
+        if left + each.held_bytes <= 0:
+            chosen.remove(each)
+            left += each.held_bytes
+    return [each.name for each in chosen]
+
+
+def _regret(model: HeldModel) -> tuple[bool, float]:
+    """How much it would be missed; the least goes first."""
+    return model.is_wanted, -model.idle_s / max(model.reload_s, MIN_LOAD_S)
+
+
+class Served(Protocol):
+    """Which tasks somebody serves."""
+
+    def serves(self, task: str) -> bool:
+        """Whether jobs of a task are for it."""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceModels:
+    """The models of a device as the scheduler sees them."""
+
+    #: Models that only other devices serve.
+    elsewhere: frozenset[str] = frozenset()
+    #: The same of all devices of this worker, itself among them.
+    fleet: list["DeviceModels"] = field(default_factory=list)
+    #: Models that are not loaded -> how long that takes, in seconds.
+    cold: dict[str, float] = field(default_factory=dict)
+    #: Models for which a batch has left that will load them.
+    loading: set[str] = field(default_factory=set)
+    #: When the last load ended, or will end; minus infinity before the first.
+    loaded_s: float = -inf
+    #: When a model may be loaded that could not be by the last answer of `choose`.
+    wake_s: float = inf
+    #: Whether its process runs and has said what it has.
+    is_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.fleet.append(self)
+
+    def serves(self, task: str) -> bool:
+        """Whether jobs of a task may come to this device."""
+        return task not in self.elsewhere
+
+    def report(self, states: Mapping[str, float]) -> None:
+        """Notes what the process has said: each model, and how long it takes until it is loaded.
+
+        Args:
+            states: 0 seconds for a model that is loaded.
+        """
+        self.is_known = True
+        self.loading = {name for name in self.loading if states.get(name)}
+        self.cold = {
+            name: load_s
+            for name, load_s in states.items()
+            if load_s > 0 and name not in self.loading
+        }
+
+    def forget(self) -> None:
+        """Notes that the process has ended."""
+        self.is_known, self.cold, self.loaded_s = False, {}, -inf
+        self.loading.clear()
+
+    def begin(self, task: str, now_s: float) -> bool:
+        """Notes that a batch goes to the device; returns whether its model is loaded for it."""
+        load_s = self.cold.pop(task, None)
+        if load_s is not None:
+            self.loading.add(task)
+            self.loaded_s = max(now_s, self.loaded_s) + load_s
+        return load_s is not None
+
+    def end_load(self, task: str, now_s: float) -> None:
+        """Notes that a load has ended, whether the model could be loaded or not."""
+        self.loading.discard(task)
+        self.loaded_s = now_s
+
+    def choose(
+        self,
+        waiting: Collection[KeyFlows[T]],
+        now_s: float,
+        weigh: Callable[[KeyFlows[T]], float],
+    ) -> Collection[KeyFlows[T]]:
+        """Leaves out those that must wait for their model.
+
+        Args:
+            waiting: What this device may run.
+            now_s: The time.
+            weigh: The share of those that wait there.
+        """
+        self.wake_s = inf
+        if not self.cold:
+            return waiting
+        warm_share = max((weigh(each) for each in waiting if self._is_warm(each)), default=0.0)
+        chosen = []
+        for each in waiting:
+            begin_s = -inf if self._is_warm(each) else self._begin_s(each, warm_share, weigh(each))
+            if now_s >= begin_s:
+                chosen.append(each)
+            else:
+                self.wake_s = min(self.wake_s, begin_s)
+        return chosen
+
+    def _is_warm(self, waiting: KeyFlows[T]) -> bool:
+        return waiting.key.task not in self.cold
+
+    def _begin_s(self, waiting: KeyFlows[T], warm_share: float, share: float) -> float:
+        """When a model may be loaded for some jobs, if others with a share could run at once."""
+        task = waiting.key.task
+        load_s = self.cold[task]
+        if warm_share:
+            load_s *= warm_share / share
+            return max(waiting.oldest_s + load_s, self.loaded_s + WORK_PER_LOAD * load_s)
+        return waiting.oldest_s + load_s if self._is_warm_elsewhere(task) else -inf
+
+    def _is_warm_elsewhere(self, task: str) -> bool:
+        return any(
+            each.is_known and each.serves(task) and task not in each.cold
+            for each in self.fleet
+            if each is not self
+        )
