@@ -49,10 +49,18 @@ class Model:
         """
         return ""
 
-    def unload(self) -> None:
-        """Frees what `load` took, besides memory; called once, when a `batchery.Engine` is closed.
+    def version(self) -> str:
+        """A short name for what `load` has loaded; `batchery explain` and `batchery stats` show it.
 
-        A device process of a worker just ends.
+        Asked once, after `load`. Empty if it has none.
+        """
+        return ""
+
+    def unload(self) -> None:
+        """Frees what `load` took, besides memory: once, after the last batch.
+
+        Called when a `batchery.Engine` is closed, or when `batchery reload` has put another version
+        in its place. A device process of a worker just ends.
         """
 
     def warm_up(self) -> Sequence[Any]:

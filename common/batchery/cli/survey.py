@@ -131,7 +131,9 @@ class WorkerDirectory:
         self._found_s: float | None = None
         self._installed: Mapping[str, bool] = {}
 
-    def ask(self, timeout_s: float, command: str = FIGURES, **arguments: Any) -> dict[str, Any]:
+    def ask(
+        self, timeout_s: float, command: str = FIGURES, only: str | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         """The answers of each of them, by name; after `DISCOVERY_S` it first looks for others.
 
         Looking for others takes the full time, as nobody knows how many there are.
@@ -139,6 +141,7 @@ class WorkerDirectory:
         Args:
             timeout_s: How long answers are collected, in seconds.
             command: What they are asked; by default, for their figures.
+            only: Name of the only one that is asked; None for all.
             arguments: Of the command.
         """
         if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
@@ -149,8 +152,9 @@ class WorkerDirectory:
         found = {
             name: {"error": NOT_INSTALLED} for name in self._installed if name not in installed
         }
+        asked = [name for name in installed if only in (None, name)]
         return found | (
-            _broadcast(self._app, command, timeout_s, installed, **arguments) if installed else {}
+            _broadcast(self._app, command, timeout_s, asked, **arguments) if asked else {}
         )
 
 

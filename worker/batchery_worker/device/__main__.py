@@ -30,6 +30,7 @@ from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
 from batchery.outcomes import Failed
+from batchery.settings import ModelSettings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
@@ -42,9 +43,11 @@ from batchery_worker.device.loading import (
     find_task,
     import_app,
     load_model,
+    read_version,
     serve_model,
 )
 from batchery_worker.device.pieces import PieceWriter
+from batchery_worker.device.reload import Reloader
 from batchery_worker.device.reply import DeviceBatch, answer, report_dropped
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
@@ -58,6 +61,7 @@ from batchery_worker.ipc.messages import (
     Done,
     NotReady,
     Ready,
+    Reload,
     Reply,
     ResultsWait,
     Setup,
@@ -97,6 +101,9 @@ class Device:
         self._ahead: deque[DeviceBatch] = deque()
         self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
         self._served: dict[str, LoadedModel] = {}
+        self._reloader = Reloader(
+            self._served, self._load_version, lambda: self._memory.release(), self.tell
+        )
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
@@ -145,8 +152,9 @@ class Device:
         for name in setup.load:
             task = cast(ModelTask, self._app.tasks[name])
             if setup.slots:
-                model = cast(StepModel, load_model(task, setup.device))
-                self._steps = StepLoop(model, setup, self._finish, self.tell, self._pieces)
+                model = load_model(task, setup.device, setup.versions.get(name))
+                told = self._finish, self.tell, self._pieces, read_version(model)
+                self._steps = StepLoop(cast(StepModel, model), setup, *told)
             else:
                 self._serve(task)
         if app is None:
@@ -172,18 +180,23 @@ class Device:
             self._steps.run(self._intake)
         loop = EventLoop()
         while True:
-            self._look_ahead()
-            batch = self._ahead.popleft() if self._ahead else self._intake.take()
-            if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
-                self._intake.read_ahead()
+            self._run_next(loop)
+
+    def _run_next(self, loop: EventLoop) -> None:
+        # A function, so that an idle device holds no batch, and with it a model that was replaced.
+        self._look_ahead()
+        batch = self._ahead.popleft() if self._ahead else self._intake.take()
+        if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
+            self._intake.read_ahead()
+        with self._reloader.turn:
             computed = self._forward(batch, loop.run)
-            self._lasted_ms[batch.work.task] = computed.forward_ms
-            if self._given == self._answered and not self._ahead and self._intake.is_empty:
-                # There is nothing else to do meanwhile, and another thread would start later.
-                self._answer(computed)
-            else:
-                self._given += 1
-                self._computed.put(computed)
+        self._lasted_ms[batch.work.task] = computed.forward_ms
+        if self._given == self._answered and not self._ahead and self._intake.is_empty:
+            # There is nothing else to do meanwhile, and another thread would start later.
+            self._answer(computed)
+        else:
+            self._given += 1
+            self._computed.put(computed)
 
     @cached_property
     def _intake(self) -> Intake[Any]:
@@ -228,9 +241,14 @@ class Device:
             self._computed.put(computed)
             self._look_ahead()
 
-    def _prepare(self, frame: bytes) -> DeviceBatch:
+    def _prepare(self, frame: bytes) -> DeviceBatch | None:
         """Makes a batch of a message; on either of two threads, never on both at once."""
-        work: Work = load_message(frame)
+        work: Work | Reload = load_message(frame)
+        if isinstance(work, Reload):
+            self._reloader.begin(work)
+            return None
+        # Before its model is chosen: that one is not freed until then.
+        self._reloader.unanswered.add(work.id)
         started_s = time.perf_counter()
         served = self._served.get(work.task)
         items, deduped = self._choose(work, served)
@@ -297,10 +315,10 @@ class Device:
 
         self.current = work
         batch.outcomes = self._reuse.run(deduped, items, run)
-        self.current = None
-        batch.deduped = deduped
+        self.current, batch.deduped = None, deduped
         batch.ended_s = time.perf_counter()
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
+        batch.version = served.version if served is not None else ""
         batch.figures = self._figures()
         return batch
 
@@ -336,6 +354,7 @@ class Device:
         else:
             done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
+        self._reloader.unanswered.discard(batch.work.id)
         self._pieces.end(batch.work, [status for status, _ in done.jobs])
 
     def _report_waiting(self) -> None:
@@ -343,12 +362,19 @@ class Device:
 
     def _serve(self, task: ModelTask) -> LoadedModel:
         if task.name not in self._served:
-            served = serve_model(
-                task.name, task.make_model, self._name, self._memory, gives_json=True
-            )
-            served.identity = build_identity(task, served.model)
-            self._served[task.name] = served
+            served = self._load_version(task.name, None)
+            self._reloader.note_threads()
+            # Unless it was reloaded in the meantime.
+            self._served.setdefault(task.name, served)
         return self._served[task.name]
+
+    def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
+        task = cast(ModelTask, find_task(self._app, name))
+        make_model = partial(task.make_model, settings or self._setup.versions.get(name))
+        served = serve_model(name, make_model, self._name, self._memory, gives_json=True)
+        served.identity = build_identity(task, served.model)
+        served.version = read_version(served.model)
+        return served
 
     def _figures(self) -> dict[str, Any] | None:
         """Figures for the parent; None if it got the same a moment ago."""

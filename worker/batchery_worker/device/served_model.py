@@ -67,6 +67,8 @@ class LoadedModel:
         self.model = model
         #: What its results depend on; empty if results are not cached.
         self.identity = ""
+        #: Its name for what it has loaded; empty if it has none.
+        self.version = ""
         self._device = device
         self._memory = memory
         self._loaded_bytes = loaded_bytes
@@ -171,6 +173,7 @@ class LoadedModel:
         """What `batchery stats` shows of it."""
         allowed = self._budget.allows()
         figures = {
+            **({"version": self.version} if self.version else {}),
             "max_batch_tokens": allowed,
             "chosen_by": "memory" if allowed < self._budget.ceiling else self._source,
             "out_of_memory": self._failed_passes,

@@ -7,7 +7,7 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -20,7 +20,6 @@ from kombu.asynchronous import Hub
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
-from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -28,6 +27,7 @@ from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
@@ -36,6 +36,7 @@ from batchery_worker.dispatch.slots import (
     list_victims,
     merge_slots,
 )
+from batchery_worker.dispatch.traces import trace_batch
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
@@ -94,10 +95,10 @@ class Dispatcher:
             on_death=self._on_death,
             on_lost=self._on_lost,
         )
+        self.control = DeviceControl(app, self._supervisor)
         self._batch_ids = itertools.count(1)
         # Used until Celery's loop runs, or for good.
         self._own_hub = self._hub = Hub()
-        self._starting = False
         self._metrics = Metrics()
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
@@ -107,7 +108,7 @@ class Dispatcher:
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = self._draining = False
+        self._dispatch_planned = self._draining = self._starting = False
         #: Whether jobs are being admitted that are dispatched together.
         self._gathering = False
         self._wake_planned_s = float("inf")
@@ -527,6 +528,7 @@ class Dispatcher:
             forward_ms=done.forward_ms,
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
+            version=done.version,
         )
         log_batch(jobs[0].key.task, info, tokens=done.tokens, waited_ms=max(waited_ms))
         trace_batch(dispatched, info)
@@ -572,24 +574,6 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     return len(device.in_turn), min(
         (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
     )
-
-
-def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:
-    """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
-    tracing = current_tracing()
-    if tracing is None:
-        return
-    jobs = dispatched.batch.jobs
-    calls = [job.payload for job in jobs]
-    traced = [
-        TracedJob(call.message, None if call.listened is None else call.listened.context)
-        for call in calls
-    ]
-    duration_s = monotonic() - dispatched.dispatched_s
-    try:
-        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, info, error))
-    except Exception:
-        logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
 
 
 def is_cold_shutdown() -> bool:

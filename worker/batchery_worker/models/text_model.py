@@ -37,7 +37,7 @@ from batchery_worker.models.inputs import (
     check_token_ids,
     read_keywords,
 )
-from batchery_worker.models.source import ModelSource, identity, quiet, reason
+from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
 from batchery_worker.models.tokenizer import (
     Cut,
     Input,
@@ -339,6 +339,10 @@ class TextModel(Model):
             "forward": self._pass.name,
         }
         return identity(self.settings, self._source, run, self.model)
+
+    def version(self) -> str:
+        """Changes with the model's files and options."""
+        return name_version(self.settings, self._source)
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side."""
