@@ -11,15 +11,18 @@ from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors
-from batchery.cli.survey import WorkerDirectory
+from batchery.cli.survey import ask_workers, installed_workers, registered_workers
 from batchery.errors import StartError
 from batchery.protocol.figures import DRAIN, RELOAD
 
 #: How long one look waits for the workers' answers, in seconds.
 ANSWER_TIMEOUT_S = 1.0
 
-#: After so much time a worker that no longer answers is given up, in seconds.
-SILENT_S = 30.0
+#: Pause between two looks, in seconds.
+PAUSE_S = 0.1
+
+#: After so much time a worker that does not answer is given up, in seconds.
+SILENT_S = 15.0
 
 #: Exit code if anything was not done, or no worker could do it.
 NOT_DONE = 1
@@ -162,36 +165,49 @@ def follow(
         order: Its arguments.
 
     Returns:
-        The last answer of each worker without an error of its own; of one that has stopped
-        answering, `{"silent": True}`.
+        The last answer of each worker with devices; of one that does not answer any more,
+        `{"silent": True}`.
 
     Raises:
         RedisUnavailable: The broker does not answer.
-        StartError: No worker answers.
+        StartError: No worker with devices answers.
     """
     check_broker(app)
-    directory = WorkerDirectory(app)
+    with broker_errors():
+        open_ = {worker} if worker else find_workers(app, timeout_s)
     answers: dict[str, Mapping[str, Any]] = {}
-    heard_s: dict[str, float] = {}
-    while True:
+    heard_s = dict.fromkeys(open_, time.monotonic())
+    while open_:
         with broker_errors():
-            found = directory.ask(timeout_s, command, only=worker, **order)
+            found = ask_workers(app, command, timeout_s, sorted(open_), **order)
+        answers |= {name: each for name, each in found.items() if "devices" in each}
         now_s = time.monotonic()
-        known = {name: each for name, each in found.items() if "devices" in each}
-        answers |= known
-        heard_s |= dict.fromkeys(known, now_s)
-        if not answers:
-            who = (
-                "no worker with devices" if worker is None else f"no worker {worker!r} with devices"
-            )
-            raise StartError(f"{who} answers; is it up?")
-        for name, last_s in heard_s.items():
-            if now_s - last_s > max(SILENT_S, 3 * timeout_s):
-                answers[name] = {"silent": True}
-        open_ = [each for each in answers.values() if "silent" not in each]
-        if all(each.get("error") or is_over(each) for each in open_):
-            return answers
-        time.sleep(min(timeout_s, 0.2))
+        heard_s |= dict.fromkeys(found, now_s)
+        for name in open_ & set(found):
+            if "devices" not in found[name] or found[name].get("error") or is_over(found[name]):
+                open_.discard(name)
+        for name in [each for each in open_ if now_s - heard_s[each] > SILENT_S + timeout_s]:
+            answers[name] = {"silent": True}
+            open_.discard(name)
+        time.sleep(PAUSE_S if open_ else 0.0)
+    if all("silent" in each for each in answers.values()):
+        who = f"no worker {worker!r}" if worker else "no worker"
+        raise StartError(f"{who} with devices answers; is it up?")
+    return answers
+
+
+def find_workers(app: Celery, timeout_s: float) -> set[str]:
+    """Names of the workers that may have devices.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    registered = {each.name for each in registered_workers(app).values() if each.name is not None}
+    if registered:
+        return registered
+    # Another broker than Redis knows of none.
+    found = ask_workers(app, "registered", timeout_s, taskinfoitems=["is_installed"])
+    return {name for name, is_installed in installed_workers(found).items() if is_installed}
 
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:

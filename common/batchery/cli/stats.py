@@ -259,6 +259,8 @@ def percent(share: float | None) -> str:
 
 
 def _device(device: DeviceSnapshot) -> Text:
+    if device.state == "drained":
+        return Text("drained, see `batchery drain`")
     return Text.assemble(
         (device.state, STATE_STYLES.get(device.state, "")),
         f", pid {device.pid}, loaded in {device.load_s:.1f} s,"

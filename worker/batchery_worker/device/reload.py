@@ -98,14 +98,15 @@ class Reloader:
                 check_dimensions(order.task, old.model, new.model)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent waits
             answer = Reloaded(order.task, old.version if old else "", 0.0, describe(error))
+            # What was loaded until then may refer to itself. It holds up all threads for a moment.
+            gc.collect()
         else:
             answer = Reloaded(order.task, new.version, time.monotonic() - started_s)
             self._served[order.task] = new
             if old is not None:
                 self._retire(old)
-        # The rest of what is no longer used refers to itself.
+        # Nothing else refers to them any more.
         old = new = None  # type: ignore[assignment]
-        gc.collect()
         self._release_memory()
         with suppress(OSError):  # The parent is gone.
             self._tell(answer)
