@@ -83,7 +83,7 @@ def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
 
 def labels(client: Celery, jobs: list[Any]) -> dict[str, str]:
     """Version of the model -> that of its labels, of these jobs."""
-    found = {}
+    found: dict[str, str] = {}
     for job in jobs:
         label = job.get(timeout=TIMEOUT_S)["label"]
         batch = client.backend.get_task_meta(job.id)["batch"]

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from apps.batches import FOUR, app
 from batchery import Model, ModelSettings, StepModel, install, register
+from batchery.task import ModelTask
 from batchery_worker.ipc.messages import NotReady, Ready, Reload, Reloaded
 from support.fake_devices import FakeDevice
 from support.fake_worker import FakeWorker, StartPool
@@ -145,7 +146,7 @@ def test_what_must_not_change_in_a_running_worker_is_refused(start_pool: StartPo
     assert order(worker, "1", "unknown") == {"devices": {}, "is_over": True, "error": ""}
     assert "the app's own class says" in order(worker, "2", OWN, model="new")["error"]
     install(app, models={EMBED: ModelSettings(kind="rerank", model="x", queue="celery")})
-    app.tasks[EMBED].model_options = {"settings": OLD}
+    cast(ModelTask, app.tasks[EMBED]).model_options = {"settings": OLD}
     error = order(worker, "3")["error"]
     assert error == (
         "model 'embed': kind was embedding when this worker started, and is rerank now; restart"
