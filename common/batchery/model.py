@@ -53,12 +53,19 @@ class Model:
         """
         return ""
 
-    def unload(self) -> None:
-        """Frees what `load` took, besides memory.
+    def version(self) -> str:
+        """A short name for what `load` has loaded; `batchery explain` and `batchery stats` show it.
 
-        Called once, when a `batchery.Engine` is closed, and when a worker needs the memory for
-        another model; jobs of this one then get a new instance. A device process that ends does not
-        call it.
+        Asked once, after `load`. Empty if it has none.
+        """
+        return ""
+
+    def unload(self) -> None:
+        """Frees what `load` took, besides memory: once, after the last batch.
+
+        Called when a `batchery.Engine` is closed, when a worker needs the memory for another model,
+        and when `batchery reload` has put another version in its place. Jobs then get a new
+        instance. A device process that ends does not call it.
         """
 
     def warm_up(self) -> Sequence[Any]:

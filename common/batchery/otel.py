@@ -28,6 +28,7 @@ FACTS = {
     "queued_ms": "batchery.queued_ms",
     "forward_ms": "batchery.forward_ms",
     "device": "batchery.device",
+    "version": "batchery.model.version",
 }
 
 

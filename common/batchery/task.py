@@ -30,6 +30,7 @@ from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
 from batchery.queue_limits import QueueLimits, find_destination, place
 from batchery.request import BatchContext, JobContext, bind_request
+from batchery.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -497,10 +498,15 @@ class ModelTask(BatchTask):
         made: Any = QueuedChunks
         return made(self.s(), it, n, app=self.app, queue=self.model_queue)
 
-    def make_model(self) -> Model:
-        """A new model, not loaded yet."""
+    def make_model(self, settings: ModelSettings | None = None) -> Model:
+        """A new model, not loaded yet.
+
+        Args:
+            settings: Of another version of a built-in model; None for its own.
+        """
         model = symbol_by_name(self.model) if isinstance(self.model, str) else self.model
-        return cast(type[Model], model)(**self.model_options)
+        options = {**self.model_options, **({"settings": settings} if settings else {})}
+        return cast(type[Model], model)(**options)
 
     @property
     def _local_model(self) -> Model:

@@ -22,6 +22,7 @@ from batchery_worker.ipc.messages import (
     Done,
     NotReady,
     Ready,
+    Reload,
     Reply,
     Setup,
     Work,
@@ -55,6 +56,7 @@ class FakeDevice:
         #: The messages that it has got so far.
         self.setups: list[Setup] = []
         self.works: list[Work] = []
+        self.reloads: list[Reload] = []
         self.told_to_leave = False
         self._answered: set[int] = set()
         self._link = Link(socket.socket(fileno=os.dup(pass_fds[0])))
@@ -71,6 +73,7 @@ class FakeDevice:
                 break
             self.setups += [each for each in messages if isinstance(each, Setup)]
             self.works += [each for each in messages if isinstance(each, Work)]
+            self.reloads += [each for each in messages if isinstance(each, Reload)]
         return self.works
 
     def say(self, reply: Reply) -> None:

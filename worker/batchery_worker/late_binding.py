@@ -50,6 +50,9 @@ class BatchBacklog(Backlog, Protocol):
     #: Called when messages are wanted that were not wanted before.
     ask_for_more: Callable[[], None]
 
+    def offer_stranded(self, give: Give) -> int:
+        """Offers the jobs that no device here will begin; returns how many went."""
+
     @property
     def held(self) -> int:
         """How many of them the worker holds, running ones included."""
@@ -153,7 +156,7 @@ class LateBinding:
         self._is_look_planned = False
         channel.workload = self
         # Jobs of the connection before may be held here.
-        self._plan_look()
+        self.plan_look()
 
     # What the channel asks
 
@@ -191,12 +194,13 @@ class LateBinding:
             take_in()
         else:
             self._batches.gather(take_in)
-        self._plan_look()
+        self.plan_look()
 
     # Giving back
 
-    def _plan_look(self) -> None:
-        if not self._is_look_planned:
+    def plan_look(self) -> None:
+        """Looks soon whether jobs must go back."""
+        if self._hub is not None and not self._is_look_planned:
             self._is_look_planned = True
             self._hub.call_later(self._pause_s, self._look)
             # This turn of the loop has looked at its timers already.
@@ -205,6 +209,8 @@ class LateBinding:
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""
         self._is_look_planned = False
+        if self._batches is not None:
+            self._batches.offer_stranded(self._give_back)
         before_s = monotonic() - HELD_S
         held = [
             (is_batch, backlog, oldest_s)
@@ -219,9 +225,27 @@ class LateBinding:
             )
         self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_GIVING_PAUSE_S)
         if held:
-            self._plan_look()
+            self.plan_look()
 
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
+        by_token = self._find_tokens(requests)
+        jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
+        given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
+        return _forget(given, "another worker waits")
+
+    def _give_back(self, requests: Sequence[Any]) -> Collection[Any]:
+        """Gives jobs back to the front of their queues, where only batch jobs come by these."""
+        by_token = {
+            token: request
+            for token, request in self._find_tokens(requests).items()
+            # The next message of such a queue may be an ordinary job, so this one is fetched again.
+            if self.find_kinds(str(request.delivery_info.get("routing_key"))) == 1
+        }
+        self._channel.lease_store.requeue(list(by_token), first=True)
+        return _forget(list(by_token.values()), "their devices are drained")
+
+    def _find_tokens(self, requests: Sequence[Any]) -> dict[str, Any]:
+        """The leases that may end, and their requests."""
         by_token = {}
         for request in requests:
             lease = get_lease(request.message)
@@ -230,12 +254,15 @@ class LateBinding:
             # A suspect may have been begun elsewhere, and must be looked at by one worker.
             if lease.store.deaths(lease.token) is None:
                 by_token[lease.token] = request
-        jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
-        given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
-        for request in given:
-            # Celery must not settle it any more.
-            request.acknowledged = True
-            worker_state.task_ready(request)
-        if given:
-            logger.info("%d jobs go back to their queue: another worker waits", len(given))
-        return given
+        return by_token
+
+
+def _forget(given: Collection[Any], why: str) -> Collection[Any]:
+    """Has Celery forget requests whose messages went back; returns them."""
+    for request in given:
+        # Celery must not settle it any more.
+        request.acknowledged = True
+        worker_state.task_ready(request)
+    if given:
+        logger.info("%d jobs go back to their queue: %s", len(given), why)
+    return given

@@ -147,7 +147,7 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
         return
     of_tokens = f", {tokens} tokens, padding {info['padding']:.1%}" if tokens else ""
     logger.info(
-        "Batch %s of %s: %s%s, waited %.1f ms, forward %.1f ms on %s",
+        "Batch %s of %s: %s%s, waited %.1f ms, forward %.1f ms on %s%s",
         info["id"],
         task,
         counted(info["size"], "item"),
@@ -155,6 +155,7 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
         waited_ms,
         info["forward_ms"],
         info["device"],
+        f", version {info['version']}" if "version" in info else "",
     )
 
 

@@ -195,6 +195,30 @@ class HybridPool:
         if self._dispatcher is not None:
             self._on_loop(partial(self._dispatcher.recycle, task_modules(self._tasks)))
 
+    def reload(self, number: str, task: str, **options: Any) -> dict[str, Any] | None:
+        """Begins to load another version of a model, and says how far that is; for `DeviceControl`.
+
+        Returns:
+            None before the start and after the end.
+        """
+        if self._dispatcher is None:
+            return None
+        control = self._dispatcher.control
+        self._on_loop(partial(control.reload, number, task, **options))
+        return control.report(number)
+
+    def drain(self, device: str, *, undo: bool) -> dict[str, str] | None:
+        """Lets a device leave, or starts it again, and says how all devices are.
+
+        Returns:
+            None before the start and after the end.
+        """
+        if self._dispatcher is None:
+            return None
+        control = self._dispatcher.control
+        self._on_loop(partial(control.drain, device, undo=undo))
+        return control.states()
+
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now; returns when the results are stored.
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from celery.worker.control import inspect_command
+from celery.worker.control import control_command, inspect_command
 
-from batchery.protocol.figures import FIGURES, RECORD
+from batchery.protocol.figures import DRAIN, FIGURES, RECORD, RELOAD
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
@@ -53,6 +53,24 @@ def record(
     if ask is None or (found := ask(recorder, after)) is None:
         return NO_DEVICE
     return {**found, "queues": _queues(state.consumer)}
+
+
+@control_command(name=RELOAD)
+def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]:
+    """Loads another version of a model; asked again, it says how far that is."""
+    order = getattr(state.consumer.pool, "reload", None)
+    return NO_DEVICE if order is None else order(number, task, **options) or NO_DEVICE
+
+
+@control_command(name=DRAIN)
+def drain(state: Any, device: str, *, undo: bool = False) -> dict[str, Any]:
+    """Lets a device leave, or starts it again; asked again, it says how far that is."""
+    order = getattr(state.consumer.pool, "drain", None)
+    states = None if order is None else order(device, undo=undo)
+    binding = getattr(state.consumer.controller, "late_binding", None)
+    if binding is not None:
+        binding.plan_look()
+    return NO_DEVICE if states is None else {"devices": states}
 
 
 def _queues(consumer: Any) -> list[str]:

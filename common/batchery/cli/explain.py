@@ -129,6 +129,7 @@ def describe_batch(batch: Mapping[str, Any]) -> str:
         f"{duration(prepare)} to prepare" if prepare is not None else "",
         f"{duration(queued)} between stages" if queued is not None else "",
         f"{duration(forward)} forward{device}" if forward is not None else "",
+        f"version {batch['version']}" if batch.get("version") else "",
     ]
     return ", ".join(part for part in parts if part)
 

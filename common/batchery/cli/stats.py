@@ -259,6 +259,8 @@ def percent(share: float | None) -> str:
 
 
 def _device(device: DeviceSnapshot) -> Text:
+    if device.state == "drained":
+        return Text("drained, see `batchery drain`")
     return Text.assemble(
         (device.state, STATE_STYLES.get(device.state, "")),
         f", pid {device.pid}, loaded in {device.load_s:.1f} s,"
@@ -277,15 +279,17 @@ def _memory(device: DeviceSnapshot) -> str:
 
 
 def _model(model: ModelSnapshot) -> str:
+    version = f", version {model.version}" if model.version else ""
     if model.slots:
         steps = f"{model.steps:,} steps of {_number(model.step_ms, 'ms')}"
-        return f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}"
+        return f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}{version}"
     if model.state != "loaded":
         return model.state
     failed = model.out_of_memory
     peak = f", peak {_mib(model.peak_bytes)}" if model.peak_bytes is not None else ""
     out = f", out of memory {counted(failed, 'time')}" if failed else ""
-    return f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}{out}{peak}"
+    budget = f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}"
+    return f"{budget}{out}{peak}{version}"
 
 
 def _cache(cache: CacheFigures) -> str:

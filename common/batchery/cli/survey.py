@@ -159,7 +159,7 @@ class WorkerDirectory:
             arguments: Of the command.
         """
         if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
-            tasks = _broadcast(self._app, "registered", timeout_s, taskinfoitems=["is_installed"])
+            tasks = ask_workers(self._app, "registered", timeout_s, taskinfoitems=["is_installed"])
             self._installed = installed_workers(tasks)
             self._found_s = self._clock()
         installed = [name for name, is_installed in self._installed.items() if is_installed]
@@ -167,13 +167,14 @@ class WorkerDirectory:
             name: {"error": NOT_INSTALLED} for name in self._installed if name not in installed
         }
         return found | (
-            _broadcast(self._app, command, timeout_s, installed, **arguments) if installed else {}
+            ask_workers(self._app, command, timeout_s, installed, **arguments) if installed else {}
         )
 
 
-def _broadcast(
+def ask_workers(
     app: Celery, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any
 ) -> dict[str, Any]:
+    """Sends a command of remote control to workers, to all without names; returns their answers."""
     replies = app.control.broadcast(
         command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
     )
@@ -281,7 +282,7 @@ def survey_registered(
     with broker_errors():
         registered = registered_workers(app)
         names = [each.name for each in registered.values() if each.name is not None]
-        workers = _broadcast(app, FIGURES, timeout_s, names) if names and asks else {}
+        workers = ask_workers(app, FIGURES, timeout_s, names) if names and asks else {}
         consumed = {queue for each in registered.values() for queue in each.queues or ()}
         return _look_at_broker(app, workers, {*consumed, *queues}, registered)
 

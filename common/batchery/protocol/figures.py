@@ -20,6 +20,9 @@ FIGURES = "batchery"
 #: The one that asks for the jobs since the last question.
 RECORD = "batchery_record"
 
+#: The ones that reload a model, and that drain a device or undo that.
+RELOAD, DRAIN = "batchery_reload", "batchery_drain"
+
 #: Digits of what is reported behind the point.
 DIGITS = 3
 
@@ -240,6 +243,8 @@ class LearnedCosts:
 class ModelSnapshot:
     """A model on a device; costs are None until they are learned."""
 
+    #: Its name for what it has loaded; empty if it has none.
+    version: str = ""
     max_batch_tokens: int = 0
     chosen_by: str = ""
     #: How many forward passes failed for want of memory.

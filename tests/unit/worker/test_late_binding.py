@@ -48,8 +48,13 @@ class Store:
     def __init__(self) -> None:
         self.suspects: set[str] = set()
 
+        self.requeued: list[tuple[list[str], bool]] = []
+
     def deaths(self, token: str) -> int | None:
         return 1 if token in self.suspects else None
+
+    def requeue(self, tokens: list[str], *, first: bool) -> None:
+        self.requeued.append((tokens, first))
 
 
 class Channel:
@@ -83,6 +88,7 @@ class Request:
 
     def __init__(self, name: str, message: Any = None) -> None:
         self.id = self.name = name
+        self.delivery_info = {"routing_key": "models"}
         self.message = message
 
     def on_success(self, _: Any) -> None:
@@ -98,6 +104,7 @@ class Backlog:
         self.waiting: list[tuple[float, Any]] = []
         self.gathered: list[str] = []
         self.room = 0
+        self.is_stranded = False
 
     def add(self, *tokens: str) -> None:
         for token in tokens:
@@ -123,6 +130,9 @@ class Backlog:
 
     def oldest_s(self) -> float | None:
         return self.waiting[0][0] if self.waiting else None
+
+    def offer_stranded(self, give: Give) -> int:
+        return self.offer(self._clock.now_s, give) if self.is_stranded else 0
 
     def offer(self, before_s: float, give: Give) -> int:
         old = [request for since_s, request in self.waiting if since_s <= before_s]
@@ -223,6 +233,19 @@ def test_suspects_and_jobs_without_a_lease_stay(house: House) -> None:
     house.channel.room = 9
     house.clock.pass_time(HELD_S)
     assert house.backlog.tokens == ["1", "not-leased"]
+
+
+def test_jobs_whose_devices_are_drained_go_back_though_nobody_waits(house: House) -> None:
+    house.take("1", "2", "3", "not-leased")
+    house.channel.lease_store.suspects.add("1")
+    (_, mixed), (_, request) = house.backlog.waiting[1:3]
+    mixed.delivery_info = {"routing_key": "mixed"}
+    house.backlog.is_stranded = True
+    house.binding.plan_look()
+    house.clock.pass_time(HELD_S)
+    assert house.channel.lease_store.requeued == [(["3"], True)]
+    assert house.backlog.tokens == ["1", "2", "not-leased"]
+    assert (request.acknowledged, mixed.acknowledged) == (True, False)
 
 
 def test_a_job_that_went_back_is_settled_for_celery(house: House) -> None:

@@ -30,6 +30,7 @@ from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
 from batchery.outcomes import Failed
+from batchery.settings import ModelSettings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
@@ -42,10 +43,12 @@ from batchery_worker.device.loading import (
     find_task,
     import_app,
     load_model,
+    read_version,
     serve_model,
 )
 from batchery_worker.device.model_pool import ModelPool
 from batchery_worker.device.pieces import PieceWriter
+from batchery_worker.device.reload import Reloader
 from batchery_worker.device.reply import DeviceBatch, answer, report_dropped
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
@@ -62,6 +65,7 @@ from batchery_worker.ipc.messages import (
     Loads,
     NotReady,
     Ready,
+    Reload,
     Reply,
     ResultsWait,
     Setup,
@@ -101,6 +105,15 @@ class Device:
         self._ahead: deque[DeviceBatch] = deque()
         self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
         self._models = ModelPool(self._load, self._estimate)
+        #: By name of a task: the settings of its model, where they are not those of the app.
+        self._versions: dict[str, ModelSettings] = {}
+        self._reloader = Reloader(
+            lambda name: self._models.loaded.get(name),
+            self._load_version,
+            self._swap,
+            lambda: self._memory.release(),
+            self.tell,
+        )
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
@@ -146,11 +159,13 @@ class Device:
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
             signals.worker_process_init.send(sender=None)
+        self._versions = dict(setup.versions)
         self._models = ModelPool(self._load, self._estimate, setup, self._memory)
         if setup.slots:
             task = cast(ModelTask, self._app.tasks[setup.task])
-            model = cast(StepModel, load_model(task, setup.device))
-            self._steps = StepLoop(model, setup, self._finish, self.tell, self._pieces)
+            model = load_model(task, setup.device, self._versions.get(task.name))
+            told = self._finish, self.tell, self._pieces, read_version(model)
+            self._steps = StepLoop(cast(StepModel, model), setup, *told)
         else:
             self._models.load_first(setup.load)
         if app is None:
@@ -176,18 +191,23 @@ class Device:
             self._steps.run(self._intake)
         loop = EventLoop()
         while True:
-            self._look_ahead()
-            batch = self._ahead.popleft() if self._ahead else self._intake.take()
-            if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
-                self._intake.read_ahead()
+            self._run_next(loop)
+
+    def _run_next(self, loop: EventLoop) -> None:
+        # A function, so that an idle device holds no batch, and with it a model that was replaced.
+        self._look_ahead()
+        batch = self._ahead.popleft() if self._ahead else self._intake.take()
+        if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
+            self._intake.read_ahead()
+        with self._reloader.turn:
             computed = self._forward(batch, loop.run)
-            self._lasted_ms[batch.work.task] = computed.forward_ms
-            if self._given == self._answered and not self._ahead and self._intake.is_empty:
-                # There is nothing else to do meanwhile, and another thread would start later.
-                self._answer(computed)
-            else:
-                self._given += 1
-                self._computed.put(computed)
+        self._lasted_ms[batch.work.task] = computed.forward_ms
+        if self._given == self._answered and not self._ahead and self._intake.is_empty:
+            # There is nothing else to do meanwhile, and another thread would start later.
+            self._answer(computed)
+        else:
+            self._given += 1
+            self._computed.put(computed)
 
     @cached_property
     def _intake(self) -> Intake[Any]:
@@ -238,9 +258,14 @@ class Device:
             return batch.served.is_loaded
         return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
 
-    def _prepare(self, frame: bytes) -> DeviceBatch:
+    def _prepare(self, frame: bytes) -> DeviceBatch | None:
         """Makes a batch of a message; on either of two threads, never on both at once."""
-        work: Work = load_message(frame)
+        work: Work | Reload = load_message(frame)
+        if isinstance(work, Reload):
+            self._reloader.begin(work)
+            return None
+        # Before its model is chosen: that one is not freed until then.
+        self._reloader.unanswered.add(work.id)
         started_s = time.perf_counter()
         served = self._models.loaded.get(work.task)
         items, deduped = self._choose(work, served)
@@ -306,10 +331,10 @@ class Device:
 
         self.current = work
         batch.outcomes = self._reuse.run(deduped, items, run)
-        self.current = None
-        batch.deduped = deduped
+        self.current, batch.deduped = None, deduped
         batch.ended_s = time.perf_counter()
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
+        batch.version = served.version if served is not None else ""
         batch.figures = self._figures()
         return batch
 
@@ -358,6 +383,7 @@ class Device:
         else:
             done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
+        self._reloader.unanswered.discard(batch.work.id)
         self._pieces.end(batch.work, [status for status, _ in done.jobs])
 
     def _report_waiting(self) -> None:
@@ -374,14 +400,31 @@ class Device:
             self.tell(Loaded(work.id, self._figures()))
 
     def _load(self, name: str) -> LoadedModel:
-        task = cast(ModelTask, self._app.tasks[name])
-        served = serve_model(name, task.make_model, self._name, self._memory, gives_json=True)
-        served.identity = build_identity(task, served.model)
+        served = self._load_version(name, None)
+        self._reloader.note_threads()
         return served
+
+    def _swap(
+        self, new: LoadedModel, settings: ModelSettings | None, load_s: float
+    ) -> LoadedModel | None:
+        """Puts another version into the place of a model; while no batch runs."""
+        old = self._models.replace(new, load_s)
+        if settings is not None:
+            self._versions[new.name] = settings
+        return old
 
     def _estimate(self, name: str) -> int | None:
         task = cast(ModelTask, self._app.tasks[name])
-        return estimate_bytes(task.model_options.get("settings"), self._name)
+        settings = self._versions.get(name) or task.model_options.get("settings")
+        return estimate_bytes(settings, self._name)
+
+    def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
+        task = cast(ModelTask, find_task(self._app, name))
+        make_model = partial(task.make_model, settings or self._versions.get(name))
+        served = serve_model(name, make_model, self._name, self._memory, gives_json=True)
+        served.identity = build_identity(task, served.model)
+        served.version = read_version(served.model)
+        return served
 
     def _figures(self) -> dict[str, Any] | None:
         """Figures for the parent; None if it got the same a moment ago."""

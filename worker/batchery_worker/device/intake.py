@@ -27,12 +27,13 @@ class Intake(Generic[Prepared]):
     The process ends as soon as the parent has closed the pipe, whatever the main thread does.
     """
 
-    def __init__(self, end: socket.socket, prepare: Callable[[bytes], Prepared]) -> None:
+    def __init__(self, end: socket.socket, prepare: Callable[[bytes], Prepared | None]) -> None:
         """Reads nothing yet.
 
         Args:
             end: The device's end of the pipe.
-            prepare: Makes a batch of a frame; called by either thread, never by both at once.
+            prepare: Makes a batch of a frame, or handles another message and returns None; called
+                by either thread, never by both at once.
         """
         self._end = end
         self._prepare = prepare
@@ -59,8 +60,9 @@ class Intake(Generic[Prepared]):
         Raises:
             queue.Empty: It has not, or the other thread still prepares it.
         """
-        if self._ready.empty() and self._has_unread():
-            return self._read()
+        while self._ready.empty() and self._has_unread():
+            if (batch := self._read()) is not None:
+                return batch
         return self._ready.get_nowait()
 
     def take(self) -> Prepared:
@@ -70,7 +72,10 @@ class Intake(Generic[Prepared]):
             self._stopped.acquire()
             self._reads_ahead = False
         # The other thread may have read one in the meantime.
-        return self._read() if self._ready.empty() else self._ready.get()
+        while self._ready.empty():
+            if (batch := self._read()) is not None:
+                return batch
+        return self._ready.get()
 
     def read_ahead(self) -> None:
         """From now on the other thread reads, until this one waits for a batch."""
@@ -87,7 +92,8 @@ class Intake(Generic[Prepared]):
             found = dict(poll.poll())
             events = found.get(self._end.fileno(), 0)
             if events & select.POLLIN:
-                self._ready.put(self._read())
+                if (batch := self._read()) is not None:
+                    self._ready.put(batch)
             elif events:
                 os._exit(0)
             elif os.read(self._told, 1) == _GO:
@@ -99,7 +105,7 @@ class Intake(Generic[Prepared]):
     def _has_unread(self) -> bool:
         return not self._reads_ahead and bool(self._arrived.poll(0))
 
-    def _read(self) -> Prepared:
+    def _read(self) -> Prepared | None:
         try:
             frame = read_frame(self._end)
         except EOFError:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
 from batchery.outcomes import Failed
+from batchery.settings import ModelSettings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device_pool.startup import choose_devices
@@ -34,15 +36,21 @@ USELESS_ADVICE = {
 }
 
 
-def load_model(task: ModelTask, device: str) -> Model:
+def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
     """Loads the model of a task and runs its warm-up. Its results are for Redis.
+
+    Args:
+        task: The task.
+        device: As torch spells it.
+        settings: Of another version than the task's own.
 
     Raises:
         ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
         DeviceUnavailable: The device does not exist.
     """
     kind = StepModel if task.slots else Model
-    return _load(task.name, task.make_model, device, gives_json=True, kind=kind)
+    make_model = partial(task.make_model, settings)
+    return _load(task.name, make_model, device, gives_json=True, kind=kind)
 
 
 def check_kind(name: str, model: Model, kind: type[Model]) -> None:
@@ -208,6 +216,13 @@ def sample_keywords(model: Model) -> Mapping[str, Any]:
     """Keywords of items that nobody sent: some built-in kinds need a few."""
     keywords: Mapping[str, Any] = getattr(model, "sample_keywords", {})
     return keywords
+
+
+def read_version(model: Model) -> str:
+    """The model's name for what it has loaded; empty if it has none."""
+    # A class that is older than this method may have an attribute of that name.
+    version: object = model.version
+    return str(version() if callable(version) else version)
 
 
 def build_identity(task: ModelTask, model: Model) -> str:

@@ -221,6 +221,31 @@ class ModelPool:
         record.loads += 1
         self.loaded[served.name] = served
 
+    def replace(self, new: LoadedModel, load_s: float) -> LoadedModel | None:
+        """Puts another version into the place of a model; others make room if it is larger.
+
+        Returns:
+            The earlier version, which batches that are prepared may still use; None if it was not
+            loaded.
+
+        Raises:
+            ModelLoadError: It does not fit; the earlier version stays.
+        """
+        name = new.name
+        if name in self._aside:
+            self._drop([name])
+        # What was learned of the earlier one need not hold for this one.
+        old, before = self.loaded.get(name), self.records.pop(name, ModelRecord())
+        try:
+            self.keep(new, load_s)
+            self._make_room(name, 0, ())
+        except ModelLoadError:
+            self.records[name] = before
+            if old is not None:
+                self.loaded[name] = old
+            raise
+        return old
+
     def _take_back(self, name: str, served: LoadedModel) -> bool:
         """Takes a model back from main memory; returns False if that fails."""
         began_s = self._clock()

@@ -35,6 +35,8 @@ class DeviceBatch:
     forward_ms: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
+    #: See `LoadedModel.version`.
+    version: str = ""
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0
     #: Why it has no outcomes, if it is the job of slots that it had to leave.
@@ -70,18 +72,11 @@ def answer(
     ]
     statuses: Sequence[CommitStatus] = [CommitStatus.NEEDS_TRACER] * len(settled)
     chars, is_listened = None, False
+    names = ("prepare_ms", "queued_ms", "forward_ms", "tokens", "computed_tokens", "version")
+    facts: dict[str, Any] = {name: getattr(batch, name) for name in names}
     if context is not None:
         chars, is_listened = context.text_chars, context.is_listened
-        info = batch_info(
-            batch_id=work.id,
-            device=device,
-            size=len(batch.outcomes),
-            prepare_ms=batch.prepare_ms,
-            queued_ms=batch.queued_ms,
-            forward_ms=batch.forward_ms,
-            tokens=batch.tokens,
-            computed_tokens=batch.computed_tokens,
-        )
+        info = batch_info(batch_id=work.id, device=device, size=len(batch.outcomes), **facts)
         statuses = committer.commit(settled, context, info)
     # The callers came first: they wait.
     deduped = batch.deduped
@@ -92,15 +87,11 @@ def answer(
             (status.value, _rest(status, job, outcome, chars, is_listened=is_listened))
             for status, job, outcome in zip(statuses, settled, outcomes, strict=True)
         ],
-        forward_ms=batch.forward_ms,
-        tokens=batch.tokens,
-        computed_tokens=batch.computed_tokens,
-        prepare_ms=batch.prepare_ms,
-        queued_ms=batch.queued_ms,
         commit_ms=(time.perf_counter() - started_s) * 1e3,
         figures=batch.figures,
         reused=reused,
         failed_items=_failed_items(work, outcomes),
+        **facts,
     )
 
 

@@ -71,6 +71,8 @@ class LoadedModel:
         self.model = model
         #: What its results depend on; empty if results are not cached.
         self.identity = ""
+        #: Its name for what it has loaded; empty if it has none.
+        self.version = ""
         #: Whether a batch may use it now.
         self.is_loaded = True
         #: When it was loaded, and when a batch used it last, on the clock.
@@ -193,6 +195,7 @@ class LoadedModel:
         """What `batchery stats` shows of it."""
         allowed = self._budget.allows()
         figures = {
+            **({"version": self.version} if self.version else {}),
             "max_batch_tokens": allowed,
             "chosen_by": "memory" if allowed < self._budget.ceiling else self._source,
             "out_of_memory": self._failed_passes,

@@ -69,6 +69,7 @@ class StepLoop:
         finish: Callable[[DeviceBatch, bool], None],
         tell: Callable[[Reply], None],
         pieces: PieceWriter,
+        version: str = "",
     ) -> None:
         """Has no jobs.
 
@@ -78,7 +79,9 @@ class StepLoop:
             finish: Answers a job that has left its slots; is told whether no other one goes on.
             tell: Sends a message to the parent.
             pieces: Writes partial results.
+            version: That of the model.
         """
+        self._version = version
         self._model = model
         self._setup = setup
         self._slots: Slots[ItemId] = Slots(model, setup.slots)
@@ -97,7 +100,12 @@ class StepLoop:
         prepared = prepare(self._model, items, work.keywords)
         pieces = self._pieces.read(work) if work.streams else ()
         ended_s = time.perf_counter()
-        batch = DeviceBatch(work, prepared, prepare_ms=(ended_s - started_s) * 1e3, ended_s=ended_s)
+        batch = DeviceBatch(
+            *(work, prepared),
+            prepare_ms=(ended_s - started_s) * 1e3,
+            ended_s=ended_s,
+            version=self._version,
+        )
         outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in prepared]
         return SlotJob(batch, outcomes, outcomes.count(GOES_ON), pieces, *_find_end(work))
 
@@ -125,6 +133,7 @@ class StepLoop:
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` shows of the model."""
         return {
+            **({"version": self._version} if self._version else {}),
             "slots": self._setup.slots,
             "slots_taken": self._slots.taken,
             "steps": self._steps,

@@ -39,8 +39,9 @@ class SequentialDevice(Device):
             self._steps.run(SequentialIntake(self._end, self._prepare_job))
         with closing(EventLoop()) as loop:
             while True:
-                batch = self._prepare(read_frame(self._end))
-                self._answer(self._forward(batch, loop.run))
+                if (batch := self._prepare(read_frame(self._end))) is not None:
+                    with self._reloader.turn:
+                        self._answer(self._forward(batch, loop.run))
 
     def _look_ahead(self) -> None:
         """Takes in nothing ahead."""

@@ -122,6 +122,8 @@ class State(Enum):
     #: It was told to leave, and holds no batch.
     LEAVING = auto()
     DEAD = auto()
+    #: It was drained, and has no process until that is undone.
+    DRAINED = auto()
 
 
 @dataclass(slots=True)
@@ -161,6 +163,8 @@ class DeviceProcess:
     models: DeviceModels | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
+    #: Whether it shall finish what it has, and then have no process.
+    is_drained: bool = False
     #: Number of slots that its jobs have, or will have next.
     taken: int = 0
     link: Link | None = None
@@ -238,8 +242,9 @@ class DeviceProcess:
 
     def figures(self) -> dict[str, Any]:
         """The device's figures in `celery inspect batchery`."""
+        is_leaving = self.is_drained and self.state is not State.DRAINED
         return {
-            "state": self.state.name.lower(),
+            "state": "draining" if is_leaving else self.state.name.lower(),
             "pid": self.pid,
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.batches),

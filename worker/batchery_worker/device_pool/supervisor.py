@@ -23,8 +23,11 @@ from batchery_worker.ipc.messages import (
     Loads,
     NotReady,
     Ready,
+    Reload,
+    Reloaded,
     Reply,
     ResultsWait,
+    dump_message,
 )
 
 logger = logging.getLogger("batchery.pool")
@@ -92,6 +95,9 @@ class DeviceSupervisor:
         #: Batches with suspects of an earlier worker: no other job may run, on any device.
         self._reserved = 0
         self._refusals: dict[str, NotReady] = {}
+        #: Called when a device is ready, is not, or has reloaded a model; with None when its
+        #: process has died, or it is drained.
+        self.on_change: Callable[[DeviceProcess, Reply | None], None] = _ignore_change
 
     @property
     def dispatched(self) -> int:
@@ -175,6 +181,27 @@ class DeviceSupervisor:
         dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
         self._watch_limit(device, work_id, dispatched)
 
+    def tell(self, device: DeviceProcess, message: Reload) -> None:
+        """Sends a message that is no batch."""
+        assert device.link is not None
+        if not device.link.send(dump_message(message)):
+            self._await_room(device)
+
+    def renew(self, device: DeviceProcess) -> None:
+        """Gives a device a fresh process, once it is idle and all others are ready."""
+        device.recycle_due = True
+        self._recycle_next()
+
+    def drain(self, device: DeviceProcess, *, undo: bool = False) -> None:
+        """Ends the process of a device once it has finished what it has, or starts a fresh one."""
+        if device.is_drained is not undo:
+            return
+        device.is_drained = not undo
+        logger.info("device %s %s", device.name, "is started again" if undo else "is drained")
+        if device.state in (State.DEAD, State.DRAINED):
+            self._spawn(device)
+        self._recycle_next()
+
     def recycle(self, modules: Sequence[str]) -> None:
         """Recycles the processes of all devices, one after the other, each when it is idle.
 
@@ -207,6 +234,12 @@ class DeviceSupervisor:
 
     def _spawn(self, device: DeviceProcess) -> None:
         if self._stopping or device.link is not None or device not in self.devices:
+            return
+        if device.is_drained:
+            device.state, device.pid, device.reported = State.DRAINED, 0, {}
+            logger.info("device %s has left, and is drained", device.name)
+            self.on_change(device, None)
+            self._recycle_next()
             return
         try:
             device.spawn()
@@ -341,6 +374,7 @@ class DeviceSupervisor:
             device.is_hung = False
             self._refusals.pop(device.name, None)
             logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+            self.on_change(device, reply)
             self._recycle_next()
             self._on_ready()
         elif isinstance(reply, NotReady):
@@ -348,6 +382,9 @@ class DeviceSupervisor:
             if device.ready_s:
                 # At a worker's start it is the error that ends the worker, and is logged then.
                 logger.error("%s", reply.text)
+            self.on_change(device, reply)
+        elif isinstance(reply, Reloaded):
+            self.on_change(device, reply)
         elif isinstance(reply, ResultsWait):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
@@ -362,16 +399,20 @@ class DeviceSupervisor:
         elif isinstance(reply, Loads | Loaded):
             self._on_load(device, reply)
         else:
-            dispatched = device.take_reply(reply)
-            self._reserved -= dispatched.is_reserved
-            self._give_time_back(device, dispatched)
-            if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
-                device.recycle_due = True
-                warn_if_short(device)
-            if not dispatched.in_slots:
-                self._watch(device)
-            self._recycle_next()
-            self._on_done(dispatched, reply, device)
+            self._take(device, reply)
+
+    def _take(self, device: DeviceProcess, done: Done) -> None:
+        """Takes back a batch that its device has answered."""
+        dispatched = device.take_reply(done)
+        self._reserved -= dispatched.is_reserved
+        self._give_time_back(device, dispatched)
+        if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
+            device.recycle_due = True
+            warn_if_short(device)
+        if not dispatched.in_slots:
+            self._watch(device)
+        self._recycle_next()
+        self._on_done(dispatched, done, device)
 
     def _on_load(self, device: DeviceProcess, reply: Loads | Loaded) -> None:
         """Keeps the time of a load out of the time of its batch, which begins after that."""
@@ -399,14 +440,18 @@ class DeviceSupervisor:
         """Recycles the next process that is due, if all devices are ready."""
         if self._stopping:
             return
-        if all(device.state is State.READY for device in self.devices):
+        for device in self.devices:
+            if device.is_drained and device.state is State.READY:
+                device.state = State.RECYCLING
+        if all(device.state in (State.READY, State.DRAINED) for device in self.devices):
             for device in self.devices:
-                if device.recycle_due:
+                if device.recycle_due and device.state is State.READY:
                     device.state = State.RECYCLING
                     break
         for device in self.devices:
             if device.state is State.RECYCLING and not device.batches:
-                logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
+                if not device.is_drained:
+                    logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
                 device.leave()
                 self._hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
 
@@ -426,6 +471,7 @@ class DeviceSupervisor:
         self._reserved -= sum(each.is_reserved for each in batches)
         if self._given_up(device):
             return
+        self.on_change(device, None)
         held = counted(len(batches), "batch")
         logger.error("%s, with %s; restart in %.1f s", how, held, device.backoff_s)
         self._hub.call_later(device.backoff_s, self._spawn, device)
@@ -437,7 +483,12 @@ class DeviceSupervisor:
             return False
         self.devices.remove(device)
         self._given_up_for_good.append(device)
-        logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
+        refusal = self._refusals.get(device.name)
+        logger.critical(
+            "device %s is given up after %d starts%s",
+            *(device.name, device.failed_starts, f": {refusal.text}" if refusal else ""),
+        )
+        self.on_change(device, None)
         # The other devices need not wait for it any longer.
         self._recycle_next()
         others = [each for each in self.devices if each.setup.task == device.setup.task]
@@ -445,6 +496,10 @@ class DeviceSupervisor:
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
+
+
+def _ignore_change(*_: object) -> None:
+    """For a worker whose models nobody reloads."""
 
 
 def warn_if_short(device: DeviceProcess) -> None:

@@ -135,8 +135,27 @@ class BatchDemand:
                 for job in held[kept:]
                 if job.arrived_s <= before_s and job.payload.request is not None
             ]
-        given = give([job.payload.request for job in old])
-        self._scheduler.remove(job for job in old if job.payload.request in given)
+        return self._give(old, give)
+
+    def offer_stranded(self, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
+        """Offers the jobs whose devices are all drained; returns how many went.
+
+        Args:
+            give: As for `offer`.
+        """
+        devices = self._supervisor.devices
+        kinds = {device.setup.task for device in devices}
+        kinds -= {device.setup.task for device in devices if not device.is_drained}
+        stranded = [job for task in kinds for job in self._scheduler.held(task)]
+        return self._give([job for job in stranded if job.payload.request is not None], give)
+
+    def _give(
+        self,
+        jobs: Sequence[Job[TaskCall]],
+        give: Callable[[Sequence[Any]], Collection[Any]],
+    ) -> int:
+        given = give([job.payload.request for job in jobs]) if jobs else ()
+        self._scheduler.remove(job for job in jobs if job.payload.request in given)
         return len(given)
 
     def _wants_batch(self, device: DeviceProcess, now_s: float) -> bool:
@@ -169,7 +188,9 @@ class BatchDemand:
         return sum(each > own for each in ranks) or int(min(ranks, default=own) < own)
 
     def _may_begin(self, device: DeviceProcess) -> bool:
-        """Whether no suspects wait or run that keep other jobs from a device."""
+        """Whether it is not drained, and no suspects wait or run that keep other jobs from it."""
+        if device.is_drained:
+            return False
         if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task):
             return False
         return not self._supervisor.is_reserved

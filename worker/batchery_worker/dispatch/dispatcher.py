@@ -27,6 +27,7 @@ from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
@@ -87,6 +88,7 @@ class Dispatcher:
             on_death=self._on_death,
             on_lost=self._on_lost,
         )
+        self.control = DeviceControl(app, self._supervisor)
         self._batch_ids = itertools.count(1)
         # Used until Celery's loop runs, or for good.
         self._own_hub = self._hub = Hub()
@@ -536,6 +538,7 @@ class Dispatcher:
             forward_ms=done.forward_ms,
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
+            version=done.version,
         )
         log_batch(jobs[0].key.task, info, tokens=done.tokens, waited_ms=max(waited_ms))
         trace_batch(dispatched, info)

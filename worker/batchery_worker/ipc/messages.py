@@ -23,6 +23,7 @@ from batchery.errors import ItemFailed, StartError, UnserialisableResult
 from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.headers import Form
+from batchery.settings import ModelSettings
 from batchery.tracebacks import Frame, collect_frames, with_frames
 from batchery_worker.ipc.values import Encoded, is_plain
 
@@ -128,6 +129,8 @@ class Setup:
     #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
     #: `sys_path`. Then there is no app, and `device` is the name of the model.
     model: bytes | None = None
+    #: By name of a task: the settings of its model, where they are others than those of the app.
+    versions: Mapping[str, ModelSettings] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -192,6 +195,28 @@ class Cancel(NamedTuple):
     """Nobody wants the job of a batch any more, which a device has in slots."""
 
     id: int
+
+
+class Reload(NamedTuple):
+    """The device shall load a model anew, beside the one that it serves, and swap them."""
+
+    task: str
+    #: Those of the new version; None for a model of the app's own.
+    settings: ModelSettings | None
+    #: Whether the new one may have other dimensions.
+    force: bool = False
+
+
+class Reloaded(NamedTuple):
+    """What became of a `Reload`."""
+
+    task: str
+    #: That of the model that is served now.
+    version: str
+    #: How long it took to load, in seconds.
+    load_s: float
+    #: Why the old one stays; empty if it does not.
+    error: str = ""
 
 
 class Ready(NamedTuple):
@@ -275,20 +300,22 @@ class Done(NamedTuple):
     reused: Mapping[str, Any] | None = None
     #: Number of failed items of multi-item jobs, by class of the error; None if none failed.
     failed_items: Mapping[str, int] | None = None
+    #: That of the model; empty if it has none.
+    version: str = ""
 
 
-Reply = Ready | NotReady | ResultsWait | Began | Loads | Loaded | Left | Stepped | Done
-_KINDS = (Ready, NotReady, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done)
+Reply = Ready | NotReady | Reloaded | ResultsWait | Began | Loads | Loaded | Left | Stepped | Done
+_KINDS = (Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done)
 _REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
-def dump_message(message: Setup | Work | Cancel) -> bytes:
+def dump_message(message: Setup | Work | Cancel | Reload) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def load_message(frame: bytes) -> Any:
-    """Decodes a message in the device: a `Setup`, a `Work` or a `Cancel`."""
+    """Decodes a message in the device: a `Setup`, a `Work`, a `Cancel` or a `Reload`."""
     return pickle.loads(frame)
 
 
@@ -468,6 +495,7 @@ def batch_info(
     forward_ms: float,
     tokens: int,
     computed_tokens: int,
+    version: str = "",
 ) -> dict[str, Any]:
     """Facts that all jobs of a batch share; each job's `waited_ms` is added later.
 
@@ -480,6 +508,7 @@ def batch_info(
         forward_ms: Time of the computation.
         tokens: Tokens of the items; 0 if the task counts none.
         computed_tokens: Tokens that were computed, with padding.
+        version: That of the model; left out if it has none.
     """
     return {
         "id": f"b{batch_id}",
@@ -489,6 +518,7 @@ def batch_info(
         "queued_ms": round(queued_ms, 3),
         "forward_ms": round(forward_ms, 3),
         "device": device,
+        **({"version": version} if version else {}),
     }
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
@@ -28,6 +29,9 @@ NEUTRAL = {"model", "revision", "queue", "cache", *TASK_OPTIONS, *PLACE_OPTIONS}
 
 #: Suffixes of weights that are never loaded, and may have many gigabytes.
 NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
+
+#: Length of the name of a version, in bytes; it has two letters for each.
+VERSION_BYTES = 6
 
 #: Packages whose versions may change a result.
 PACKAGES = ("batchery", "torch", "transformers", "tokenizers")
@@ -135,6 +139,28 @@ def _check_weights(name: str, folder: Path) -> None:
             ) from None
 
 
+@contextmanager
+def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
+    """Enters a context while transformers builds a model without weights, in this block.
+
+    Then it changes torch's default number format, and some of its functions, for all threads.
+
+    Args:
+        turn: No other thread may compute anything in it.
+    """
+    name = "get_init_context"
+    plain = vars(PreTrainedModel)[name]
+
+    def get_init_context(cls: type, *args: Any, **keywords: Any) -> list[Any]:
+        return [turn, *plain.__func__(cls, *args, **keywords)]
+
+    setattr(PreTrainedModel, name, classmethod(get_init_context))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, name, plain)
+
+
 def reason(error: Exception) -> str:
     """The text of an error on one line; transformers writes many."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -186,6 +212,33 @@ def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], 
     return json.dumps(known, sort_keys=True)
 
 
+def name_version(settings: ModelSettings, source: ModelSource) -> str:
+    """A short name that changes with a model's files, by their sizes and times, or its options.
+
+    It reads no file. A model of the hub is known by its commit.
+    """
+    files: list[Any]
+    try:
+        if source.folder is None:
+            files = [_snapshot(source).name]
+        else:
+            gguf = source.options.get("gguf_file")
+            paths = sorted(source.folder.rglob("*"))
+            found = [path for path in paths if path.name == gguf or _is_loaded(path, source.folder)]
+            stats = [(path.name, path.stat()) for path in found]
+            files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
+    except OSError:
+        return ""
+    options = settings.model_dump(mode="json", exclude=NEUTRAL)
+    known = json.dumps([source.name, settings.revision, files, options], sort_keys=True)
+    return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
+
+
+def _is_loaded(path: Path, folder: Path) -> bool:
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not is_hidden and path.suffix not in NEVER_LOADED and path.is_file()
+
+
 def folder_digest(folder: Path) -> str:
     """A digest of a model's files, which changes with every byte.
 
@@ -197,10 +250,9 @@ def folder_digest(folder: Path) -> str:
     """
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or path.suffix in NEVER_LOADED or not path.is_file():
+        if not _is_loaded(path, folder):
             continue
+        name = path.relative_to(folder)
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()
         whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))

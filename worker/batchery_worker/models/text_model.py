@@ -38,7 +38,7 @@ from batchery_worker.models.inputs import (
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
-from batchery_worker.models.source import ModelSource, identity, quiet, reason
+from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
 from batchery_worker.models.tokenizer import (
     Cut,
     Input,
@@ -372,6 +372,10 @@ class TextModel(Model):
         if self._session is not None:
             run["onnx"] = self._session.identity()
         return identity(self.settings, self._source, run, self.model)
+
+    def version(self) -> str:
+        """Changes with the model's files and options."""
+        return name_version(self.settings, self._source)
 
     def put_aside(self) -> None:
         """Moves the weights to main memory, from where `take_back` brings them back.

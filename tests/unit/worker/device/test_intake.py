@@ -108,3 +108,30 @@ def test_batches_keep_their_order_whoever_reads_them(parent: Parent, seed: int) 
     sender.join()
     assert taken == list(range(count))
     assert len(readers) == 2
+
+
+def test_what_is_no_batch_is_handled_and_passed_over() -> None:
+    one, other = socket.socketpair()
+    kept.append((one, other))
+    seen: list[bytes] = []
+
+    def prepare(frame: bytes) -> int | None:
+        seen.append(frame)
+        return None if frame == b"order" else int(frame)
+
+    def send(frame: bytes) -> None:
+        other.sendall(struct.pack(">Q", len(frame)) + frame)
+
+    intake: Intake[int] = Intake(one, prepare)
+    threading.Thread(target=intake.run, daemon=True).start()
+    for frame in (b"order", b"1", b"order"):
+        send(frame)
+    assert intake.take() == 1
+    with pytest.raises(queue.Empty):
+        intake.take_arrived()
+    assert seen == [b"order", b"1", b"order"]
+    intake.read_ahead()
+    send(b"order")
+    send(b"2")
+    wait_for(lambda: len(seen) == 5, "the other thread has read them")
+    assert intake.take() == 2

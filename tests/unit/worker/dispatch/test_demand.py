@@ -30,7 +30,7 @@ class Device:
         self.name = name
         self.in_turn: list[DispatchedBatch] = []
         self.is_ready = True
-        self.takes_urgent = False
+        self.takes_urgent = self.is_drained = False
         self.setup = SimpleNamespace(task="", slots=0, elsewhere=frozenset[str]())
         self.free_slots = 0
 
@@ -125,6 +125,17 @@ def test_device_that_starts_wants_nothing(make: Make) -> None:
     device.is_ready = False
     scene = make(device)
     assert (scene.demand.free(), scene.limit()) == (0, 0)
+
+
+def test_jobs_are_offered_whose_devices_are_all_drained(make: Make) -> None:
+    scene = make(Device("cuda:0"), Device("cuda:1"))
+    requests = scene.admit(3)
+    scene.devices[0].is_drained = True
+    assert (scene.demand.offer_stranded(list), scene.limit()) == (0, SIZE - 3)
+    scene.devices[1].is_drained = True
+    assert scene.limit() == 0
+    assert scene.demand.offer_stranded(lambda given: given[:2]) == 2
+    assert [job.payload.request for job in scene.scheduler.held()] == requests[2:]
 
 
 def test_jobs_of_other_classes_do_not_count_against_a_class(make: Make) -> None:

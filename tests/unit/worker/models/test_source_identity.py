@@ -1,11 +1,15 @@
 """A model says of itself what its results depend on, and nothing else."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from batchery_worker.models.source import NEUTRAL, folder_digest
+from batchery import ModelSettings
+from batchery_worker.models.source import NEUTRAL, ModelSource, folder_digest, name_version
 from support.tiny_models import Build, Copy, Load
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
@@ -122,3 +126,25 @@ def test_folder_digest_changes_with_every_byte(folder: Path, name: str) -> None:
     assert folder_digest(folder) == before
     (folder / name).rename(folder / "other.json")
     assert folder_digest(folder) != before
+
+
+def test_a_version_changes_with_files_and_options_and_with_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(2, np.float32)}, folder / "model.safetensors")
+    os.utime(folder / "config.json", (1, 1))
+
+    def version(**options: Any) -> str:
+        settings = ModelSettings(kind="embedding", model=str(folder), **options)
+        return name_version(settings, ModelSource(settings))
+
+    first = version()
+    assert len(first) == 12
+    assert version(queue="q", cache=True, max_batch_size=3) == first
+    (folder / ".hidden").write_text("x")
+    (folder / "pytorch_model.bin").write_text("x")
+    assert version() == first
+    assert len({first, version(dtype="bf16"), version(revision="other")}) == 3
+    os.utime(folder / "config.json", (2, 2))
+    assert version() != first

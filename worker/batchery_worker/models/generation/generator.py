@@ -14,7 +14,7 @@ from batchery_worker.models.generation.prompts import Prompts, ending_tokens, ma
 from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
-from batchery_worker.models.source import ModelSource, quiet, reason
+from batchery_worker.models.source import ModelSource, name_version, quiet, reason
 from batchery_worker.models.tokenizer import load_tokenizer
 
 
@@ -68,6 +68,10 @@ class TextGenerator(StepModel):
             raise
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+
+    def version(self) -> str:
+        """Changes with the model's files and options."""
+        return name_version(self.settings, self._source)
 
     def _load(self, source: ModelSource) -> None:
         """Starts the engine."""

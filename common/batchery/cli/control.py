@@ -1,0 +1,240 @@
+"""`batchery reload` and `batchery drain`: orders to workers that run, and what became of them."""
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from celery import Celery
+
+from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.console import broker_errors
+from batchery.cli.survey import ask_workers, installed_workers, registered_workers
+from batchery.errors import StartError
+from batchery.protocol.figures import DRAIN, RELOAD
+
+#: How long one look waits for the workers' answers, in seconds.
+ANSWER_TIMEOUT_S = 1.0
+
+#: Pause between two looks, in seconds.
+PAUSE_S = 0.1
+
+#: After so much time a worker that does not answer is given up, in seconds.
+SILENT_S = 15.0
+
+#: Exit code if anything was not done, or no worker could do it.
+NOT_DONE = 1
+
+RELOAD_HELP = """Load another version of a model while workers serve it; no job is lost.
+
+Each device loads the new version beside the old one, warms it up, and swaps them between two
+batches. If the new one does not load, the old one stays. A model that generates text gets a fresh
+process instead, once its running jobs have ended. NAME is that of the model's task.
+
+\b
+Exit codes:
+  0    all devices serve the new version
+  1    a device goes on with the old one, or no worker serves such a model
+  2    could not start: no such app, or its broker does not answer
+  130  interrupted; the workers go on
+"""
+
+DRAIN_HELP = """Empty a device: it finishes what it has, gets no more, and frees its memory.
+
+Where the last device of a task is drained, the worker takes no more of its jobs. DEVICE is a name
+that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too.
+
+\b
+Exit codes:
+  0    the device is drained, or ready again
+  1    no worker has such a device, or it stopped answering
+  2    could not start: no such app, or its broker does not answer
+  130  interrupted; the workers go on
+"""
+
+worker_option = click.option(
+    "--worker", metavar="NAME", help="Only this worker, by its whole name; all of them by default."
+)
+
+
+@click.command(help=RELOAD_HELP)
+@click.argument("name")
+@click.option("--model", metavar="FOLDER_OR_ID", help="Instead of what the settings say now.")
+@click.option("--revision", help="Of the model on the hub.")
+@click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
+@worker_option
+@app_options
+@timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
+@click.pass_context
+def reload(
+    context: click.Context,
+    *,
+    name: str,
+    model: str | None,
+    revision: str | None,
+    force: bool,
+    worker: str | None,
+    app_path: str,
+    redis_url: str | None,
+    timeout_s: float,
+) -> None:
+    """Runs the command; see `RELOAD_HELP`."""
+    if model and Path(model).expanduser().exists():
+        # The worker runs elsewhere.
+        model = str(Path(model).expanduser().absolute())
+    order = {"number": uuid.uuid4().hex, "task": name, "model": model, "revision": revision}
+    answers = follow(
+        load_app(app_path, redis_url),
+        worker,
+        timeout_s,
+        lambda answer: bool(answer["is_over"]),
+        RELOAD,
+        **order,
+        force=force,
+    )
+    lines, is_done = describe_reload(name, answers)
+    for line in lines:
+        click.echo(line)
+    context.exit(0 if is_done else NOT_DONE)
+
+
+@click.command(help=DRAIN_HELP)
+@click.argument("device")
+@click.option("--undo", is_flag=True, help="Start it again.")
+@worker_option
+@app_options
+@timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
+@click.pass_context
+def drain(
+    context: click.Context,
+    *,
+    device: str,
+    undo: bool,
+    worker: str | None,
+    app_path: str,
+    redis_url: str | None,
+    timeout_s: float,
+) -> None:
+    """Runs the command; see `DRAIN_HELP`."""
+    wanted = "ready" if undo else "drained"
+
+    def is_over(answer: Mapping[str, Any]) -> bool:
+        return all(state == wanted for state in choose(answer["devices"], device).values())
+
+    app = load_app(app_path, redis_url)
+    answers = follow(app, worker, timeout_s, is_over, DRAIN, device=device, undo=undo)
+    lines = [
+        f"{name}: {each} is {state}"
+        for name, answer in sorted(answers.items())
+        for each, state in choose(answer.get("devices", {}), device).items()
+    ]
+    there = sorted({each for answer in answers.values() for each in answer.get("devices", {})})
+    for line in lines or [f"no worker has a device {device!r}; there are {', '.join(there)}"]:
+        click.echo(line)
+    silent = _describe_silent(answers)
+    for line in silent:
+        click.echo(line)
+    context.exit(0 if lines and not silent else NOT_DONE)
+
+
+def choose(devices: Mapping[str, str], name: str) -> dict[str, str]:
+    """The states of those devices that a name stands for: itself, or all processes of a card."""
+    return {
+        each: state for each, state in devices.items() if name in (each, each.partition("/")[0])
+    }
+
+
+def follow(
+    app: Celery,
+    worker: str | None,
+    timeout_s: float,
+    is_over: Callable[[Mapping[str, Any]], bool],
+    command: str,
+    **order: Any,
+) -> dict[str, Mapping[str, Any]]:
+    """Gives an order to workers, and asks again until all have carried it out.
+
+    Args:
+        app: The app whose workers get it.
+        worker: Name of the only one; None for all that have batch tasks.
+        timeout_s: How long one look waits for answers, in seconds.
+        is_over: Whether a worker has carried it out, by its answer.
+        command: Of remote control. It begins nothing twice.
+        order: Its arguments.
+
+    Returns:
+        The last answer of each worker with devices; of one that does not answer any more,
+        `{"silent": True}`.
+
+    Raises:
+        RedisUnavailable: The broker does not answer.
+        StartError: No worker with devices answers.
+    """
+    check_broker(app)
+    with broker_errors():
+        open_ = {worker} if worker else find_workers(app, timeout_s)
+    answers: dict[str, Mapping[str, Any]] = {}
+    heard_s = dict.fromkeys(open_, time.monotonic())
+    while open_:
+        with broker_errors():
+            found = ask_workers(app, command, timeout_s, sorted(open_), **order)
+        answers |= {name: each for name, each in found.items() if "devices" in each}
+        now_s = time.monotonic()
+        heard_s |= dict.fromkeys(found, now_s)
+        for name in open_ & set(found):
+            if "devices" not in found[name] or found[name].get("error") or is_over(found[name]):
+                open_.discard(name)
+        for name in [each for each in open_ if now_s - heard_s[each] > SILENT_S + timeout_s]:
+            answers[name] = {"silent": True}
+            open_.discard(name)
+        time.sleep(PAUSE_S if open_ else 0.0)
+    if all("silent" in each for each in answers.values()):
+        who = f"no worker {worker!r}" if worker else "no worker"
+        raise StartError(f"{who} with devices answers; is it up?")
+    return answers
+
+
+def find_workers(app: Celery, timeout_s: float) -> set[str]:
+    """Names of the workers that may have devices.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    registered = {each.name for each in registered_workers(app).values() if each.name is not None}
+    if registered:
+        return registered
+    # Another broker than Redis knows of none.
+    found = ask_workers(app, "registered", timeout_s, taskinfoitems=["is_installed"])
+    return {name for name, is_installed in installed_workers(found).items() if is_installed}
+
+
+def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
+    """What became of an order, in a line for each worker and device; and whether all have it."""
+    lines = _describe_silent(answers)
+    is_done = not lines
+    for worker, answer in sorted(answers.items()):
+        if answer.get("error"):
+            lines.append(f"{worker}: not reloaded: {answer['error']}")
+            is_done = False
+        for device, step in answer.get("devices", {}).items():
+            where = f"{worker} {device}"
+            if step["state"] == "reloaded":
+                version = f"version {step['version']}" if step["version"] else "reloaded"
+                before = f", before it was {step['before']}" if step["before"] else ""
+                lines.append(
+                    f"{where}: {name} is {version}{before}, {step['load_s']:.1f} s to load"
+                )
+            else:
+                why = step["error"]
+                lines.append(f"{where}: not reloaded, {name} goes on as before: {why}")
+                is_done = False
+    if not lines:
+        return [f"no worker serves a model {name!r}; see `batchery models`"], False
+    return lines, is_done
+
+
+def _describe_silent(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    silent = sorted(name for name, answer in answers.items() if "silent" in answer)
+    return [f"{name}: does not answer any more" for name in silent]

@@ -1,0 +1,147 @@
+"""Reloads and drains while jobs come all the time, and devices that die in the midst of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from apps import reloaded
+from batchery.cli.control import drain, reload
+from batchery.cli.explain import explain
+from conftest import StartWorker
+from support.harness import Worker, queue_length, wait_for
+from support.patience import patient
+from support.steady_callers import SteadyCallers
+
+TIMEOUT_S = patient(60)
+
+#: How often the model is replaced under load.
+RELOADS = 50
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str, tmp_path: Path) -> None:
+    reloaded.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    (tmp_path / "version").write_text("v0")
+
+
+def start(start_worker: StartWorker, folder: Path, devices: str = "cpu") -> Worker:
+    env = {"RELOADED": str(folder), "BATCHERY_DEVICES": devices}
+    worker = start_worker("apps.reloaded", "-c", "1", "-Q", "text,celery", env=env)
+    return worker.wait_answers(reloaded.app)
+
+
+def run(command: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(command, [*arguments, "-A", "apps.reloaded"])
+
+
+def call() -> list[str]:
+    jobs = [reloaded.text.delay(number, pause_s=0.005) for number in range(4)]
+    return [job.get(timeout=TIMEOUT_S) for job in jobs]
+
+
+def test_fifty_versions_under_load(start_worker: StartWorker, tmp_path: Path) -> None:
+    worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
+    with SteadyCallers(call) as callers:
+        for number in range(1, RELOADS + 1):
+            (tmp_path / "version").write_text(f"v{number}")
+            done = run(reload, "text")
+            assert done.exit_code == 0, done.output
+            lines = done.output.splitlines()
+            told = f"text is version v{number}, before it was v{number - 1}, "
+            assert [told in each for each in lines] == [True, True]
+            jobs = [reloaded.text.delay(n) for n in range(3)]
+            assert {job.get(timeout=TIMEOUT_S) for job in jobs} == {f"v{number}"}
+        assert f"version v{RELOADS}" in run(explain, jobs[0].id).output
+    assert len(callers.answers) > 4 * RELOADS
+    assert set(callers.answers) <= {f"v{number}" for number in range(RELOADS + 1)}
+    assert "died" not in worker.log
+
+
+def test_a_version_that_does_not_load_changes_nothing(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    start(start_worker, tmp_path, "cpu:0,cpu:1")
+    (tmp_path / "version").write_text("broken")
+    with SteadyCallers(call) as callers:
+        done = run(reload, "text")
+    assert done.exit_code == 1
+    first, second = done.output.splitlines()
+    assert first.endswith("cpu:0: not reloaded, text goes on as before: the text is broken")
+    assert second.endswith("text goes on as before: not tried, as another device failed")
+    assert set(callers.answers) == {"v0"}
+    done = run(reload, "unknown")
+    assert (done.exit_code, "no worker serves a model 'unknown'" in done.output) == (1, True)
+
+
+def test_a_device_that_is_killed_while_it_loads(start_worker: StartWorker, tmp_path: Path) -> None:
+    worker = start(start_worker, tmp_path)
+    (tmp_path / "version").write_text("v1")
+    (tmp_path / "gate").touch()
+    with SteadyCallers(call) as callers, ThreadPoolExecutor(1) as pool:
+        ordered = pool.submit(run, reload, "text")
+        wait_for((tmp_path / "loading").exists, "the new version is being loaded", TIMEOUT_S)
+        (device,) = worker.devices()
+        device.kill()
+        (tmp_path / "gate").unlink()
+        done = ordered.result(TIMEOUT_S)
+        assert done.exit_code == 1
+        assert "its process ended while it loaded the new version" in done.output
+        # The file is another one by now, so what starts anew has the new one.
+        callers.wait_more()
+        assert run(reload, "text").exit_code == 0
+    assert set(callers.answers) == {"v0", "v1"}
+
+
+def test_devices_with_different_versions_are_reported(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
+    (tmp_path / "version").write_text("v1")
+    worker.devices()[0].kill()
+    wait_for(lambda: "run `batchery reload text`" in worker.log, "it is reported", TIMEOUT_S)
+    assert run(reload, "text").exit_code == 0
+    assert {reloaded.text.delay(n).get(timeout=TIMEOUT_S) for n in range(9)} == {"v1"}
+
+
+def test_a_device_is_drained_under_load_and_comes_back(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
+    with SteadyCallers(call) as callers:
+        for device in ("cpu:0", "cpu:1"):
+            done = run(drain, device)
+            assert (done.exit_code, done.output) == (0, f"{worker.name}: {device} is drained\n")
+            assert len(worker.devices()) == 1
+            callers.wait_more()
+            done = run(drain, device, "--undo")
+            assert (done.exit_code, done.output) == (0, f"{worker.name}: {device} is ready\n")
+    assert len(worker.devices()) == 2
+    assert "died" not in worker.log
+    done = run(drain, "cuda:7")
+    assert (done.exit_code, done.output) == (
+        *(1, "no worker has a device 'cuda:7'; there are cpu:0, cpu:1\n"),
+    )
+
+
+def test_jobs_of_the_only_device_wait_in_redis_until_it_is_back(
+    start_worker: StartWorker, tmp_path: Path, redis_url: str
+) -> None:
+    worker = start(start_worker, tmp_path)
+    # Enough for some to be on the device, and others to be held for it.
+    jobs = [reloaded.text.delay(number, pause_s=0.6) for number in range(160)]
+    jobs[0].get(timeout=TIMEOUT_S)
+    assert run(drain, "cpu").exit_code == 0
+    jobs += [reloaded.text.delay(number) for number in range(20)]
+    assert reloaded.double.delay(21).get(timeout=TIMEOUT_S) == 42
+
+    def waiting() -> int:
+        return sum(not job.ready() for job in jobs)
+
+    wait_for(lambda: queue_length(redis_url, "text") == waiting(), "they wait in Redis", TIMEOUT_S)
+    assert waiting() > 20
+    assert worker.devices() == []
+    assert run(drain, "cpu", "--undo").exit_code == 0
+    assert {job.get(timeout=TIMEOUT_S) for job in jobs} == {"v0"}

@@ -1,0 +1,186 @@
+"""Models that are replaced while a real worker serves them, and devices that leave and return."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner, Result
+
+from apps import shop
+from batchery.cli.control import reload
+from batchery.cli.explain import explain
+from conftest import StartWorker
+from support.harness import Worker, queue_length, wait_for
+from support.patience import patient
+from support.served_models import save_writer
+from support.steady_callers import SteadyCallers
+from support.tiny_models import save_model
+
+TIMEOUT_S = patient(60)
+
+#: How often the model is replaced under load; `tests/faults` does it more often.
+RELOADS = 6
+
+SETTINGS = """
+[models.mood]
+kind = "classification"
+model = "{folder}/a"
+
+[models.kept]
+kind = "classification"
+model = "{folder}/a"
+cache = true
+
+[models.embed]
+kind = "embedding"
+model = "{folder}/wide"
+
+[models.chat]
+kind = "generation"
+model = "{folder}/writer"
+slots = 4
+cache_tokens = 4096
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a classifier, whose labels tell them apart, and other models."""
+    folder = tmp_path_factory.mktemp("models")
+    for version in "ab":
+        save_model(folder / version, "bert", labels=(f"{version}0", f"{version}1"))
+    save_model(folder / "wide", "bert")
+    save_model(folder / "narrow", "bert", hidden_size=16)
+    save_writer(folder / "writer")
+    (folder / "batchery.toml").write_text(SETTINGS.format(folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, folder: Path, client: Celery) -> Worker:
+    queues = ("-Q", "mood,kept,embed,chat")
+    return start_module_worker("batchery.app", *queues, cwd=folder).wait_answers(client)
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def run(command: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
+
+
+def load(name: str, *options: object) -> Result:
+    return run(reload, name, *options, "--timeout", 0.5)
+
+
+def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
+    return client.send_task(task, [item], keywords, queue=task)
+
+
+def labels(client: Celery, jobs: list[Any]) -> dict[str, str]:
+    """Version of the model -> that of its labels, of these jobs."""
+    found: dict[str, str] = {}
+    for job in jobs:
+        label = job.get(timeout=TIMEOUT_S)["label"]
+        batch = client.backend.get_task_meta(job.id)["batch"]
+        assert found.setdefault(batch["version"], label[0]) == label[0]
+    return found
+
+
+def version_after(done: Result) -> str:
+    assert done.exit_code == 0, done.output
+    return done.output.partition(" is version ")[2].partition(",")[0]
+
+
+@pytest.fixture
+def steady(worker: Worker, client: Celery) -> Iterator[SteadyCallers]:
+    """Asks for moods all the time; its answers are versions with those of their labels."""
+
+    def call() -> Iterable[tuple[str, str]]:
+        jobs = [send(client, "mood", f"text {number}") for number in range(8)]
+        return labels(client, jobs).items()
+
+    with SteadyCallers(call, threads=2) as made:
+        yield made
+
+
+def test_a_model_is_replaced_under_load_again_and_again(
+    worker: Worker, client: Celery, folder: Path, steady: SteadyCallers
+) -> None:
+    (device, *_) = worker.devices()
+    sizes = []
+    for number in range(RELOADS):
+        name = "ba"[number % 2]
+        version = version_after(load("mood", "--model", folder / name))
+        # From now on there are only results of the new one.
+        jobs = [send(client, "mood", f"after {number}.{n}") for n in range(3)]
+        assert labels(client, jobs) == {version: name}
+        sizes.append(device.memory_info().rss)
+    assert len(steady.answers) > RELOADS
+    assert sorted(label for _, label in set(steady.answers)) == ["a", "b"]
+    done = run(explain, jobs[0].id)
+    assert done.output.rstrip().endswith(f"version {version}")
+    assert "died" not in worker.log
+    # Versions that were replaced are freed.
+    assert sizes[-1] < 1.3 * sizes[RELOADS // 5]
+
+
+def test_a_version_that_does_not_fit_leaves_the_old_one(
+    worker: Worker, client: Celery, folder: Path, steady: SteadyCallers
+) -> None:
+    before = version_after(load("mood", "--model", folder / "a"))
+    done = load("mood", "--model", folder / "nowhere")
+    assert done.exit_code == 1
+    assert "not reloaded, mood goes on as before: " in done.output
+    assert "there is no such folder" in done.output
+    assert len(done.output.splitlines()) == 1
+    assert labels(client, [send(client, "mood", "x")]) == {before: "a"}
+    # Settings that were broken meanwhile.
+    settings = folder / "batchery.toml"
+    text = settings.read_text()
+    settings.write_text("[models.mood\n")
+    try:
+        done = load("mood")
+    finally:
+        settings.write_text(text)
+    assert (done.exit_code, "not reloaded: " in done.output) == (1, True)
+
+
+def test_other_dimensions_must_be_meant(worker: Worker, client: Celery, folder: Path) -> None:
+    def dimensions() -> int:
+        return len(send(client, "embed", "x").get(timeout=TIMEOUT_S)["vector"])
+
+    done = load("embed", "--model", folder / "narrow")
+    assert (done.exit_code, dimensions()) == (1, 32)
+    assert "have 16 dimensions, and not 32 as before" in done.output
+    version_after(load("embed", "--model", folder / "narrow", "--force"))
+    assert dimensions() == 16
+
+
+def test_results_that_are_kept_are_those_of_their_version(
+    worker: Worker, client: Celery, folder: Path
+) -> None:
+    for name in "abab":
+        load("kept", "--model", folder / name)
+        first = send(client, "kept", "the same text").get(timeout=TIMEOUT_S)
+        assert first["label"][0] == name
+        assert send(client, "kept", "the same text").get(timeout=TIMEOUT_S) == first
+
+
+def test_a_text_that_is_written_ends_before_its_model_leaves(
+    worker: Worker, client: Celery, folder: Path
+) -> None:
+    long = [send(client, "chat", "the cat", max_new_tokens=400, ignore_eos=True) for _ in range(3)]
+    wait_for(lambda: queue_length(str(client.conf.broker_url), "chat") == 0, "they are taken")
+    before = {each.pid for each in worker.devices()}
+    done = load("chat")
+    assert done.exit_code == 0, done.output
+    assert len(before & {each.pid for each in worker.devices()}) == 1
+    assert all(job.get(timeout=TIMEOUT_S)["tokens_out"] == 400 for job in long)
+    done = load("chat", "--model", folder / "nowhere")
+    assert (done.exit_code, "there is no such folder" in done.output) == (1, True)
+    assert send(client, "chat", "the dog", max_new_tokens=2).get(timeout=TIMEOUT_S)

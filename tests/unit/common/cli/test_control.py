@@ -1,0 +1,117 @@
+"""What `batchery reload` and `batchery drain` say of the answers, and how long they ask."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery import StartError
+from batchery.cli import control
+from batchery.cli.control import choose, describe_reload, follow
+
+Answers = Mapping[str, Mapping[str, Any]]
+
+
+def step(state: str = "reloaded", **fields: Any) -> dict[str, Any]:
+    return {"state": state, "version": "", "before": "", "load_s": 1.25, "error": "", **fields}
+
+
+def answer(is_over: bool = True, error: str = "", **devices: Any) -> dict[str, Any]:
+    return {"devices": devices, "is_over": is_over, "error": error}
+
+
+def test_each_device_has_a_line() -> None:
+    lines, is_done = describe_reload(
+        "embed",
+        {
+            "b@host": answer(cpu=step()),
+            "a@host": answer(cpu=step(version="v2", before="v1")),
+            "other@host": answer(),
+        },
+    )
+    assert lines == [
+        "a@host cpu: embed is version v2, before it was v1, 1.2 s to load",
+        "b@host cpu: embed is reloaded, 1.2 s to load",
+    ]
+    assert is_done
+
+
+@pytest.mark.parametrize(
+    ("answers", "line"),
+    [
+        (
+            {"a": answer(cpu=step("failed", error="no such folder"))},
+            "a cpu: not reloaded, embed goes on as before: no such folder",
+        ),
+        ({"a": answer(error="kind has changed")}, "a: not reloaded: kind has changed"),
+        ({"a": {"silent": True}}, "a: does not answer any more"),
+        ({"a": answer()}, "no worker serves a model 'embed'; see `batchery models`"),
+    ],
+)
+def test_what_was_not_done_is_said(answers: Answers, line: str) -> None:
+    assert describe_reload("embed", answers) == ([line], False)
+
+
+def test_a_card_stands_for_all_of_its_processes() -> None:
+    states = {"cuda:0": "ready", "cuda:0/chat": "drained", "cuda:1": "ready"}
+    assert choose(states, "cuda:0") == {"cuda:0": "ready", "cuda:0/chat": "drained"}
+    assert choose(states, "cuda:0/chat") == {"cuda:0/chat": "drained"}
+    assert choose(states, "cuda") == {}
+
+
+class Cluster:
+    """Workers, each with its answers; the last one is repeated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, list[Any]] = {}
+        self.asked: list[list[str]] = []
+        self.now_s = 0.0
+        monkeypatch.setattr(control, "check_broker", lambda _: None)
+        monkeypatch.setattr(control, "find_workers", lambda *_: set(self.answers))
+        monkeypatch.setattr(control, "ask_workers", self.ask)
+        monkeypatch.setattr("time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def ask(self, app: Any, command: str, timeout_s: float, names: list[str], **_: Any) -> Any:
+        self.now_s += timeout_s
+        self.asked.append(names)
+        found = {}
+        for name in names:
+            left = self.answers.get(name, [])
+            reply = left.pop(0) if len(left) > 1 else left[0] if left else None
+            if reply is not None:
+                found[name] = reply
+        return found
+
+    def follow(self, worker: str | None = None) -> Answers:
+        is_over: Callable[[Any], bool] = lambda each: each["is_over"]  # noqa: E731
+        return follow(Celery(), worker, 1.0, is_over, "batchery_reload", number="1")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def test_workers_are_asked_until_all_are_done(cluster: Cluster) -> None:
+    cluster.answers = {
+        "quick": [answer(cpu=step())],
+        "slow": [None, answer(is_over=False), answer(cpu=step())],
+        "without": [{"error": "it has no device"}],
+    }
+    assert set(cluster.follow()) == {"quick", "slow"}
+    assert cluster.asked == [["quick", "slow", "without"], ["slow"], ["slow"]]
+
+
+def test_a_worker_that_no_longer_answers_is_given_up(cluster: Cluster) -> None:
+    cluster.answers = {"dies": [answer(is_over=False), None], "lives": [answer(cpu=step())]}
+    assert cluster.follow()["dies"] == {"silent": True}
+    assert 15 < cluster.now_s < 20
+
+
+def test_only_a_worker_that_is_named_is_asked(cluster: Cluster) -> None:
+    cluster.answers = {"one": [answer(cpu=step())], "two": [answer(cpu=step())]}
+    assert set(cluster.follow("two")) == {"two"}
+    with pytest.raises(StartError, match="no worker 'three' with devices answers"):
+        cluster.follow("three")

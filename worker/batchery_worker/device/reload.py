@@ -1,0 +1,175 @@
+"""Other versions of models: loaded beside those that serve, and put into their places.
+
+A thread of its own loads the new version and warms it up, while the device goes on with the old
+one. From then on batches are prepared with the new one. Those that were prepared before run on the
+old one, which is freed when they are answered.
+"""
+
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+from batchery.errors import BatcheryError, ModelLoadError
+from batchery.model import Model
+from batchery.settings import ModelSettings
+from batchery_worker.device.served_model import LoadedModel
+from batchery_worker.ipc.messages import Reload, Reloaded, Reply
+
+logger = logging.getLogger("batchery.device")
+
+#: How often the thread looks whether batches of the old version are answered, in seconds.
+LOOK_S = 0.01
+
+#: Loads the model of a task, by its name, with other settings than its own unless they are None.
+LoadVersion = Callable[[str, ModelSettings | None], LoadedModel]
+
+#: Takes the new version, its settings, and how long it took to load, in seconds.
+SwapVersion = Callable[[LoadedModel, ModelSettings | None, float], LoadedModel | None]
+
+
+class PassTurn:
+    """Lets one thread at a time compute; whoever asks first is next."""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()
+        self._running = threading.Lock()
+
+    def __enter__(self) -> None:
+        # A thread that computes all the time must not be the next one again and again.
+        with self._next:
+            self._running.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._running.release()
+
+
+class Reloader:
+    """Swaps the models of a device."""
+
+    def __init__(
+        self,
+        find: Callable[[str], LoadedModel | None],
+        load: LoadVersion,
+        swap: SwapVersion,
+        release_memory: Callable[[], None],
+        tell: Callable[[Reply], None],
+    ) -> None:
+        """Starts no thread yet.
+
+        Args:
+            find: Finds the model of a task, if it is loaded.
+            load: Loads a version.
+            swap: Puts it into the place of the other one, and returns that; called between batches.
+            release_memory: Gives back memory of the device that nothing holds.
+            tell: Sends a message to the parent.
+        """
+        self._find = find
+        self._load = load
+        self._swap = swap
+        self._release_memory = release_memory
+        self._tell = tell
+        #: Ids of the batches that have begun to be prepared, and are not answered.
+        self.unanswered: set[int] = set()
+        #: Entered for each batch by the thread that computes.
+        self.turn = PassTurn()
+        self._threads: int | None = None
+
+    def note_threads(self) -> None:
+        """Notes how many threads of torch this one has; on the main thread, after a load.
+
+        A new thread would have as many as a pass that is one of several side by side.
+        """
+        if (torch := sys.modules.get("torch")) is not None:
+            self._threads = int(torch.get_num_threads())
+
+    def begin(self, order: Reload) -> None:
+        """Begins to load a version; the parent hears when it is served, or why it is not."""
+        threading.Thread(
+            target=self._reload, args=(order,), daemon=True, name="batchery-reload"
+        ).start()
+
+    def _reload(self, order: Reload) -> None:
+        started_s = time.monotonic()
+        if self._threads is not None:
+            sys.modules["torch"].set_num_threads(self._threads)
+        old = self._find(order.task)
+        version = "" if old is None else old.version
+        # At once, as the old one may have to make room for another model meanwhile.
+        before = None if old is None or order.force else count_dimensions(old.model)
+        try:
+            with _in_turn(self.turn):
+                new = self._load(order.task, order.settings)
+            check_dimensions(order.task, before, new.model)
+            load_s = time.monotonic() - started_s
+            with self.turn:
+                old = self._swap(new, order.settings, load_s)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent waits
+            answer = Reloaded(order.task, version, 0.0, describe(error))
+            # What was loaded until then may refer to itself. It holds up all threads for a moment.
+            gc.collect()
+        else:
+            answer = Reloaded(order.task, new.version, load_s)
+            if old is not None:
+                self._retire(old)
+        # Nothing else refers to them any more.
+        old = new = None  # type: ignore[assignment]
+        self._release_memory()
+        with suppress(OSError):  # The parent is gone.
+            self._tell(answer)
+
+    def _retire(self, old: LoadedModel) -> None:
+        """Waits for the last batch of a version."""
+        held = set(self.unanswered)
+        while held & self.unanswered:
+            time.sleep(LOOK_S)
+        try:
+            old.model.unload()
+        except Exception:
+            logger.exception("%s: unload has failed", old.name)
+
+
+def check_dimensions(name: str, before: int | None, new: Model) -> None:
+    """Refuses vectors that cannot be compared with those that callers have.
+
+    Args:
+        name: Of the task.
+        before: Dimensions of the vectors until now; None where that does not matter.
+        new: The version that shall take the place.
+
+    Raises:
+        ModelLoadError: They have another number of dimensions.
+    """
+    after = count_dimensions(new)
+    if before is not None and before != after:
+        raise ModelLoadError(
+            f"model {name!r}: the vectors of the new version have {after} dimensions, and not"
+            f" {before} as before; --force loads it nevertheless"
+        )
+
+
+def count_dimensions(model: Model) -> int | None:
+    """Of the vectors of a model; None for one without."""
+    chosen = getattr(getattr(model, "settings", None), "dimensions", None)
+    found: int | None = chosen or getattr(model, "dimensions", None)
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """Why a version was not loaded, in one line."""
+    text = str(error) if isinstance(error, BatcheryError) else f"{type(error).__name__}: {error}"
+    if "out of memory" in text or isinstance(error.__cause__, MemoryError):
+        text += "; while a model is reloaded, its device holds it twice"
+    return text
+
+
+def _in_turn(turn: PassTurn) -> AbstractContextManager[None]:
+    if "transformers" not in sys.modules:
+        return nullcontext()
+    # It imports torch and transformers.
+    from batchery_worker.models.source import built_within
+
+    return built_within(turn)
