@@ -44,8 +44,22 @@ NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
 
 DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
+#: Several that are one device, as a model lies on all of them. What does not fit into cards is in
+#: main memory (`cpu`), and what does not fit there stays in the model's files (`disk`).
+JOINT_DEVICE = re.compile(r"cuda:\d+(\+cuda:\d+)*(\+cpu)?(\+disk)?|cpu:\d+(\+cpu:\d+)+|cpu\+disk")
+
 #: Model ids of the hub. Any other name of a model must be a folder.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def is_device(name: str) -> bool:
+    """Whether a name is that of a device, or of several that are one."""
+    return bool(DEVICE_NAME.fullmatch(name) or JOINT_DEVICE.fullmatch(name))
+
+
+def main_device(name: str) -> str:
+    """The device that inputs go to, and results come from: of several that are one, the first."""
+    return name.partition("+")[0]
 
 
 def check_broker_url(url: str) -> str:
@@ -146,6 +160,21 @@ class ModelSettings(GenerationSettings, BaseModel):
         Literal["none", "int8", "float8"],
         Field(description="Weights of 8 bits, by torchao: less memory, a little less exact."),
     ] = "none"
+    split: Annotated[
+        Literal["tensor", "layers"],
+        Field(
+            description="On a device such as `cuda:0+cuda:1`: a slice of each layer on each part,"
+            " or some whole layers."
+        ),
+    ] = "tensor"
+    layer_memory_bytes: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Memory of layers on the first part of such a device; four fifths of what"
+            " is free if unset.",
+        ),
+    ] = None
     forward: Annotated[
         Literal["auto", "padded", "packed"],
         Field(description="Forward pass; auto is packed, without padding, where that is right."),
@@ -255,7 +284,7 @@ class Settings(BaseSettings):
         Literal["auto"] | list[str],
         Field(
             description="Where batches run: `auto` is every CUDA device, or the CPU;"
-            " `cpu:0,cpu:1` are two processes."
+            " `cpu:0,cpu:1` are two processes, and `cuda:0+cuda:1` is one device of two cards."
         ),
     ] = "auto"
     max_batch_size: Annotated[
@@ -385,10 +414,15 @@ class Settings(BaseSettings):
         if not isinstance(names, list) or not names:
             raise ValueError("use 'auto', or a list such as ['cuda:0', 'cuda:1']")
         for name in names:
-            if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
-                raise ValueError(f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'")
-        # `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
-        if len({f"{name}:0" if name in ("cuda", "cpu") else name for name in names}) < len(names):
+            if not (isinstance(name, str) and is_device(name)):
+                raise ValueError(
+                    f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps', or several"
+                    " as one, such as 'cuda:0+cuda:1', 'cuda:0+cpu' or 'cpu+disk'"
+                )
+        # What others may share is left out. `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
+        own = [name.removesuffix("+disk").removesuffix("+cpu") for name in names]
+        parts = [part for name in own for part in name.split("+")]
+        if len({f"{part}:0" if part in ("cuda", "cpu") else part for part in parts}) < len(parts):
             raise ValueError("a device is named twice")
         return names
 

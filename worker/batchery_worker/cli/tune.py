@@ -23,6 +23,7 @@ from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.installation import get_installation
 from batchery.model import Model
+from batchery.settings import main_device
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
@@ -149,7 +150,7 @@ class Grid:
         self._lengths = [max(1, model.tokens(each)) for each in self._items]
         #: Pairs of limits for which there was no time.
         self.left_out = 0
-        self._pass_tokens = PASS_TOKENS[device.partition(":")[0]]
+        self._pass_tokens = PASS_TOKENS[main_device(device).partition(":")[0]]
         self._memory = memory
         self._clock = clock
 

@@ -30,6 +30,7 @@ from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
 from batchery.outcomes import Failed
+from batchery.settings import main_device
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
@@ -127,7 +128,7 @@ class Device:
         """
         started_s = time.monotonic()
         self._setup = setup
-        self._name = setup.device
+        self._name = main_device(setup.device)
         if app is None:
             self._app = import_app(setup)
         else:
@@ -344,7 +345,7 @@ class Device:
     def _serve(self, task: ModelTask) -> LoadedModel:
         if task.name not in self._served:
             served = serve_model(
-                task.name, task.make_model, self._name, self._memory, gives_json=True
+                task.name, task.make_model, self._setup.device, self._memory, gives_json=True
             )
             served.identity = build_identity(task, served.model)
             self._served[task.name] = served

@@ -11,6 +11,7 @@ from batchery.execution.batch import Limit, Lookahead, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.model import Model
 from batchery.outcomes import Failed
+from batchery.settings import main_device
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.batching.token_budget import TokenBudget
@@ -73,7 +74,7 @@ class LoadedModel:
         self._peak_bytes = 0
         #: Tokens that it has computed, without padding.
         self._tokens = 0
-        kind = device.partition(":")[0]
+        kind = main_device(device).partition(":")[0]
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
         self._streams = int(getattr(model, "cpu_streams", 1))

@@ -27,7 +27,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded, mask_forms
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
-from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
+from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
@@ -38,6 +38,7 @@ from batchery_worker.models.inputs import (
     read_keywords,
 )
 from batchery_worker.models.source import ModelSource, identity, quiet, reason
+from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import (
     Cut,
     Input,
@@ -123,10 +124,11 @@ class TextModel(Model):
                 enough memory, or an impossible setting; one line says which.
             DeviceUnavailable: There is no such device; names the devices that there are.
         """
-        self._device = device_named(device)
+        self._split = open_split(device, self.settings)
+        self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
         self._streams: CpuStreams | None = None
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self._split.is_whole:
             self._open_streams(torch.get_num_threads())
         elif self._device.type == "cuda":
             settle_cuda()
@@ -134,6 +136,7 @@ class TextModel(Model):
         try:
             with quiet():
                 self._load(ModelSource(self.settings))
+            self._split.share([(self, "forward")])
         except StartError:
             raise
         except Exception as error:
@@ -151,6 +154,7 @@ class TextModel(Model):
         self._source = source
         # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
+        self._split.begin(self, config)
         self.tokenizer = load_tokenizer(source)
         # transformers chooses the attention: sdpa if the model supports it.
         self.model, info = self.auto_class.from_pretrained(
@@ -160,12 +164,14 @@ class TextModel(Model):
             use_safetensors=True,
             output_loading_info=True,
             **source.options,
+            **self._split.options,
         )
         if self.model.main_input_name != "input_ids":
             raise ModelLoadError(
                 f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
             )
-        self.flops_per_token = 2 * int(self.model.num_parameters(exclude_embeddings=True))
+        weights = int(self.model.num_parameters(exclude_embeddings=True))
+        self.flops_per_token = 2 * weights // self._split.ranks
         self._finish_load(source, sorted(info["missing_keys"]))
         self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
         self._choose_padding()
@@ -198,7 +204,8 @@ class TextModel(Model):
                 "model %s: weights in %s, %.1f MiB of %.1f",
                 *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
             )
-        self.model.to(self._device).eval()
+        self._split.place(self.model)
+        self.model.eval()
 
     def _choose_padding(self) -> None:
         """Chooses the token to pad with and the side; decoders often have no such token."""
@@ -229,7 +236,7 @@ class TextModel(Model):
         texts = RandomTexts(len(self._tokenize.names), usual)
         candidate = Candidate(
             name=source.name,
-            setting=self.settings.forward,
+            setting=self._split.choose_forward(self.settings.forward),
             model=self.model,
             device=self._device,
             padding_position=padding_position(self.model),
@@ -259,6 +266,8 @@ class TextModel(Model):
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
+            return {}
+        if not self._split.is_whole:
             return {}
         if self.per_token:
             # How many tokens are no padding is different in each batch.
@@ -341,9 +350,10 @@ class TextModel(Model):
         return identity(self.settings, self._source, run, self.model)
 
     def unload(self) -> None:
-        """Ends the threads that compute passes side by side."""
+        """Ends the threads that compute passes side by side, and what other processes hold."""
         if self._streams is not None:
             self._streams.close()
+        self._split.release(self)
 
     def warm_up(self) -> Sequence[Any]:
         """Items of several lengths, within the limits of this model."""
