@@ -75,6 +75,11 @@ class Layers(Whole):
                 f" {self._name} ({sums}): name more cards, or end the name in +cpu, +disk or both"
                 " for layers that wait in main memory or in the model's files"
             )
+        if self._settings.kind == "generation" and next(model.parameters()).is_meta:
+            raise ModelLoadError(
+                f"model {self._settings.model!r}: not even its first layer fits into"
+                f" {self.device}, where the texts that grow are; set more layer_memory_bytes"
+            )
         found = ", ".join(
             f"{each} in {PLACES.get(place, f'cuda:{place}')}" for place, each in count.items()
         )
