@@ -1,16 +1,19 @@
 """Layers on several parts of a device, and what is refused before weights are loaded."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from transformers import AutoConfig
 
 from batchery import Engine, ModelLoadError, ModelSettings
 from batchery.errors import DeviceUnavailable
+from batchery_worker.device.functions import soft_time_limit
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.generation.model import GenerationModel
-from batchery_worker.models.split.group import check_slices
+from batchery_worker.models.split.group import check_slices, undisturbed
 from support.tiny_models import CORPUS, Build, run
 from support.tiny_writers import Driver, PlainWriter, make_prompts, save_writer
 
@@ -91,3 +94,17 @@ def test_texts_are_not_written_by_layers_on_several_cards(build: Build) -> None:
     settings = settings_of(build("llama"), "generation", split="layers")
     with pytest.raises(ModelLoadError, match="set split = 'tensor'"):
         GenerationModel(settings).load("cuda:0+cuda:1")
+
+
+def test_a_soft_time_limit_waits_for_the_end_of_a_pass() -> None:
+    passes = []
+
+    def compute() -> None:
+        with undisturbed():
+            time.sleep(0.05)
+            passes.append("whole")
+        passes.append("next")
+
+    with pytest.raises(SoftTimeLimitExceeded), soft_time_limit(0.01):
+        compute()
+    assert passes == ["whole"]

@@ -211,6 +211,10 @@ class GenerationModel(TextGenerator):
         run = {"device": self._device.type, "dtype": str(self.model.dtype)}
         return identity(self.settings, self._source, run, self.model)
 
+    def unload(self) -> None:
+        """Frees what other processes hold."""
+        self._split.release(self)
+
     def _limits(self) -> dict[str, int]:
         return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
 

@@ -99,3 +99,15 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
     if settings.split == "layers" or parts[-1] in ("cpu", "disk"):
         return Layers(device, settings)
     return enter_group(device)
+
+
+def memory_share(device: torch.device) -> float:
+    """Share of a device's memory that this process may use, by the setting `memory_fraction`."""
+    on_card = device.type == "cuda"
+    return float(torch.cuda.get_per_process_memory_fraction(device)) if on_card else 1.0
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Has this process use no more of a device's memory than that share."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)

@@ -30,7 +30,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from batchery.errors import DeviceUnavailable, ModelLoadError
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.models.split import SharedCall, Whole
+from batchery_worker.models.split import SharedCall, Whole, memory_share
 
 logger = logging.getLogger("batchery.device")
 
@@ -46,6 +46,9 @@ LAST_WORDS_S = 2.0
 
 #: Exit code after the death of a peer; the parent treats it like any other death.
 EX_SOFTWARE = 70
+
+#: What a peer runs.
+PEER = "batchery_worker.models.split.peer"
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -116,19 +119,14 @@ class Group(Whole):
             end, theirs = socket.socketpair()
             with theirs:
                 process = GuardedProcess(
-                    [
-                        sys.executable,
-                        "-m",
-                        "batchery_worker.models.split.peer",
-                        str(theirs.fileno()),
-                    ],
+                    [sys.executable, "-m", PEER, str(theirs.fileno())],
                     grace_s=ORPHANED_S,
                     remove=self._folder,
                     keep_open=[theirs.fileno()],
                     on_line=partial(logger.warning, "rank %d: %s", rank),
                 )
             self._peers.append(end)
-            setup = (sys.path, self._name, rank, self._folder)
+            setup = (sys.path, self._name, rank, self._folder, memory_share(self.device))
             write_frame(end, pickle.dumps(setup))
             name = f"rank {rank} of {self._name}"
             threading.Thread(target=self._watch, args=(name, process), daemon=True).start()
@@ -148,7 +146,7 @@ class Group(Whole):
         check_slices(model.settings.model, config, self.ranks)
         if self._rank == 0:
             self._loading = id(model)
-        self._tell("load", self._loading, type(model), model.settings)
+            self._tell("load", self._loading, type(model), model.settings)
 
     def place(self, model: torch.nn.Module) -> None:
         """Does nothing: each rank has loaded its slices where they belong."""
@@ -180,7 +178,7 @@ class Group(Whole):
         call = self._calls[key]
 
         def lead(*args: Any, **keywords: Any) -> Any:
-            with _undisturbed():
+            with undisturbed():
                 try:
                     self._tell("call", key, args, keywords)
                     return call(*args, **keywords)
@@ -239,7 +237,7 @@ def check_slices(name: str, config: Any, ranks: int) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Has a soft time limit wait for the end of the block: the other ranks would go on."""
     expire = signal.getsignal(signal.SIGALRM)
     expired: list[tuple[Any, ...]] = []

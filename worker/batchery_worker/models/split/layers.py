@@ -15,7 +15,7 @@ import torch
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings, main_device
 from batchery_worker.models.hardware.devices import device_named
-from batchery_worker.models.split import Whole
+from batchery_worker.models.split import Whole, limit_memory, memory_share
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,12 @@ class Layers(Whole):
     def _find_room(self, part: torch.device) -> int:
         if part == self.device and self._settings.layer_memory_bytes:
             return self._settings.layer_memory_bytes
-        on_card = part.type == "cuda"
-        free = torch.cuda.mem_get_info(part)[0] if on_card else psutil.virtual_memory().available
-        return int(free * WEIGHTS_SHARE)
+        if part.type != "cuda":
+            return int(psutil.virtual_memory().available * WEIGHTS_SHARE)
+        share = memory_share(self.device)
+        limit_memory(part, share)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(part)
+        return int(min(free_bytes, total_bytes * share) * WEIGHTS_SHARE)
 
     def place(self, model: torch.nn.Module) -> None:
         """Looks where the layers are. Raises ModelLoadError: some are where none must be."""

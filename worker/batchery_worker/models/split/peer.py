@@ -17,13 +17,16 @@ def main(descriptor: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=descriptor)
-    path, device, rank, folder = pickle.loads(read_frame(end))
+    path, device, rank, folder, share = pickle.loads(read_frame(end))
     sys.path[:] = path
     # Only now, as the path says where it is.
+    from batchery_worker.models.split import limit_memory
     from batchery_worker.models.split.group import EX_SOFTWARE, enter_group
 
     try:
-        enter_group(device, rank, folder).follow(end)
+        group = enter_group(device, rank, folder)
+        limit_memory(group.device, share)
+        group.follow(end)
     except Exception as error:  # noqa: BLE001 - rank 0 logs what is printed here
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(EX_SOFTWARE)
