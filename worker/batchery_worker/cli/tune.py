@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery.cli.app import DEFAULT_APP, load_app
+from batchery.device_names import main_device
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.installation import get_installation
 from batchery.model import Model
-from batchery.settings import main_device
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords

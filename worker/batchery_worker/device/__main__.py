@@ -26,11 +26,11 @@ from typing import Any, cast
 
 from celery import Celery, signals
 
+from batchery.device_names import main_device
 from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
 from batchery.outcomes import Failed
-from batchery.settings import main_device
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit

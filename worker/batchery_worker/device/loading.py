@@ -12,12 +12,12 @@ from typing import Any, Literal, cast
 
 from celery import Celery
 
+from batchery.device_names import main_device
 from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
 from batchery.outcomes import Failed
-from batchery.settings import main_device
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device_pool.startup import choose_devices

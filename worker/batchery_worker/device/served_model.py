@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from batchery.device_names import main_device
 from batchery.execution.batch import Limit, Lookahead, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.model import Model
 from batchery.outcomes import Failed
-from batchery.settings import main_device
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.batching.token_budget import TokenBudget

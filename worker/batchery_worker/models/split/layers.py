@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
+from batchery.device_names import main_device
 from batchery.errors import ModelLoadError
-from batchery.settings import ModelSettings, main_device
+from batchery.settings import ModelSettings
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.split import Whole, limit_memory, memory_share
 
