@@ -44,6 +44,8 @@ LIMITS_S = {
     "hidden waits": 25,
     "cudnn on and off": 15,
     "memory flat": 15,
+    "layers in main memory": 20,
+    "slices on two cards": 30,
 }
 
 #: Time of all steps together, in seconds: a machine is often lent for ten minutes, of which setting
@@ -184,7 +186,7 @@ def _await(
 def run_steps(options: argparse.Namespace) -> None:
     """Runs steps in this process, and tells of each in a line."""
     # Only children need torch.
-    from benchmarks.gpu_check import graphs, kernels, passes, processes
+    from benchmarks.gpu_check import graphs, kernels, parts, passes, processes
     from benchmarks.gpu_check.check import Check
 
     known: dict[str, Callable[[Check], dict[str, Any]]] = {
@@ -193,6 +195,7 @@ def run_steps(options: argparse.Namespace) -> None:
         **processes.TEST_STEPS,
         **graphs.STEPS,
         **processes.STEPS,
+        **parts.STEPS,
     }
     steps = Check(options.device, options.dry, options.child)
     for name in options.steps:

@@ -24,11 +24,13 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as JsonError
 
+from batchery.device_names import check_devices
 from batchery.engine_settings import EngineSettings
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
 from batchery.generation_settings import GenerationSettings
 from batchery.metrics_settings import MetricsSettings
+from batchery.place_settings import PlaceSettings
 from batchery.priority_class import LOWEST_PRIORITY, PriorityClass
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
@@ -42,8 +44,6 @@ FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
-
-DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
 #: Model ids of the hub. Any other name of a model must be a folder.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -104,11 +104,7 @@ TASK_OPTIONS = (
 )
 
 
-#: The same for what says where a model is.
-PLACE_OPTIONS = ("devices", "replicas", "pinned")
-
-
-class ModelSettings(EngineSettings, GenerationSettings, BaseModel):
+class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -143,17 +139,6 @@ class ModelSettings(EngineSettings, GenerationSettings, BaseModel):
         list[str],
         Field(description="Other names by which `batchery submit` and OpenAI's files may call it."),
     ] = []
-    devices: Annotated[
-        list[str] | None,
-        Field(min_length=1, description="Devices of the worker that have it; all if unset."),
-    ] = None
-    replicas: Annotated[
-        int | None,
-        Field(gt=0, description="On how many devices it is; the worker chooses which."),
-    ] = None
-    pinned: Annotated[
-        bool, Field(description="Whether it stays loaded, whatever else needs the memory.")
-    ] = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
@@ -271,7 +256,7 @@ class Settings(BaseSettings):
         Literal["auto"] | list[str],
         Field(
             description="Where batches run: `auto` is every CUDA device, or the CPU;"
-            " `cpu:0,cpu:1` are two processes."
+            " `cpu:0,cpu:1` are two processes, and `cuda:0+cuda:1` is one device of two cards."
         ),
     ] = "auto"
     max_batch_size: Annotated[
@@ -405,18 +390,7 @@ class Settings(BaseSettings):
     @field_validator("devices", mode="before")
     @classmethod
     def _known_devices(cls, value: object) -> object:
-        if value == "auto" or (isinstance(value, str) and value.startswith("[")):
-            return value
-        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        if not isinstance(names, list) or not names:
-            raise ValueError("use 'auto', or a list such as ['cuda:0', 'cuda:1']")
-        for name in names:
-            if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
-                raise ValueError(f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'")
-        # `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
-        if len({f"{name}:0" if name in ("cuda", "cpu") else name for name in names}) < len(names):
-            raise ValueError("a device is named twice")
-        return names
+        return check_devices(value)
 
     @field_validator("models")
     @classmethod

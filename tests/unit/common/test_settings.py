@@ -95,6 +95,11 @@ def test_devices_are_accepted_in_all_common_spellings(
         ([0], "0 is not a device"),
         (["cpu", "cpu"], "named twice"),
         (["cuda", "cuda:0"], "named twice"),
+        (["cuda:0+cuda:1", "cuda:1"], "named twice"),
+        (["cuda:0+cuda:0"], "named twice"),
+        (["cuda:0+mps"], "such as 'cuda:0+cuda:1', 'cuda:0+cpu' or 'cpu+disk'"),
+        (["disk"], "'disk' is not a device"),
+        (["cpu+cuda:0"], "'cpu+cuda:0' is not a device"),
     ],
 )
 def test_impossible_devices_are_refused(devices: Any, problem: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from celery import Celery, signals
 
+from batchery.device_names import main_device
 from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
@@ -144,7 +145,7 @@ class Device:
         """
         started_s = time.monotonic()
         self._setup = setup
-        self._name = setup.device
+        self._name = main_device(setup.device)
         if app is None:
             self._app = import_app(setup)
         else:
@@ -421,7 +422,7 @@ class Device:
     def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
         task = cast(ModelTask, find_task(self._app, name))
         make_model = partial(task.make_model, settings or self._versions.get(name))
-        served = serve_model(name, make_model, self._name, self._memory, gives_json=True)
+        served = serve_model(name, make_model, self._setup.device, self._memory, gives_json=True)
         served.identity = build_identity(task, served.model)
         served.version = read_version(served.model)
         return served

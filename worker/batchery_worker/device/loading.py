@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from celery import Celery
 
+from batchery.device_names import main_device
 from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
@@ -28,8 +29,10 @@ from batchery_worker.memory import Memory
 logger = logging.getLogger("batchery.device")
 
 #: Logger -> how lines begin that libraries write when transformers is imported beside torchao. They
-#: are about kernels that no model here uses, and about calls between these libraries.
+#: are about kernels that no model here uses, and about calls between these libraries. accelerate
+#: says again where layers are.
 USELESS_ADVICE = {
+    "accelerate.big_modeling": "Some parameters are on the meta device",
     "torchao": "Failed to load ",
     "torchao.kernel.intmm": "Warning: Detected no triton",
     "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
@@ -258,7 +261,7 @@ def check_device(device: str) -> None:
 
 def _is_torch_device(device: str) -> bool:
     """Whether torch has a say: batch functions may use a GPU by another library alone."""
-    return device.partition(":")[0] != "cpu" and find_spec("torch") is not None
+    return main_device(device).partition(":")[0] != "cpu" and find_spec("torch") is not None
 
 
 def import_app(setup: Setup) -> Celery:
@@ -303,4 +306,4 @@ def find_memory(device: str, fraction: float = 1.0) -> Memory:
     # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.devices import CudaMemory
 
-    return CudaMemory(device, fraction)
+    return CudaMemory(main_device(device), fraction)

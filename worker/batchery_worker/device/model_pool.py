@@ -281,7 +281,8 @@ class ModelPool:
     def _put_aside(self, name: str) -> bool:
         served = self.loaded[name]
         put_aside = getattr(served.model, "put_aside", None)
-        if put_aside is None or not self._memory.is_apart:
+        # A model in slices has parts in other processes.
+        if put_aside is None or not self._memory.is_apart or "+" in self._device:
             return False
         try:
             put_aside()

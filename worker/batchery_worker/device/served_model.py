@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from batchery.device_names import main_device
 from batchery.execution.batch import Limit, Lookahead, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.model import Model
@@ -84,7 +85,7 @@ class LoadedModel:
         self._peak_bytes = 0
         #: Tokens that it has computed, without padding.
         self._tokens = 0
-        kind = device.partition(":")[0]
+        kind = main_device(device).partition(":")[0]
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
         self._streams = int(getattr(model, "cpu_streams", 1))

@@ -203,7 +203,7 @@ class DeviceControl:
             # The settings may have changed: a process that starts anew must load the old version.
             device.setup = _with_version(device.setup, order.task, own)
         step.previous = device.setup.versions.get(order.task)
-        if device.setup.slots:
+        if _needs_fresh(device):
             device.setup = _with_version(device.setup, order.task, order.settings)
             self._supervisor.renew(device)
         else:
@@ -213,7 +213,7 @@ class DeviceControl:
         for order in self._orders.values():
             step = order.devices.get(device.name)
             if step is not None and step.state == "loading":
-                judge = self._judge_fresh if device.setup.slots else self._judge_swap
+                judge = self._judge_fresh if _needs_fresh(device) else self._judge_swap
                 judge(order, device, reply)
         self._advance()
         if isinstance(reply, Ready):
@@ -259,6 +259,11 @@ class DeviceControl:
                         " or settings have changed meanwhile; run `batchery reload %s`",
                         *(task, other.name, theirs, device.name, version, task),
                     )
+
+
+def _needs_fresh(device: DeviceProcess) -> bool:
+    """Whether a version needs a fresh process: where jobs have slots, or ranks load together."""
+    return bool(device.setup.slots) or "+" in device.setup.device
 
 
 def _serves(device: DeviceProcess, task: str) -> bool:

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 from kombu.utils.imports import symbol_by_name
 
+from batchery.device_names import is_device
 from batchery.errors import BatchArgumentError, SettingsError
 from batchery.installer import KINDS
 from batchery.model import Model
-from batchery.settings import DEVICE_NAME, ModelSettings, Settings
+from batchery.settings import ModelSettings, Settings
 from batchery_worker.device.loading import EngineModel
 from batchery_worker.inprocess.batch_loop import BatchLoop
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
@@ -225,7 +226,7 @@ def _options(
 
 
 def _checked(device: str) -> str:
-    if not isinstance(device, str) or DEVICE_NAME.fullmatch(device) is None:
+    if not isinstance(device, str) or not is_device(device):
         raise SettingsError(f"device={device!r}: not a device; use 'cpu', 'cuda:0' or 'mps'")
     return device
 

@@ -27,7 +27,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded, mask_forms
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
-from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
+from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
 from batchery_worker.models.inputs import (
@@ -39,6 +39,7 @@ from batchery_worker.models.inputs import (
 )
 from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
+from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import (
     Cut,
     Input,
@@ -125,10 +126,11 @@ class TextModel(Model):
                 enough memory, or an impossible setting; one line says which.
             DeviceUnavailable: There is no such device; names the devices that there are.
         """
-        self._device = device_named(device)
+        self._split = open_split(device, self.settings)
+        self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
         self._streams: CpuStreams | None = None
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self._split.is_whole:
             self._open_streams(torch.get_num_threads())
         elif self._device.type == "cuda":
             settle_cuda()
@@ -136,6 +138,7 @@ class TextModel(Model):
         try:
             with quiet():
                 self._load(ModelSource(self.settings))
+            self._split.share([(self, "forward")])
         except StartError:
             raise
         except Exception as error:
@@ -153,13 +156,15 @@ class TextModel(Model):
         self._source = source
         # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
+        self._split.begin(self, config)
         self.tokenizer = load_tokenizer(source)
         missing = self._make_model(source, config)
         if self.model.main_input_name != "input_ids":
             raise ModelLoadError(
                 f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
             )
-        self.flops_per_token = 2 * int(self.model.num_parameters(exclude_embeddings=True))
+        weights = int(self.model.num_parameters(exclude_embeddings=True))
+        self.flops_per_token = 2 * weights // self._split.ranks
         self._finish_load(source, missing)
         self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
         self._choose_padding()
@@ -205,6 +210,7 @@ class TextModel(Model):
             use_safetensors=True,
             output_loading_info=True,
             **source.options,
+            **self._split.options,
         )
         return sorted(info["missing_keys"])
 
@@ -227,7 +233,8 @@ class TextModel(Model):
                 "model %s: weights in %s, %.1f MiB of %.1f",
                 *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
             )
-        self.model.to(self._device).eval()
+        self._split.place(self.model)
+        self.model.eval()
         return inspect.signature(self.model.forward).parameters
 
     def _choose_padding(self) -> None:
@@ -259,7 +266,7 @@ class TextModel(Model):
         texts = RandomTexts(len(self._tokenize.names), usual)
         candidate = Candidate(
             name=source.name,
-            setting=self.settings.forward,
+            setting=self._split.choose_forward(self.settings.forward),
             model=self.model,
             device=self._device,
             padding_position=padding_position(self.model),
@@ -290,6 +297,8 @@ class TextModel(Model):
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
+            return {}
+        if not self._split.is_whole:
             return {}
         if self.per_token:
             # How many tokens are no padding is different in each batch.
@@ -392,9 +401,10 @@ class TextModel(Model):
         self.model.to(self._device, non_blocking=True)
 
     def unload(self) -> None:
-        """Ends the threads that compute passes side by side."""
+        """Ends the threads that compute passes side by side, and what other processes hold."""
         if self._streams is not None:
             self._streams.close()
+        self._split.release(self)
 
     def warm_up(self) -> Sequence[Any]:
         """Items of several lengths, within the limits of this model."""

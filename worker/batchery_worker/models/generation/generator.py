@@ -59,7 +59,7 @@ class TextGenerator(StepModel):
                 one line says which.
             DeviceUnavailable: There is no such device.
         """
-        self._device = device_named(device)
+        self._open_device(device)
         try:
             with quiet():
                 self._source = ModelSource(self.settings, takes_gguf=self.takes_gguf)
@@ -68,6 +68,10 @@ class TextGenerator(StepModel):
             raise
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+
+    def _open_device(self, device: str) -> None:
+        """Opens the device."""
+        self._device = device_named(device)
 
     def version(self) -> str:
         """Changes with the model's files and options."""

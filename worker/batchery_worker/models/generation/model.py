@@ -24,6 +24,7 @@ from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.inputs import GenerationKeywords
 from batchery_worker.models.source import ModelSource, identity, reason
+from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import longest_text
 
 try:
@@ -47,6 +48,9 @@ UNLIMITED_TOKENS = 32_768
 #: How often a job may be in steps that are not finite, without a token between them. Where a plain
 #: pass says nothing of it, its step might fail for ever.
 MAX_DOUBTS = 3
+
+#: What changes a batch, so that all ranks of a group do it together.
+BATCH_CALLS = ("add", "drop", "forward", "accept", "build", "shrink")
 
 #: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -76,12 +80,19 @@ class GenerationModel(TextGenerator):
             DeviceUnavailable: There is no such device.
         """
         super().load(device)
+        batch = ((self._batch, name) for name in BATCH_CALLS)
+        self._split.share([*batch, (self, "_plain_logits")])
+
+    def _open_device(self, device: str) -> None:
+        self._split = open_split(device, self.settings)
+        self._device = self._split.device
 
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
             settle_cuda()
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
+        self._split.begin(self, config)
         loader: Any = AutoModelForSeq2SeqLM if self.has_encoder else AutoModelForCausalLM
         self.model, info = loader.from_pretrained(
             source.name,
@@ -89,6 +100,7 @@ class GenerationModel(TextGenerator):
             use_safetensors=True,
             output_loading_info=True,
             **source.options,
+            **self._split.options,
         )
         if missing := sorted(info["missing_keys"]):
             raise ModelLoadError(
@@ -97,7 +109,8 @@ class GenerationModel(TextGenerator):
             )
         if self.settings.quantize != "none":
             quantize(self.settings.model, self.model, self.settings.quantize, self._device)
-        self.model.to(self._device).eval()
+        self._split.place(self.model)
+        self.model.eval()
         embedded = self.model.get_input_embeddings().weight.shape[0]
         self._read_tokenizer(source, self.model.generation_config, embedded)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
@@ -175,8 +188,8 @@ class GenerationModel(TextGenerator):
             return StaticBatch(self.model, self.slots)
         step_tokens = self.settings.max_batch_tokens or STEP_TOKENS[self._device.type]
         wanted = self.slots * self.max_length
-        cache_tokens = self.settings.cache_tokens or choose_cache_tokens(
-            self.model, wanted, step_tokens
+        cache_tokens = self.settings.cache_tokens or self._split.agree(
+            choose_cache_tokens(self.model, wanted, step_tokens)
         )
         return PagedBatch(self.model, self.slots, cache_tokens, step_tokens)
 
@@ -197,6 +210,10 @@ class GenerationModel(TextGenerator):
         """The content of the model's files, and how it is run."""
         run = {"device": self._device.type, "dtype": str(self.model.dtype)}
         return identity(self.settings, self._source, run, self.model)
+
+    def unload(self) -> None:
+        """Frees what other processes hold."""
+        self._split.release(self)
 
     def _limits(self) -> dict[str, int]:
         return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}

@@ -32,6 +32,11 @@ def device_named(name: str) -> torch.device:
     Raises:
         DeviceUnavailable: This machine has no such device; names the devices that it has.
     """
+    if "+" in name:
+        raise DeviceUnavailable(
+            f"device {name!r}: models that transformers computes can lie on several devices; name"
+            " one, or another kind or engine"
+        )
     there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         there.append("mps")
@@ -47,12 +52,12 @@ def device_named(name: str) -> torch.device:
 
 
 def use_device(name: str) -> None:
-    """Makes a device torch's default.
+    """Makes a device torch's default; of several that are one, the first.
 
     Raises:
         DeviceUnavailable: See `device_named`.
     """
-    device = device_named(name)
+    device, *_ = [device_named(part) for part in name.split("+") if part != "disk"]
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -1,0 +1,117 @@
+"""How a model lies on its device: whole, in slices on a group of processes, or layer by layer.
+
+A device of several parts is spelled with `+`, such as `cuda:0+cuda:1`. To all but this package it
+is one device.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+
+from batchery.errors import ModelLoadError
+from batchery.settings import ModelSettings
+from batchery_worker.models.hardware.devices import device_named
+
+#: An object and the name of a method of it that all ranks of a group must call together.
+SharedCall = tuple[Any, str]
+
+
+class Whole:
+    """A model whole on one device.
+
+    Attributes:
+        device: Where its inputs go, and its results come from.
+        ranks: Number of processes that compute it.
+        options: Keyword arguments of `from_pretrained`.
+        is_whole: Whether it may be moved, quantized and captured as on a device of its own.
+    """
+
+    ranks = 1
+    is_whole: ClassVar[bool] = True
+
+    def __init__(self, device: str) -> None:
+        """Takes a device.
+
+        Raises:
+            DeviceUnavailable: There is no such device.
+        """
+        self.device: torch.device = device_named(device)
+        self.options: dict[str, Any] = {}
+
+    def begin(self, model: Any, config: Any) -> None:
+        """Looks whether the model of this config fits, before weights are loaded.
+
+        Args:
+            model: Ours, of which nothing is loaded yet.
+            config: Of transformers.
+
+        Raises:
+            ModelLoadError: It does not; says what to use instead.
+        """
+
+    def place(self, model: torch.nn.Module) -> None:
+        """Moves a model of transformers, once loaded."""
+        model.to(self.device)
+
+    def choose_forward(self, setting: str) -> str:
+        """Which forward pass may be tried, as the setting `forward` has it."""
+        return setting
+
+    def agree(self, number: int) -> int:
+        """The least of the numbers that the processes have."""
+        return number
+
+    def share(self, calls: Sequence[SharedCall]) -> None:
+        """Has all processes make these calls together from now on; to be called last."""
+
+    def release(self, model: Any) -> None:
+        """Has all processes forget a model."""
+
+
+def open_split(device: str, settings: ModelSettings) -> Whole:
+    """Opens the device of a model.
+
+    Args:
+        device: As the settings spell it.
+        settings: Of the model.
+
+    Raises:
+        DeviceUnavailable: A part of it is not there.
+        ModelLoadError: The model's settings do not go together with several parts.
+    """
+    parts = device.split("+")
+    if len(parts) == 1:
+        return Whole(device)
+    if settings.quantize != "none":
+        raise ModelLoadError(
+            f"model {settings.model!r}: quantize = {settings.quantize!r} is for one device, not"
+            f" {device}; set it to none"
+        )
+    if settings.engine == "onnx":
+        raise ModelLoadError(
+            f"model {settings.model!r}: engine = 'onnx' is for one device, not {device}"
+        )
+    if find_spec("accelerate") is None:
+        raise ModelLoadError(
+            f"model {settings.model!r}: {device} needs accelerate: pip install 'batchery[split]'"
+        )
+    from batchery_worker.models.split.group import enter_group
+    from batchery_worker.models.split.layers import Layers
+
+    if settings.split == "layers" or parts[-1] in ("cpu", "disk"):
+        return Layers(device, settings)
+    return enter_group(device)
+
+
+def memory_share(device: torch.device) -> float:
+    """Share of a device's memory that this process may use, by the setting `memory_fraction`."""
+    on_card = device.type == "cuda"
+    return float(torch.cuda.get_per_process_memory_fraction(device)) if on_card else 1.0
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Has this process use no more of a device's memory than that share."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
