@@ -48,7 +48,7 @@ QUEUES = (
     *("aside", "nobody", "later", "there", "embed", "chat", "loud", "any", "next", "extra"),
     *("limited", "unlimited", "included", "pickled", "faults", "shop", "other", "bodies", "full"),
     *("devices", "elsewhere", "countdown", "apart", "speller", "doubles", "files", "traced"),
-    *("unserved",),
+    *("unserved", "late", "slow", "first", "stock", "any", "one", "two", "queue", "gone"),
 )
 
 #: What the tests' apps keep in Redis for themselves, as tasks of users may.
