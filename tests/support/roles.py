@@ -215,7 +215,10 @@ def _add_space(url: str, space: KeySpace) -> None:
     spaces = _spaces.setdefault(_identify(url), [])
     queues = {*space.queues, *(name for each in spaces for name in each.queues)}
     known = [replace(each, queues=sorted(queues)) for each in (*spaces, space)]
-    spaces[:] = [each for at, each in enumerate(known) if each not in known[:at]]
+    known = [each for at, each in enumerate(known) if each not in known[:at]]
+    if known == spaces:
+        return  # Redis might cut subscriptions of users that are written anew.
+    spaces[:] = known
     with probing(url) as client:
         for role in ROLES:
             words: dict[str, None] = {}
