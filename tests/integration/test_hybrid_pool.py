@@ -12,6 +12,7 @@ from apps import hybrid
 from conftest import StartWorker
 from support.harness import Worker, wait_ended, wait_for
 from support.patience import patient
+from support.roles import connect_as
 
 TIMEOUT_S = patient(60)
 BOTH = ("-Q", "celery,devices")
@@ -21,7 +22,8 @@ BOTH = ("-Q", "celery,devices")
 def _app(redis_url: str) -> Iterator[None]:
     hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     yield
-    hybrid.app.control.purge()
+    with connect_as(hybrid.app, "operator") as connection:
+        hybrid.app.control.purge(connection)
 
 
 def processes(worker: Worker) -> list[int]:

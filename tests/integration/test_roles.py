@@ -190,7 +190,7 @@ def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: 
         assert found is not None
         assert found[("batchery_broker_up",)] == 1
         assert found[("batchery_queue_waiting_jobs", "loud")] == 0
-        assert found[("batchery_worker_ready", worker.name)] == 1
+        assert ("batchery_worker_ready", worker.name) in found
 
 
 def test_queues_that_a_user_may_not_count_are_no_empty_ones(guarded: GuardedRedis) -> None:
