@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the event loop, and of those that plan on it."""
     made = Clock()
     planners = ("dispatch.dispatcher", "dispatch.demand", "device_pool.supervisor")
-    for module in (*planners, "dispatch.traces", "device_pool.process"):
+    for module in (*planners, "metrics", "device_pool.process"):
         monkeypatch.setattr(f"batchery_worker.{module}.monotonic", made)
     return made
 

@@ -36,13 +36,12 @@ from batchery_worker.dispatch.slots import (
     list_victims,
     merge_slots,
 )
-from batchery_worker.dispatch.traces import trace_batch
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
-from batchery_worker.metrics import Metrics, log_batch
+from batchery_worker.metrics import Metrics, log_batch, trace_batch
 
 logger = logging.getLogger("batchery.pool")
 

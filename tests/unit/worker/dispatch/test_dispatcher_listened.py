@@ -6,7 +6,7 @@ from celery.worker import state as worker_state
 
 from apps.batches import FOUR, HOOKED, app, heard
 from batchery.tracing import TracedBatch
-from batchery_worker.dispatch import traces
+from batchery_worker import metrics
 from batchery_worker.dispatch.dispatcher import MAX_HELD_UP_S
 from support.fake_worker import FakeLeaseStore, FakeWorker, StartPool
 
@@ -120,7 +120,7 @@ def test_batch_is_traced_with_its_jobs_and_how_it_ended(
     worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracing = Tracing()
-    monkeypatch.setattr(traces, "current_tracing", lambda: tracing)
+    monkeypatch.setattr(metrics, "current_tracing", lambda: tracing)
     jobs = worker.receive_each("a", "b", task=FOUR)
     worker.works()
     worker.loop.sleep(0.5)
