@@ -26,7 +26,8 @@ NO_CODE = {
 
 #: Of all files of common, producer and worker; docstrings are lines of code here. 5,300 lines of
 #: them are text generation: slots, streams, three engines, routes of HTTP, attention on CUDA. 2,600
-#: are operations: metrics and health, the doctor, users of Redis, versions. 700 are reloads and drains.
+#: are operations: metrics and health, the doctor, users of Redis, versions. 700 are reloads and
+#: drains.
 MAX_FILES = 286
 MAX_LINES = 49_450
 
