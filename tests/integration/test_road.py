@@ -26,10 +26,10 @@ NO_CODE = {
 
 #: Of all files of common, producer and worker; docstrings are lines of code here. 5,300 lines of
 #: them are text generation: slots, streams, three engines, routes of HTTP, attention on CUDA. 2,600
-#: are operations: metrics and health, the doctor, users of Redis, versions. 900 are models that
-#: share the memory of a device, and places of models.
-MAX_FILES = 290
-MAX_LINES = 49_600
+#: are operations: metrics and health, the doctor, users of Redis, versions. 2,800 are many models
+#: and many devices: a pool of models, places, reloads, drains, devices of several parts, ONNX.
+MAX_FILES = 300
+MAX_LINES = 51_900
 
 
 class Road(NamedTuple):

@@ -243,8 +243,6 @@ class LearnedCosts:
 class ModelSnapshot:
     """A model on a device; costs are None until they are learned."""
 
-    #: Its name for what it has loaded; empty if it has none.
-    version: str = ""
     max_batch_tokens: int = 0
     chosen_by: str = ""
     #: How many forward passes failed for want of memory.
@@ -265,6 +263,8 @@ class ModelSnapshot:
     useful_items: int | None = None
     #: Number of batches from which the costs were learned; None before.
     fitted_batches: int | None = None
+    #: Its name for what it has loaded; empty if it has none.
+    version: str = ""
     #: `loaded`; `aside`, in main memory; or `not loaded`. Older workers load all at their start.
     state: str = "loaded"
     #: Why it is on this device.

@@ -200,7 +200,9 @@ class Device:
         batch = self._ahead.popleft() if self._ahead else self._intake.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
             self._intake.read_ahead()
-        with self._reloader.turn:
+        with self._reloader.turn.gate:
+            pass  # A thread that builds a model may hold it.
+        with self._reloader.turn.running:
             computed = self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = computed.forward_ms
         if self._given == self._answered and not self._ahead and self._intake.is_empty:

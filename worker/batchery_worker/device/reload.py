@@ -32,19 +32,25 @@ SwapVersion = Callable[[LoadedModel, ModelSettings | None, float], LoadedModel |
 
 
 class PassTurn:
-    """Lets one thread at a time compute; whoever asks first is next."""
+    """Stops the thread that computes, between two batches, as long as this is entered.
+
+    Attributes:
+        gate: That thread takes it for a moment before each batch. So it does not go on again and
+            again while another one waits for it.
+        running: It holds this while it computes.
+    """
 
     def __init__(self) -> None:
-        self._next = threading.Lock()
-        self._running = threading.Lock()
+        self.gate = threading.Lock()
+        self.running = threading.Lock()
 
     def __enter__(self) -> None:
-        # A thread that computes all the time must not be the next one again and again.
-        with self._next:
-            self._running.acquire()
+        self.gate.acquire()
+        self.running.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._running.release()
+        self.running.release()
+        self.gate.release()
 
 
 class Reloader:
@@ -74,7 +80,6 @@ class Reloader:
         self._tell = tell
         #: Ids of the batches that have begun to be prepared, and are not answered.
         self.unanswered: set[int] = set()
-        #: Entered for each batch by the thread that computes.
         self.turn = PassTurn()
         self._threads: int | None = None
 

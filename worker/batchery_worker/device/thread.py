@@ -40,7 +40,7 @@ class SequentialDevice(Device):
         with closing(EventLoop()) as loop:
             while True:
                 if (batch := self._prepare(read_frame(self._end))) is not None:
-                    with self._reloader.turn:
+                    with self._reloader.turn.gate, self._reloader.turn.running:
                         self._answer(self._forward(batch, loop.run))
 
     def _look_ahead(self) -> None:

@@ -364,7 +364,7 @@ class DeviceProcess:
         """
         assert self.link is not None
         came = [load_reply(frame) for frame in self.link.receive()]
-        replies = [reply for reply in came if not isinstance(reply, Stepped)]
+        replies: list[Reply] = [reply for reply in came if not isinstance(reply, Stepped)]
         if replies:
             self.heard_s = monotonic()
         elif came:

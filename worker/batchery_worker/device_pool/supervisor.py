@@ -235,6 +235,8 @@ class DeviceSupervisor:
     def _spawn(self, device: DeviceProcess) -> None:
         if self._stopping or device.link is not None or device not in self.devices:
             return
+        if device.is_drained and device.state is State.DRAINED:
+            return
         if device.is_drained:
             device.state, device.pid, device.reported = State.DRAINED, 0, {}
             logger.info("device %s has left, and is drained", device.name)
@@ -398,7 +400,7 @@ class DeviceSupervisor:
             self._on_ready()
         elif isinstance(reply, Loads | Loaded):
             self._on_load(device, reply)
-        else:
+        elif isinstance(reply, Done):
             self._take(device, reply)
 
     def _take(self, device: DeviceProcess, done: Done) -> None:

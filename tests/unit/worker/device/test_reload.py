@@ -166,21 +166,24 @@ def test_a_lack_of_memory_is_explained() -> None:
     assert describe(KeyError("x")) == "KeyError: 'x'"
 
 
-def test_whoever_asks_first_computes_next() -> None:
-    turn, done = PassTurn(), threading.Event()
-    turn.__enter__()
+def test_a_thread_that_builds_a_model_has_its_turn_between_two_batches() -> None:
+    turn, done, batches = PassTurn(), threading.Event(), 0
 
     def build() -> None:
         with turn:
             done.set()
 
     thread = threading.Thread(target=build)
-    thread.start()
-    wait_for(turn._next.locked, "the other one waits")
-    turn.__exit__()
-    # Or this would go on for ever.
-    with turn:
-        assert done.is_set()
+    with turn.running:
+        thread.start()
+        wait_for(turn.gate.locked, "it waits for the batch that runs")
+        assert not done.is_set()
+    while not done.is_set():
+        with turn.gate:
+            pass  # As a device does, before each batch.
+        with turn.running:
+            batches += 1
+    assert batches <= 1
     thread.join()
 
 
