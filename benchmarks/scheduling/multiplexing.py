@@ -48,7 +48,7 @@ SERVICE = ServiceTime(pass_ms=20.0, item_ms=1.0)
 #: Jobs per second; and of the load that a real worker plays, for how long.
 RATES = (5, 20, 100, 400)
 SIMULATED_S = 600.0
-REAL_RATE, REAL_S = 100, 60.0
+REAL_RATE, REAL_S = 20, 60.0
 
 #: How long the worker may take for anything, in seconds.
 TIMEOUT_S = 120.0
@@ -61,11 +61,12 @@ def make_arrivals(rate_per_s: float, seconds: float, seed: int = 1) -> list[Arri
     random = Random(seed)
     names = [f"model{number:02}" for number in range(MODELS)]
     weights = list(accumulate(1 / (number + 1) for number in range(MODELS)))
-    made = []
+    made: list[Arrival] = []
     for time_s in poisson_times(rate_per_s, random):
         if time_s > seconds:
             return made
-        made.append(Arrival(time_s, *random.choices(names, cum_weights=weights), USUAL_LANE))
+        (name,) = random.choices(names, cum_weights=weights)
+        made.append(Arrival(time_s, name, USUAL_LANE))
     return made
 
 
@@ -245,18 +246,16 @@ def ask_models(client: Celery) -> dict[str, int]:
 
 def main() -> None:
     """Runs it; see above."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--simulated", action="store_true", help="no real worker")
     options = parser.parse_args()
-    rows = []
-    for rate in RATES:
-        arrivals = make_arrivals(rate, SIMULATED_S)
+    rows: list[Figures] = []
+    for rate, seconds in [*((rate, SIMULATED_S) for rate in RATES), (REAL_RATE, REAL_S)]:
+        arrivals = make_arrivals(rate, seconds)
         rows += [{"jobs_per_s": rate, **simulate(policy, arrivals)} for policy in POLICIES]
-    arrivals = make_arrivals(REAL_RATE, REAL_S)
-    rows.append({"jobs_per_s": REAL_RATE, "played_s": REAL_S, **simulate("batchery", arrivals)})
     if not options.simulated:
-        rows.append({"jobs_per_s": REAL_RATE, "played_s": REAL_S, **play(arrivals)})
+        rows.append({"jobs_per_s": REAL_RATE, **play(arrivals)})
     for row in rows:
         print(json.dumps(row))
     if options.json:

@@ -5,8 +5,9 @@ jobs whose model is loaded keep their turn, and others wait until that is worth 
 
 1. Until the oldest of them has waited for as long as the load takes. The time counts by shares: a
    class with twice the share of those whose turn it is waits half as long.
-2. Until the device has worked `WORK_PER_LOAD` times as long since its last load. Otherwise two
-   models that take turns would spend all its time on loads.
+2. Until the device has worked for as long since its last load; and for `WORK_WHEN_BEHIND` times as
+   long while a full batch waits for what is loaded. Otherwise two models that take turns would
+   spend all its time on loads, and it would never catch up.
 3. A device that has nothing else to do loads at once, unless another device of this worker has the
    model: then the first rule holds.
 
@@ -22,9 +23,9 @@ from typing import NamedTuple, Protocol
 from batchery_worker.batching.shares import KeyFlows
 from batchery_worker.job import T
 
-#: How long a device works between two loads while jobs wait for what it has loaded, as a multiple
-#: of the second one: then loads take a fifth of its time at most.
-WORK_PER_LOAD = 4.0
+#: How long a device that is behind works between two loads, as a multiple of the second one: loads
+#: take a fifth of its time at most.
+WORK_WHEN_BEHIND = 4.0
 
 #: A load counts for so many seconds at least, so that nothing is divided by 0.
 MIN_LOAD_S = 1e-3
@@ -155,10 +156,14 @@ class DeviceModels:
         self.wake_s = inf
         if not self.cold:
             return waiting
-        warm_share = max((weigh(each) for each in waiting if self._is_warm(each)), default=0.0)
-        chosen = []
+        warm = [each for each in waiting if self._is_warm(each)]
+        share = max(map(weigh, warm), default=0.0)
+        is_behind = any(each.items >= each.limits.max_batch_size for each in warm)
+        chosen = warm
         for each in waiting:
-            begin_s = -inf if self._is_warm(each) else self._begin_s(each, warm_share, weigh(each))
+            if self._is_warm(each):
+                continue
+            begin_s = self._begin_s(each, share / weigh(each), is_behind)
             if now_s >= begin_s:
                 chosen.append(each)
             else:
@@ -168,13 +173,20 @@ class DeviceModels:
     def _is_warm(self, waiting: KeyFlows[T]) -> bool:
         return waiting.key.task not in self.cold
 
-    def _begin_s(self, waiting: KeyFlows[T], warm_share: float, share: float) -> float:
-        """When a model may be loaded for some jobs, if others with a share could run at once."""
+    def _begin_s(self, waiting: KeyFlows[T], ratio: float, is_behind: bool) -> float:
+        """When a model may be loaded for some jobs.
+
+        Args:
+            waiting: The jobs.
+            ratio: Share of those that could run at once, in terms of theirs; 0 if there are none.
+            is_behind: Whether a full batch of those waits.
+        """
         task = waiting.key.task
         load_s = self.cold[task]
-        if warm_share:
-            load_s *= warm_share / share
-            return max(waiting.oldest_s + load_s, self.loaded_s + WORK_PER_LOAD * load_s)
+        if ratio:
+            load_s *= ratio
+            work_s = WORK_WHEN_BEHIND * load_s if is_behind else load_s
+            return max(waiting.oldest_s + load_s, self.loaded_s + work_s)
         return waiting.oldest_s + load_s if self._is_warm_elsewhere(task) else -inf
 
     def _is_warm_elsewhere(self, task: str) -> bool:

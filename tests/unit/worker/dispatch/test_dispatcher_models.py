@@ -1,9 +1,13 @@
 """Devices that have not loaded all models: who gets which batch, and the time that loads take."""
 
+from dataclasses import replace
+
 import pytest
 from celery.exceptions import TimeLimitExceeded
+from celery.worker import state as worker_state
 
 from apps.batches import FOUR, LIMITED
+from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS
 from batchery_worker.ipc.messages import Loaded, Loads, Ready, Work
 from support.fake_devices import FakeDevice
 from support.fake_worker import FakeWorker, StartPool
@@ -129,3 +133,20 @@ def test_device_that_dies_in_a_load_starts_anew_and_its_jobs_run_alone(
     assert worker.works() == [["a"]]
     worker.work_off()
     assert worker.results(requests) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("models", "exit_code"), [(("a", "b"), 2), (("a", "a"), None)])
+def test_worker_ends_when_a_model_has_no_device_left(
+    start_pool: StartPool, models: tuple[str, str], exit_code: int | None
+) -> None:
+    worker = start_pool("cpu:0", "cpu:1")
+    for device, name in zip(worker.pool.devices or (), models, strict=True):
+        device.setup = replace(device.setup, models={name: "devices"})
+    worker.devices.get_ready = False
+    worker.device.die()
+    for _ in range(MAX_FAILED_STARTS):
+        worker.loop.sleep(5.0)
+        worker.device.die(1)
+    worker.loop.sleep(5.0)
+    assert list(worker.info()["devices"]) == ["cpu:0"]
+    assert worker_state.should_stop == exit_code
