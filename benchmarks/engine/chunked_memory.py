@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import AutoModel
 from benchmarks.engine.models import MODELS, VOCABULARY, model_folder
 
 #: Tokens of a chunk; 0 is the whole pass.
-CHUNKS = (0, 4096, 1024, 256)
+CHUNKS = (0, 1024, 256)
 
 #: Length of the texts in tokens.
 LENGTH = 256
@@ -69,18 +70,8 @@ def main() -> None:
 def measure(folder: str, chunk: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Memory and time of passes whose feed-forward part runs in chunks of so many tokens."""
     model: Any = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-    for layer in model.encoder.layer:
-        whole = layer.feed_forward_chunk
-
-        def feed_forward(hidden: Tensor, whole: Any = whole) -> Tensor:
-            rows = hidden.flatten(0, 1)
-            made = torch.empty_like(rows)
-            for start in range(0, len(rows), chunk):
-                made[start : start + chunk] = whole(rows[start : start + chunk])
-            return made.view_as(hidden)
-
-        if chunk:
-            layer.feed_forward_chunk = feed_forward
+    for layer in model.encoder.layer if chunk else ():
+        layer.feed_forward_chunk = in_chunks(layer.feed_forward_chunk, chunk)
     ids = torch.randint(1000, VOCABULARY, (tokens // LENGTH, LENGTH))
     seconds = []
     with torch.inference_mode():
@@ -96,6 +87,19 @@ def measure(folder: str, chunk: int, tokens: int, rounds: int) -> dict[str, Any]
         "kib_per_token": round((peak_bytes - loaded_bytes) / tokens / 1024, 1),
         "cpu_s": round(statistics.median(seconds), 3),
     }
+
+
+def in_chunks(whole: Callable[[Tensor], Tensor], chunk: int) -> Callable[[Tensor], Tensor]:
+    """The same function of tokens, called for some of them at a time."""
+
+    def feed_forward(hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, 1)
+        made = torch.empty_like(rows)
+        for start in range(0, len(rows), chunk):
+            made[start : start + chunk] = whole(rows[start : start + chunk])
+        return made.view_as(hidden)
+
+    return feed_forward
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A peer of rank 0: `python -m batchery_worker.models.split.peer DESCRIPTOR`."""
 
+import logging
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ def main(descriptor: int) -> None:
         descriptor: Of a socket to rank 0.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Rank 0 has the same advice of libraries.
+    logging.disable(logging.WARNING)
     end = socket.socket(fileno=descriptor)
     path, device, rank, folder, share = pickle.loads(read_frame(end))
     sys.path[:] = path
