@@ -16,11 +16,10 @@ The rules, in the order in which they are asked:
    batch was still growing goes next, full or not, so that a busy neighbour cannot starve it.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 from operator import itemgetter
 from typing import Generic
@@ -29,6 +28,7 @@ from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
 from batchery_worker.batching.residency import DeviceModels, Served
 from batchery_worker.batching.shares import Charge, Flow, KeyFlows, SharesByTask
+from batchery_worker.batching.suspects import Suspects
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
 #: Jobs of a higher class have a batch of their own if it saves them so many times its own time to
@@ -75,18 +75,15 @@ class Scheduler(Generic[T]):
         self._late: list[Job[T]] = []
         self._ranks = {name: rank for rank, name in enumerate(shares)}
         self._queues: dict[BatchKey, KeyFlows[T]] = {}
-        self._suspects: deque[Job[T]] = deque()
-        #: Suspects of an earlier worker: they were not started here.
-        self._recovered: deque[Job[T]] = deque()
+        self._suspects = Suspects[T]()
 
     def __len__(self) -> int:
         """How many jobs wait, suspects included."""
         flows = chain.from_iterable(each.flows.values() for each in self._queues.values())
-        return sum(map(len, flows)) + len(self._suspects) + len(self._recovered)
+        return sum(map(len, flows)) + len(self._suspects)
 
     def __iter__(self) -> Iterator[Job[T]]:
         yield from self._suspects
-        yield from self._recovered
         for waiting in self._queues.values():
             yield from waiting
 
@@ -102,14 +99,14 @@ class Scheduler(Generic[T]):
 
     def quarantine(self, job: Job[T]) -> None:
         """Takes back a job that was on a device which died; it will run alone."""
-        self._suspects.append(job)
+        self._suspects.own.append(job)
 
     def quarantine_recovered(self, job: Job[T]) -> None:
         """Takes in a job that was on a device when an earlier worker died.
 
         It will run alone, or first with others of its kind: see `Job.among`.
         """
-        self._recovered.append(job)
+        self._suspects.recovered.append(job)
 
     def clear(self) -> list[Job[T]]:
         """Forgets every job that waits but was never started; returns them.
@@ -117,9 +114,9 @@ class Scheduler(Generic[T]):
         Suspects stay: they were started, and the broker's messages are still theirs.
         """
         held = self.held()
-        dropped = [*held, *self._recovered]
+        dropped = [*held, *self._suspects.recovered]
         self.remove(held)
-        self._recovered.clear()
+        self._suspects.recovered.clear()
         return dropped
 
     def held(self, task: str | None = None, models: Served | None = None) -> list[Job[T]]:
@@ -148,16 +145,17 @@ class Scheduler(Generic[T]):
     @property
     def holds_any(self) -> bool:
         """Whether any job waits, suspects included."""
-        return bool(self._queues or self._suspects or self._recovered)
+        return bool(self._queues or self._suspects)
 
     @property
     def has_suspects(self) -> bool:
         """Whether a job waits that must run alone."""
-        return bool(self._suspects or self._recovered)
+        return bool(self._suspects)
 
     def tests(self, task: str) -> bool:
         """Whether a kind of device, see `next_batch`, must run suspects before anything else."""
-        return bool(self._recovered) or any(self._serves(task, job.key) for job in self._suspects)
+        suspects = self._suspects
+        return bool(suspects.recovered) or any(self._serves(task, job.key) for job in suspects.own)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
         """Forgets jobs that went to another worker."""
@@ -199,10 +197,11 @@ class Scheduler(Generic[T]):
         """
         if alone or (in_flight >= DEVICE_DEPTH and not task):
             return None
-        if self._suspects or self._recovered or cohort:
-            if (suspect := self._find_suspect(task, models)) is not None:
-                return self._take_suspect(suspect, task, in_flight, elsewhere, cohort)
-            if self._recovered or cohort:
+        if self._suspects or cohort:
+            suspect = self._suspects.find(lambda key: self._serves(task, key, models))
+            if suspect is not None:
+                return self._suspects.take(suspect, task, in_flight, elsewhere, cohort)
+            if self._suspects.recovered or cohort:
                 return None
         turn = self._find_turn(behind, now_s) if behind else None
         return self._take_next(
@@ -503,39 +502,6 @@ class Scheduler(Generic[T]):
         if not self.slotted and models is None:
             return queues
         return [each for each in queues if self._serves(task, each.key, models)]
-
-    def _find_suspect(self, task: str, models: Served | None) -> Job[T] | None:
-        """The suspect whose turn it is on a kind of device."""
-        # Those that may have killed a worker keep their order, as all devices wait for each.
-        candidates = chain(self._suspects, islice(self._recovered, 1))
-        return next((job for job in candidates if self._serves(task, job.key, models)), None)
-
-    def _take_suspect(
-        self, suspect: Job[T], task: str, in_flight: int, elsewhere: int, cohort: int
-    ) -> Batch[T] | None:
-        joins = bool(task) and in_flight < min(cohort, suspect.among)
-        if (in_flight and not joins) or (elsewhere and suspect.recovered):
-            return None
-        is_first = bool(self._recovered) and self._recovered[0] is suspect
-        if is_first and not task:
-            return self._take_recovered()
-        (self._recovered if is_first else self._suspects).remove(suspect)
-        among = suspect.among if task else 1
-        return Batch((suspect,), alone=among == 1, cohort=among if task else 0)
-
-    def _take_recovered(self) -> Batch[T]:
-        waiting = self._recovered
-        jobs = [waiting.popleft()]
-        items = jobs[0].items
-        while (
-            waiting
-            and waiting[0].key == jobs[0].key
-            and len(jobs) < min(jobs[0].among, waiting[0].among)
-            and items + waiting[0].items <= jobs[0].limits.max_batch_size
-        ):
-            items += waiting[0].items
-            jobs.append(waiting.popleft())
-        return Batch(tuple(jobs), alone=len(jobs) == 1)
 
     def _take(
         self,

@@ -106,8 +106,7 @@ class Dispatcher:
         self._gathering = False
         self._wake_planned_s = float("inf")
         #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
-        self._told_slow: set[str] = set()
-        self._told_target: set[str] = set()
+        self._told_slow, self._told_target = set[str](), set[str]()
 
     @property
     def hub(self) -> Any:
