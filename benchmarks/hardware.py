@@ -24,8 +24,8 @@ def command(name: str) -> str:
     is_path = False
     for each in sys.argv[1:]:
         if each.startswith("--"):
-            name = each.partition("=")[0]
-            is_path = name.startswith(("--venvs", "--write")) or name == "--keep"
+            option = each.partition("=")[0]
+            is_path = option.startswith(("--venvs", "--write")) or option == "--keep"
         if not is_path:
             kept.append(shlex.quote(each))
     return " ".join([f"python -m benchmarks.{name}", *kept])

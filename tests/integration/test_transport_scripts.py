@@ -341,6 +341,17 @@ def blamed(client: Any) -> dict[str, int]:
     return {task_id.decode(): int(deaths) for task_id, deaths in found.items()}
 
 
+@pytest.mark.parametrize("are_too_many", [True, False])
+def test_suspects_that_nobody_settles_do_not_heap_up(there: Redis, are_too_many: bool) -> None:
+    fields = {f"old{number}": -1 for number in range(100_000 + are_too_many)}
+    there.client.hset(KEYS.suspects, mapping=fields)
+    push(there.client, "a", json.dumps(kombu_message(headers={"id": "job"})))
+    there.fetch("a")
+    assert there.recover(counts=1) == [1, 0]
+    # The one that was just read when its worker died is there in any case.
+    assert there.client.hlen(KEYS.suspects) == 1 + (0 if are_too_many else len(fields))
+
+
 def test_recover_suspects_running_jobs_and_counts_only_jobs_alone(there: Redis) -> None:
     push(there.client, "a", *"123456")
     there.fetch("a")

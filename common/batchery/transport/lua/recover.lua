@@ -17,12 +17,16 @@
 --                below zero: it may run in a half of them. And delivery:<task id> -> how often its worker died, or ended, while
 --                it read this message alone. Written here, and by a worker that ends while it reads;
 --                read after a fetch; a field goes when its job is settled. Expires a day after the
---                last death: a job may also be settled by a worker that knows nothing of it.
+--                last death: a job may also be settled by a worker that knows nothing of it, or
+--                whose note of it is lost. Where workers die each day, such fields would heap up, so
+--                all of them go when there are more than MAX_SUSPECTS.
 -- KEYS[6]  HASH  waiting, see fetch.lua
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
 -- Returns  how many messages went back, and how many of them are suspects; nil if the worker has
 --          sent another heartbeat since. An error, with nothing done, if not all of them can go back.
+
+local MAX_SUSPECTS = 100000
 
 -- The id in the headers of a leased message, spelled like those in the notes; nil if it has none.
 local function id_of(token)
@@ -51,6 +55,9 @@ end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[6], ARGV[1])
+if redis.call('HLEN', KEYS[5]) > MAX_SUSPECTS then
+  redis.call('DEL', KEYS[5])
+end
 local suspects, delivery = 0, redis.call('HGET', KEYS[4], 'delivery')
 redis.call('HDEL', KEYS[4], 'delivery')
 if ARGV[3] == '1' then
