@@ -115,7 +115,7 @@ class Scene:
         (folder / "rules.yml").write_text(hurry((DEPLOY / "monitoring" / "rules.yml").read_text()))
         config = {
             # While Redis hangs, an answer takes a second, and that of the exporter four.
-            "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": f"{round(patient(2))}s", "evaluation_interval": "1s"},
             "rule_files": ["rules.yml"],
             "scrape_configs": [{"job_name": "batchery", "static_configs": [{"targets": targets}]}],
         }
@@ -178,7 +178,7 @@ class Scene:
 def dashboard_queries() -> list[str]:
     board = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
     targets = [each for panel in board["panels"] for each in panel.get("targets", [])]
-    return [each["expr"].replace("$__rate_interval", "10s") for each in targets]
+    return [each["expr"].replace("$__rate_interval", f"{round(patient(10))}s") for each in targets]
 
 
 @pytest.fixture(scope="module")

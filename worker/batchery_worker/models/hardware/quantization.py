@@ -81,8 +81,9 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def _bytes(tensor: Any) -> int:
-    # A tensor of torchao contains several tensors.
+    # A tensor of torchao contains several tensors; one in slices its own slice, and who has others.
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes(getattr(tensor, name)) for name in names)
+        parts = [getattr(tensor, name) for name in names]
+        return sum(_bytes(part) for part in parts if isinstance(part, torch.Tensor))
     return int(tensor.numel() * tensor.element_size())
