@@ -35,17 +35,17 @@ LIMITS_S = {
     "bulk": 50,
     "versions": 15,
     "varlen against sdpa": 20,
-    "packed or why not": 55,
+    "packed or why not": 50,
     "tests/gpu": 85,
     "host against device": 40,
-    "dead context": 60,
+    "dead context": 50,
     "graphs": 55,
-    "single requests without graphs": 45,
+    "single requests without graphs": 40,
     "hidden waits": 25,
     "cudnn on and off": 15,
     "memory flat": 15,
-    "layers in main memory": 20,
-    "slices on two cards": 30,
+    "layers in main memory": 15,
+    "slices on two cards": 25,
 }
 
 #: Time of all steps together, in seconds: a machine is often lent for ten minutes, of which setting

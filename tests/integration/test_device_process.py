@@ -24,6 +24,8 @@ from batchery_worker.device.loading import check_device, import_app, load_model
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     Done,
+    Loaded,
+    Loads,
     NotReady,
     Ready,
     Reply,
@@ -79,7 +81,8 @@ class Process:
     ) -> tuple[Done, list[Any]]:
         work = Work(1, task, keywords or {}, jobs, max_batch_size, None, None, contexts)
         write_frame(self.end, dump_message(work))
-        done = self.read()
+        while isinstance(done := self.read(), Loads | Loaded):
+            pass
         assert isinstance(done, Done)
         return done, [decode_outcome(spelled, backend) for _, spelled in done.jobs]
 
