@@ -251,7 +251,7 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
     event = events["task-succeeded"]
     assert event["batch"].keys() == {
         *("id", "size", "waited_ms", "padding", "device"),
-        *("prepare_ms", "queued_ms", "forward_ms"),
+        *("prepare_ms", "queued_ms", "forward_ms", "version"),
     }
     assert "'vector': [" in event["result"]
     assert len(event["result"]) < 200
