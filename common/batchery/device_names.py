@@ -14,9 +14,24 @@ def is_device(name: str) -> bool:
     return bool(DEVICE_NAME.fullmatch(name) or JOINT_DEVICE.fullmatch(name))
 
 
+def is_joint(name: str) -> bool:
+    """Whether a name is that of several devices that are one."""
+    return "+" in name
+
+
 def main_device(name: str) -> str:
     """The device that inputs go to, and results come from: of several that are one, the first."""
     return name.partition("+")[0]
+
+
+def device_type(name: str) -> str:
+    """What torch calls the type of a device, or of the first of several: `cpu`, `cuda` or `mps`."""
+    return main_device(name).partition(":")[0]
+
+
+def exact_name(name: str) -> str:
+    """The same name for `cuda` and `cuda:0`, and for `cpu` and `cpu:0`."""
+    return f"{name}:0" if name in ("cuda", "cpu") else name
 
 
 def check_devices(value: object) -> object:
@@ -36,9 +51,9 @@ def check_devices(value: object) -> object:
                 f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps', or several"
                 " as one, such as 'cuda:0+cuda:1', 'cuda:0+cpu' or 'cpu+disk'"
             )
-    # What others may share is left out. `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
+    # What others may share is left out.
     own = [name.removesuffix("+disk").removesuffix("+cpu") for name in names]
     parts = [part for name in own for part in name.split("+")]
-    if len({f"{part}:0" if part in ("cuda", "cpu") else part for part in parts}) < len(parts):
+    if len(set(map(exact_name, parts))) < len(parts):
         raise ValueError("a device is named twice")
     return names

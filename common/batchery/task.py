@@ -498,6 +498,12 @@ class ModelTask(BatchTask):
         made: Any = QueuedChunks
         return made(self.s(), it, n, app=self.app, queue=self.model_queue)
 
+    @property
+    def model_settings(self) -> ModelSettings | None:
+        """The settings of a built-in model, as they were at the start; None for an own class."""
+        settings = self.model_options.get("settings")
+        return settings if isinstance(settings, ModelSettings) else None
+
     def make_model(self, settings: ModelSettings | None = None) -> Model:
         """A new model, not loaded yet.
 

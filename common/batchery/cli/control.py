@@ -11,7 +11,7 @@ from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors
-from batchery.cli.survey import ask_workers, installed_workers, registered_workers
+from batchery.cli.survey import ask_workers, find_installed, registered_workers
 from batchery.errors import StartError
 from batchery.protocol.figures import DRAIN, RELOAD
 
@@ -206,8 +206,7 @@ def find_workers(app: Celery, timeout_s: float) -> set[str]:
     if registered:
         return registered
     # Another broker than Redis knows of none.
-    found = ask_workers(app, "registered", timeout_s, taskinfoitems=["is_installed"])
-    return {name for name, is_installed in installed_workers(found).items() if is_installed}
+    return {name for name, is_there in find_installed(app, timeout_s).items() if is_there}
 
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:

@@ -159,8 +159,7 @@ class WorkerDirectory:
             arguments: Of the command.
         """
         if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
-            tasks = ask_workers(self._app, "registered", timeout_s, taskinfoitems=["is_installed"])
-            self._installed = installed_workers(tasks)
+            self._installed = find_installed(self._app, timeout_s)
             self._found_s = self._clock()
         installed = [name for name, is_installed in self._installed.items() if is_installed]
         found = {
@@ -232,12 +231,9 @@ def name_tasks(name: str, names: Iterable[str]) -> str:
     return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery models`)"
 
 
-def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether `install` was called, for each worker that has batch tasks.
-
-    Args:
-        answers: Each worker's answer to `celery inspect registered is_installed`.
-    """
+def find_installed(app: Celery, timeout_s: float) -> dict[str, bool]:
+    """Asks all workers; of each that has batch tasks, whether `install` was called."""
+    answers = ask_workers(app, "registered", timeout_s, taskinfoitems=["is_installed"])
     installed = {
         worker: [task["is_installed"] for task in tasks.values() if "is_installed" in task]
         for worker, tasks in parse_registered(answers).items()

@@ -134,6 +134,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(each in text for each in OUT_OF_MEMORY_TEXTS)
 
 
+def has_run_out(error: BaseException | None) -> bool:
+    """Whether memory ran out, by an error or by one that it came from."""
+    while error is not None:
+        if is_out_of_memory(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _safe(error: BaseException, name: str) -> Exception:
     if isinstance(error, MemoryError):
         return OutOfMemory(f"{name}: no memory for this item ({error})")

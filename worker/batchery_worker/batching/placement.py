@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from batchery.device_names import exact_name
 from batchery.errors import SettingsError, counted
 
 #: Why a model is on a device, as `batchery placement` says it.
@@ -65,11 +66,6 @@ def place_models(
         name: dict(sorted(load.models.items(), key=lambda item: order[item[0]]))
         for name, load in found.items()
     }
-
-
-def exact_name(device: str) -> str:
-    """The same name for `cuda` and `cuda:0`, and for `cpu` and `cpu:0`."""
-    return f"{device}:0" if device in ("cuda", "cpu") else device
 
 
 def _find_named(model: PlacedModel, there: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery.cli.app import DEFAULT_APP, load_app
-from batchery.device_names import main_device
+from batchery.device_names import device_type
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
@@ -150,7 +150,7 @@ class Grid:
         self._lengths = [max(1, model.tokens(each)) for each in self._items]
         #: Pairs of limits for which there was no time.
         self.left_out = 0
-        self._pass_tokens = PASS_TOKENS[main_device(device).partition(":")[0]]
+        self._pass_tokens = PASS_TOKENS[device_type(device)]
         self._memory = memory
         self._clock = clock
 

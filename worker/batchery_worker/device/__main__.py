@@ -418,8 +418,7 @@ class Device:
 
     def _estimate(self, name: str) -> int | None:
         task = cast(ModelTask, self._app.tasks[name])
-        settings = self._versions.get(name) or task.model_options.get("settings")
-        return estimate_bytes(settings, self._name)
+        return estimate_bytes(self._versions.get(name) or task.model_settings, self._name)
 
     def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
         task = cast(ModelTask, find_task(self._app, name))

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from celery import Celery
 
-from batchery.device_names import main_device
+from batchery.device_names import device_type, main_device
 from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
@@ -261,7 +261,7 @@ def check_device(device: str) -> None:
 
 def _is_torch_device(device: str) -> bool:
     """Whether torch has a say: batch functions may use a GPU by another library alone."""
-    return main_device(device).partition(":")[0] != "cpu" and find_spec("torch") is not None
+    return device_type(device) != "cpu" and find_spec("torch") is not None
 
 
 def import_app(setup: Setup) -> Celery:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from batchery.device_names import is_joint
 from batchery.errors import ModelLoadError
-from batchery.execution.bisect_failures import is_out_of_memory
-from batchery.model import Model
+from batchery.execution.bisect_failures import has_run_out
 from batchery_worker.batching.placement import EVERYWHERE
 from batchery_worker.batching.residency import HeldModel, choose_victims
 from batchery_worker.device.served_model import LoadedModel
@@ -206,7 +206,7 @@ class ModelPool:
             except ModelLoadError as error:
                 # Others than these models may have memory of the device.
                 victims = choose_victims(self._list_others(name, wanted), 1)
-                if not victims or not _has_run_out(error):
+                if not victims or not has_run_out(error):
                     raise
                 self._put_away(victims, name)
         self.keep(served, self._clock() - began_s)
@@ -282,7 +282,7 @@ class ModelPool:
         served = self.loaded[name]
         put_aside = getattr(served.model, "put_aside", None)
         # A model in slices has parts in other processes.
-        if put_aside is None or not self._memory.is_apart or "+" in self._device:
+        if put_aside is None or not self._memory.is_apart or is_joint(self._device):
             return False
         try:
             put_aside()
@@ -298,7 +298,7 @@ class ModelPool:
             is_here, before_bytes = name in self.loaded, self._memory.allocated_bytes()
             served = self.loaded.pop(name, None) or self._aside.pop(name)
             self.records[name].last = served
-            is_there = weakref.ref(_unload(served))
+            is_there = weakref.ref(served.unload())
             freed_bytes = before_bytes - self._memory.allocated_bytes()
             is_freed = freed_bytes >= served.loaded_bytes / 2 or not (before_bytes and is_here)
             if is_there() is not None or not is_freed:
@@ -310,22 +310,3 @@ class ModelPool:
 def write_mib(size_bytes: int) -> str:
     """A size in MiB, for people."""
     return f"{size_bytes / 2**20:,.1f} MiB"
-
-
-def _unload(served: LoadedModel) -> Model:
-    """Ends a model; returns it."""
-    model = served.release()
-    try:
-        model.unload()
-    except Exception:
-        logger.exception("%s: its unload failed", served.name)
-    return model
-
-
-def _has_run_out(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is one of memory."""
-    while error is not None:
-        if is_out_of_memory(error):
-            return True
-        error = error.__cause__
-    return False

@@ -6,7 +6,6 @@ old one, which is freed when they are answered.
 """
 
 import gc
-import logging
 import sys
 import threading
 import time
@@ -14,12 +13,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from batchery.errors import BatcheryError, ModelLoadError
+from batchery.execution.bisect_failures import has_run_out
 from batchery.model import Model
 from batchery.settings import ModelSettings
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Reload, Reloaded, Reply
-
-logger = logging.getLogger("batchery.device")
 
 #: How often the thread looks whether batches of the old version are answered, in seconds.
 LOOK_S = 0.01
@@ -131,10 +129,7 @@ class Reloader:
         held = set(self.unanswered)
         while held & self.unanswered:
             time.sleep(LOOK_S)
-        try:
-            old.model.unload()
-        except Exception:
-            logger.exception("%s: unload has failed", old.name)
+        old.unload()
 
 
 def check_dimensions(name: str, before: int | None, new: Model) -> None:
@@ -166,7 +161,7 @@ def count_dimensions(model: Model) -> int | None:
 def describe(error: BaseException) -> str:
     """Why a version was not loaded, in one line."""
     text = str(error) if isinstance(error, BatcheryError) else f"{type(error).__name__}: {error}"
-    if "out of memory" in text or isinstance(error.__cause__, MemoryError):
+    if "out of memory" in text or has_run_out(error):
         text += "; while a model is reloaded, its device holds it twice"
     return text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from batchery.device_names import main_device
+from batchery.device_names import device_type
 from batchery.execution.batch import Limit, Lookahead, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.model import Model
@@ -85,7 +85,7 @@ class LoadedModel:
         self._peak_bytes = 0
         #: Tokens that it has computed, without padding.
         self._tokens = 0
-        kind = main_device(device).partition(":")[0]
+        kind = device_type(device)
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
         self._streams = int(getattr(model, "cpu_streams", 1))
@@ -103,12 +103,16 @@ class LoadedModel:
         for name in LEARNED:
             setattr(self, name, getattr(earlier, name))
 
-    def release(self) -> Model:
-        """Lets go of the model, which batches that wait may refer to; returns it."""
+    def unload(self) -> Model:
+        """Ends the model, to which batches that wait may refer; returns it."""
         model, self.is_loaded = self.model, False
         # A thread may be about to prepare a batch with it, which is prepared anew when it runs.
         self.model = Model()
         self._lookahead = Lookahead(self.model)
+        try:
+            model.unload()
+        except Exception:
+            logger.exception("%s: unload has failed", self.name)
         return model
 
     def start(self, items: Sequence[Any], work: Work) -> None:

@@ -137,7 +137,7 @@ def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str,
     models = [
         PlacedModel(
             task.name,
-            estimate_bytes(task.model_options.get("settings"), devices[0]) if is_weighed else None,
+            estimate_bytes(task.model_settings, devices[0]) if is_weighed else None,
             task.devices,
             task.replicas,
         )

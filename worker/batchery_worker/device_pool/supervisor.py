@@ -235,9 +235,9 @@ class DeviceSupervisor:
     def _spawn(self, device: DeviceProcess) -> None:
         if self._stopping or device.link is not None or device not in self.devices:
             return
-        if device.is_drained and device.state is State.DRAINED:
-            return
         if device.is_drained:
+            if device.state is State.DRAINED:
+                return
             device.state, device.pid, device.reported = State.DRAINED, 0, {}
             logger.info("device %s has left, and is drained", device.name)
             self.on_change(device, None)

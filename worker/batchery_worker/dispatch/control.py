@@ -5,13 +5,15 @@ Everything is on the event loop's thread. Whoever ordered it asks again until it
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from celery import Celery
 
+from batchery.device_names import is_joint
 from batchery.errors import SettingsError, StartError
 from batchery.installation import get_installation
 from batchery.settings import ModelSettings
+from batchery.task import ModelTask
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.ipc.messages import NotReady, Ready, Reload, Reloaded, Reply, Setup
@@ -263,7 +265,7 @@ class DeviceControl:
 
 def _needs_fresh(device: DeviceProcess) -> bool:
     """Whether a version needs a fresh process: where jobs have slots, or ranks load together."""
-    return bool(device.setup.slots) or "+" in device.setup.device
+    return bool(device.setup.slots) or is_joint(device.setup.device)
 
 
 def _serves(device: DeviceProcess, task: str) -> bool:
@@ -278,8 +280,7 @@ def _read_versions(device: DeviceProcess) -> dict[str, str]:
 
 def _own_settings(app: Celery, task: str) -> ModelSettings | None:
     """The settings of a model as they were when the worker started; None for a class of the app."""
-    settings = getattr(app.tasks[task], "model_options", {}).get("settings")
-    return settings if isinstance(settings, ModelSettings) else None
+    return cast(ModelTask, app.tasks[task]).model_settings
 
 
 def _with_version(setup: Setup, task: str, settings: ModelSettings | None) -> Setup:

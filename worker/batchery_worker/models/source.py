@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
@@ -149,6 +148,9 @@ def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
     Args:
         turn: No other thread may compute anything in it.
     """
+    # Whoever only reads files does without; here it is there already.
+    from transformers import PreTrainedModel
+
     name = "get_init_context"
     plain = vars(PreTrainedModel)[name]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from batchery.device_names import is_joint
 from batchery.errors import DeviceDied, DeviceUnavailable
 from batchery_worker.memory import Memory
 
@@ -32,7 +33,7 @@ def device_named(name: str) -> torch.device:
     Raises:
         DeviceUnavailable: This machine has no such device; names the devices that it has.
     """
-    if "+" in name:
+    if is_joint(name):
         raise DeviceUnavailable(
             f"device {name!r}: models that transformers computes can lie on several devices; name"
             " one, or another kind or engine"

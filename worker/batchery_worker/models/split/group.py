@@ -275,7 +275,7 @@ def enter_group(device: str, rank: int = 0, folder: Path | None = None) -> Group
     if threading.current_thread() is not threading.main_thread():
         raise DeviceUnavailable(
             f"device {device!r}: several processes load a model together when their main threads"
-            " do: give an Engine process=True; to change a model, start the worker anew"
+            " do: give an Engine process=True"
         )
     if _group is None:
         _group = Group(device, rank, folder or Path(tempfile.mkdtemp(prefix="batchery-ranks-")))
