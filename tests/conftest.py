@@ -1,9 +1,10 @@
 """Fixtures of all tests: a private Redis, real workers, and a client without Batchery's tasks."""
 
 import contextlib
+import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from hypothesis import settings
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
 from support.guarded_redis import session_redis
-from support.harness import Worker, kill_all
+from support.harness import STARTUP, Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
@@ -31,9 +32,16 @@ settings.load_profile("unhurried")
 # Before tests are collected, which asks for all servers.
 choose_server()
 
+# What is imported meanwhile is no garbage.
+GC_THRESHOLDS = gc.get_threshold()
+gc.set_threshold(20_000, 20, 20)
+
 # Compiled modules are kept, or each process that a test starts would compile ours anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Also in what starts processes without a path of its own: engines, benchmarks, `batchery up`.
+os.environ.setdefault("PYTHONPATH", STARTUP)
 
 # Threads of torch that wait for each other sleep: there are more of them than processors, and one
 # that spins keeps from its work the one that it waits for. To load MiniLM took 12 s instead of 1.
@@ -50,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip("it uses no Redis, or one of its own without users"))
     # The pages of the documentation are followed in one module, the longest.
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves out of garbage collections what was imported, as each would take half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 @pytest.fixture(scope="session")
@@ -144,6 +159,20 @@ def client(redis_url: str) -> Iterator[Celery]:
 
 StartWorker = Callable[..., Worker]
 
+#: Those that a fixture has started and not ended; a test that fails shows what they have logged.
+RUNNING: list[Worker] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the logs of workers to the report of a failure."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"Log of {each.name}", each.log) for each in RUNNING]
+    return report
+
 
 def _starter(directory: Path, redis_url: str) -> Iterator[StartWorker]:
     workers: list[Worker] = []
@@ -151,12 +180,13 @@ def _starter(directory: Path, redis_url: str) -> Iterator[StartWorker]:
     def start(app: str, *arguments: str, ready: bool = True, **options: Any) -> Worker:
         worker = Worker(directory, redis_url, app, *arguments, **options)
         workers.append(worker)
+        RUNNING.append(worker)
         return worker.wait_ready() if ready else worker
 
     yield start
     for worker in workers:
+        RUNNING.remove(worker)
         kill_all(worker.process)
-        print(worker.log)  # Shown where the test failed.
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from conftest import StartWorker
 from support.deployed import check_environment
 from support.docs_commands import check, check_install, executable, search_path
-from support.harness import TESTS, wait_for
+from support.harness import PYTHONPATH, TESTS, wait_for
 from support.patience import patient
 
 ROOT = TESTS.parent
@@ -322,7 +322,7 @@ def test_the_health_check_tells_a_worker_that_lives_from_one_that_does_not(
         env={
             **os.environ,
             "PATH": search_path(),
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHONPATH,
             "PYTHONWARNINGS": "ignore",
             "CELERY_APP": "apps.ordinary",
             "CELERY_BROKER_URL": redis_url,

@@ -31,13 +31,22 @@ class Unit(configparser.RawConfigParser):
         text = path.read_text(encoding="utf-8")
         lines = re.findall(r"^Environment=(.*)", text, re.MULTILINE)
         pairs = [each.partition("=") for line in lines for each in shlex.split(line)]
-        self.environment = {name: value for name, _, value in pairs}
+        # A shell may say more of them.
+        shell = dict(re.findall(r"\bexport (\w+)=([^;]+);", text))
+        self.environment = {name: value for name, _, value in pairs} | shell
+
+    def words(self, instance: int = 0) -> list[str]:
+        """The words of ExecStart as systemd reads them, with the app that common.conf names."""
+        text = self["Service"]["ExecStart"].replace("${CELERY_APP}", "batchery.app")
+        for name, value in (("%i", str(instance)), ("%%", "%"), ("$$", "$")):
+            text = text.replace(name, value)
+        return shlex.split(text)
 
     @property
     def command(self) -> list[str]:
-        """The words of ExecStart, of instance 0, with the app that common.conf names."""
-        text = self["Service"]["ExecStart"].replace("${CELERY_APP}", "batchery.app")
-        return shlex.split(text.replace("%i", "0").replace("%%", "%"))
+        """The words of the program that runs in the end, of instance 0."""
+        words = self.words()
+        return shlex.split(words[2].rpartition("exec ")[2]) if words[0] == "/bin/sh" else words
 
 
 COMMON = Unit(FOLDER / "batchery-.service.d" / "common.conf")
@@ -94,6 +103,20 @@ def test_a_worker_says_when_it_is_ready_and_has_time_to_finish(name: str) -> Non
     assert ("%i" in unit.environment["BATCHERY_METRICS__PORT"]) is is_template
     # systemd would put the user's home in the place of a single %h.
     assert "@%h" in unit.command[-1]
+
+
+@pytest.mark.parametrize("gpu", [0, 9, 10, 127])
+def test_each_gpu_s_worker_has_a_port_of_its_own(tmp_path: Path, gpu: int) -> None:
+    celery = tmp_path / "celery"
+    celery.write_text('#!/bin/sh\necho $$ $BATCHERY_METRICS__PORT "$@"\n')
+    celery.chmod(0o755)
+    unit = Unit(FOLDER / "batchery-worker@.service")
+    words = [each.replace(BIN, f"{tmp_path}{os.sep}") for each in unit.words(gpu)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=60)
+    # It has taken the shell's place: systemd knows it as the main process, to be notified by.
+    arguments = f"-A batchery.app worker -l INFO -n gpu{gpu}@%h"
+    assert said.split("\n")[0] == f"{process.pid} {9470 + gpu} {arguments}"
 
 
 def test_a_unit_of_type_notify_is_of_a_program_that_notifies() -> None:

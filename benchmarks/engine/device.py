@@ -34,6 +34,10 @@ class DirectDevice:
 
     name = "device, fed directly"
 
+    #: Where its tasks are, and how many batches it has at a time.
+    app = APP
+    depth = DEVICE_DEPTH
+
     def __init__(self, target: Target) -> None:
         """Starts it, without waiting for its model."""
         self._target = target
@@ -41,7 +45,7 @@ class DirectDevice:
         setup = Setup(
             device=target.device,
             sys_path=sys.path,
-            app=APP,
+            app=self.app,
             modules=(),
             load=(TASK,),
             log_levels={"": logging.WARNING},
@@ -71,7 +75,7 @@ class DirectDevice:
         forward_ms = 0.0
         used, began_s = cpu_by_name(self._processes), time.perf_counter()
         held: dict[int, int] = {}
-        held.update(self._send(texts, start) for start in itertools.islice(starts, DEVICE_DEPTH))
+        held.update(self._send(texts, start) for start in itertools.islice(starts, self.depth))
         while held:
             for done in self._replies():
                 assert isinstance(done, Done)

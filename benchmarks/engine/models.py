@@ -37,6 +37,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "bert-base": Shape(12, 768, 12, 3072),
         "bert-large": Shape(24, 1024, 16, 4096),
         "tiny": Shape(2, 32, 2, 64),
+        "tiny-4": Shape(4, 32, 2, 64),
     }
 )
 

@@ -75,7 +75,7 @@ def cutter(case: Case, streams: int) -> Any:
 def measure(model: EmbeddingModel, prepared: list[Any], case: Case) -> Any:
     """Computes all texts once; returns texts per second, processor time each, padding waste."""
     needed = computed = 0
-    cut = cutter(case, model.cpu_streams)
+    cut = cutter(case, model.pass_streams)
     started_s, cpu_s = time.perf_counter(), time.process_time()
     for start in range(0, len(prepared), case.max_batch_size):
         _, tokens, shapes = compute(model, prepared[start : start + case.max_batch_size], {}, cut)

@@ -44,8 +44,9 @@ CLAIMED_STEPS = 2.0
 #: By how much the part of a class may differ from its share.
 SHARE_TOLERANCE = 0.1
 
-#: How long the worker is filled before a clock starts, in seconds.
-WARM_S = 3.0
+#: Texts for each slot that end before a clock starts. The first ones all begin at once, and those
+#: who called first have all slots.
+WARM_TEXTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ async def measure_live(url: str, options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncClient(url) as client:
         alone = [await chat(client, next(texts)) for _ in range(5)]
         async with feeding(client, BULK, options) as ended:
-            await asyncio.sleep(WARM_S)
+            await until(lambda: len(ended) >= WARM_TEXTS * options.slots)
             for number in range(2 * options.stretches):
                 is_live, begin_s = number % 2 == 1, time.perf_counter()
                 if is_live:
@@ -199,7 +200,7 @@ async def measure_shares(url: str, options: argparse.Namespace) -> dict[str, Any
             name: await stack.enter_async_context(feeding(client, priority, options))
             for name, (priority, _) in CLASSES.items()
         }
-        await asyncio.sleep(WARM_S)
+        await until(lambda: sum(map(len, ended.values())) >= WARM_TEXTS * options.slots)
         begin_s = time.perf_counter()
         await asyncio.sleep(2 * options.seconds)
         end_s = time.perf_counter()

@@ -107,7 +107,7 @@ def measure_kill(streams: int, step_ms: float, seconds: float) -> dict[str, Any]
     pieces = max(round(seconds * 1e3 / step_ms), WARM_PIECES + 1)
     with metronome(streams, step_ms) as served, tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "pieces")
-        reader = start_reader(served.url, log, streams, pieces)
+        reader = start_reader(served.url, log, streams, pieces, "--each")
         while len(read_log(log)) < streams:
             check_runs(reader)
             time.sleep(0.5)
@@ -115,7 +115,7 @@ def measure_kill(streams: int, step_ms: float, seconds: float) -> dict[str, Any]
         reader.kill()
         reader.communicate()
         read_before = sum(map(len, read_log(log).values()))
-        again = start_reader(served.url, log, streams, pieces, follow=True)
+        again = start_reader(served.url, log, streams, pieces, "--follow")
         await_reader(again, pieces * step_ms / 1e3 + PATIENCE_S)
         logged = read_log(log)
     return {
@@ -126,11 +126,11 @@ def measure_kill(streams: int, step_ms: float, seconds: float) -> dict[str, Any]
 
 
 def start_reader(
-    url: str, log: Path, streams: int, pieces: int, *, follow: bool = False
+    url: str, log: Path, streams: int, pieces: int, *how: str
 ) -> "subprocess.Popen[str]":
     """Starts `reader.py`."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.generation.reader", url, str(log)]
-    command += [str(streams), str(pieces), *(["--follow"] if follow else [])]
+    command += [str(streams), str(pieces), *how]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -35,17 +35,19 @@ LIMITS_S = {
     "bulk": 50,
     "versions": 15,
     "varlen against sdpa": 20,
-    "packed or why not": 50,
+    "packed or why not": 40,
     "tests/gpu": 85,
     "host against device": 40,
-    "dead context": 50,
-    "graphs": 55,
+    "dead context": 40,
+    "graphs": 40,
     "single requests without graphs": 40,
     "hidden waits": 25,
     "cudnn on and off": 15,
     "memory flat": 15,
+    "a model put aside": 15,
+    "two models on streams": 20,
     "layers in main memory": 15,
-    "slices on two cards": 25,
+    "slices and a pipeline on two cards": 25,
 }
 
 #: Time of all steps together, in seconds: a machine is often lent for ten minutes, of which setting
@@ -186,7 +188,7 @@ def _await(
 def run_steps(options: argparse.Namespace) -> None:
     """Runs steps in this process, and tells of each in a line."""
     # Only children need torch.
-    from benchmarks.gpu_check import graphs, kernels, parts, passes, processes
+    from benchmarks.gpu_check import graphs, kernels, parts, passes, processes, sharing
     from benchmarks.gpu_check.check import Check
 
     known: dict[str, Callable[[Check], dict[str, Any]]] = {
@@ -195,6 +197,7 @@ def run_steps(options: argparse.Namespace) -> None:
         **processes.TEST_STEPS,
         **graphs.STEPS,
         **processes.STEPS,
+        **sharing.STEPS,
         **parts.STEPS,
     }
     steps = Check(options.device, options.dry, options.child)

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,7 +168,10 @@ def wait_ready(server: Server) -> None:
                 answer.read()
                 return
         except urllib.error.HTTPError as error:
-            raise SystemExit(f"{server.name}: {error.code} {error.read()[:500]!r}") from error
+            # Its worker may take longer to start than requests may wait for one.
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise SystemExit(f"{server.name}: {error.code} {error.read()[:500]!r}") from error
+            time.sleep(0.2)
         except (TimeoutError, OSError):
             time.sleep(0.2)
     raise SystemExit(f"{server.name}: no answer within {START_S:g} s")

@@ -104,10 +104,10 @@ class Counting(RealScheduler):
         self.unfinished += 1
         super().admit(job)
 
-    def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
+    def ended(self, batch: SimulatedBatch, run_s: float | None, load_s: float = 0.0) -> None:
         """Notes a batch that is back."""
         self.unfinished -= len(batch.jobs)
-        super().ended(batch, run_s)
+        super().ended(batch, run_s, load_s)
 
 
 class Pods:

@@ -13,8 +13,8 @@ SEPARATOR, STEPS = "\x06\x16", (0, 3, 6, 9)
 #: What the body of a job has besides its arguments.
 EMBED = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
-#: What stands for id and body in a template.
-ID, BODY = "the-id-of-a-copy", "the-body-of-a-copy"
+#: What stands for id and body in a template, and for the time in one that says when it is sent.
+ID, BODY, SENT = "the-id-of-a-copy", "the-body-of-a-copy", "the-time-of-a-copy"
 
 
 def list_of(queue: str, priority: int) -> str:
@@ -46,6 +46,7 @@ class Template:
         *,
         items: int | None = None,
         tenant: str | None = None,
+        is_stamped: bool = False,
     ) -> Self:
         """Makes a template of a real message.
 
@@ -56,6 +57,7 @@ class Template:
             priority: As Redis counts: 0 is the highest.
             items: Items of each job, if it is a multi-item one.
             tenant: For whom the jobs run, if anybody says.
+            is_stamped: Whether they say when they were sent; whoever sends one calls `stamp`.
         """
         real = json.loads(message)
         headers = {**real["headers"], "id": ID, "root_id": ID, "task": task}
@@ -63,6 +65,8 @@ class Template:
             headers["batchery"] = {"v": 1, "n": items}
         if tenant is not None:
             headers["batchery_tenant"] = tenant
+        if is_stamped:
+            headers["batchery_sent_at"] = SENT
         properties = {
             **real["properties"],
             "correlation_id": ID,
@@ -76,3 +80,8 @@ class Template:
     def copy(self, task_id: str, body: str) -> str:
         """A message with this id and body."""
         return self.text.replace(ID, task_id).replace(BODY, body)
+
+
+def stamp(message: str, unix_s: float) -> str:
+    """Puts the time into a message of a template that has a place for it."""
+    return message.replace(f'"{SENT}"', f"{unix_s:.3f}")

@@ -6,7 +6,8 @@ Jobs come by a Poisson process, and their models by Zipf's law. In virtual time 
 scheduler and choice of what makes room are held against the rule of Ray Serve's `multiplexed`: jobs
 in the order in which they came, each batch with all that wait for the same model, and the model
 that was used least recently makes room. A real worker plays one of the loads, with models that
-sleep for as long as the simulated ones take.
+sleep for as long as the simulated ones take. Then a class with such models shares the device with
+one that has a single model, which is loaded: how much device time each has, loads included.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -24,9 +25,10 @@ from typing import Any
 from celery import Celery
 
 from batchery_worker.batching.residency import DeviceModels, HeldModel, choose_victims
+from batchery_worker.batching.scheduler import ONE_CLASS
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from batchery_worker.job import USUAL_LANE, Limits
+from batchery_worker.job import USUAL_LANE, Lane, Limits
 from batchery_worker.simulator.engine import Fleet, ServiceTime, Simulation, VirtualDevice
 from batchery_worker.simulator.outcome import Sent, percentile
 from batchery_worker.simulator.policies import (
@@ -41,6 +43,7 @@ from benchmarks.scheduling.sleeping_models import BATCH_SIZE
 from benchmarks.venvs import ROOT
 
 MODELS, ROOM = 20, 5
+NAMES = [f"model{number:02}" for number in range(MODELS)]
 
 LOAD_S = 1.0
 SERVICE = ServiceTime(pass_ms=20.0, item_ms=1.0)
@@ -50,30 +53,40 @@ RATES = (5, 20, 100, 400)
 SIMULATED_S = 600.0
 REAL_RATE, REAL_S = 20, 60.0
 
+#: Models of the first class, and jobs per second of both.
+CLASS_LOADS = ((MODELS, 400, 600), (6, 400, 600), (MODELS, 100, 100))
+MANY, ONE = "many", "one"
+
 #: How long the worker may take for anything, in seconds.
 TIMEOUT_S = 120.0
 
 Figures = dict[str, Any]
 
 
-def make_arrivals(rate_per_s: float, seconds: float, seed: int = 1) -> list[Arrival]:
+def make_arrivals(
+    rate_per_s: float,
+    seconds: float,
+    seed: int = 1,
+    names: Sequence[str] = NAMES,
+    lane: Lane = USUAL_LANE,
+) -> list[Arrival]:
     """Jobs of one item: the n-th model gets 1/n as many as the first."""
     random = Random(seed)
-    names = [f"model{number:02}" for number in range(MODELS)]
-    weights = list(accumulate(1 / (number + 1) for number in range(MODELS)))
+    weights = list(accumulate(1 / (number + 1) for number in range(len(names))))
     made: list[Arrival] = []
     for time_s in poisson_times(rate_per_s, random):
         if time_s > seconds:
             return made
         (name,) = random.choices(names, cum_weights=weights)
-        made.append(Arrival(time_s, name, USUAL_LANE))
+        made.append(Arrival(time_s, name, lane))
     return made
 
 
 class Memory:
     """What a device has loaded, in virtual time."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = ROOM) -> None:
+        self._room = room
         self.used_s: dict[str, float] = {}
         self.loads = self.batches = self.jobs = self.warm_jobs = 0
 
@@ -88,7 +101,7 @@ class Memory:
                 HeldModel(name, 1, LOAD_S, now_s - used_s, name in wanted)
                 for name, used_s in self.used_s.items()
             ]
-            for name in choose_victims(held, max(0, len(held) + 1 - ROOM)) or ():
+            for name in choose_victims(held, max(0, len(held) + 1 - self._room)) or ():
                 del self.used_s[name]
         self.warm_jobs += jobs * is_warm
         load_s = 0.0 if is_warm else LOAD_S
@@ -96,13 +109,28 @@ class Memory:
         return load_s
 
 
-class PooledScheduler(RealScheduler):
-    """The worker's scheduler, for a device that has not loaded all models."""
+class LoadingScheduler(RealScheduler):
+    """The worker's scheduler, where batches may have to load their model first."""
 
     takes_urgent = False
 
-    def __init__(self) -> None:
-        super().__init__()
+    #: How long the model of the batch was loaded that ends next, in seconds.
+    load_s = 0.0
+
+    def ended(self, batch: SimulatedBatch, run_s: float | None, load_s: float = 0.0) -> None:
+        """Notes that a batch is back, and charges its load."""
+        super().ended(batch, run_s, load_s or self.load_s)
+
+    def list_tasks(self) -> frozenset[str]:
+        """The models for which jobs wait."""
+        return frozenset(key.task for key in self._queues)
+
+
+class PooledScheduler(LoadingScheduler):
+    """The same for one device."""
+
+    def __init__(self, shares: Mapping[str, float] = ONE_CLASS) -> None:
+        super().__init__(shares)
         self.models = DeviceModels()
         self.report({})
 
@@ -115,8 +143,8 @@ class PooledScheduler(RealScheduler):
 
     def report(self, loaded: dict[str, float]) -> None:
         """Notes what is loaded."""
-        names = [f"model{number:02}" for number in range(MODELS)]
-        self.models.report({name: 0.0 if name in loaded else LOAD_S for name in names})
+        states = {name: 0.0 if name in loaded else LOAD_S for name in [*NAMES, ONE]}
+        self.models.report(states)
 
 
 class RayMultiplexed(FixedBatcher):
@@ -135,11 +163,13 @@ class MultiplexedSimulation(Simulation):
         self.memory = Memory()
         self._scheduler = policy if isinstance(policy, PooledScheduler) else None
         self._load_s = 0.0
+        #: When a batch was back, its class, how long it computed, and how long its model loaded.
+        self.ran: list[tuple[float, str, float, float]] = []
 
     def _begin(self, device: VirtualDevice) -> None:
         jobs = device.batches[0].batch.jobs
         task, scheduler = jobs[0].key.task, self._scheduler
-        waiting = frozenset(job.key.task for job in scheduler) if scheduler else frozenset()
+        waiting = scheduler.list_tasks() if scheduler else frozenset()
         self._load_s = self.memory.take(task, len(jobs), self._now_s, waiting)
         if scheduler and self._load_s:
             scheduler.models.end_load(task, self._now_s + self._load_s)
@@ -151,6 +181,10 @@ class MultiplexedSimulation(Simulation):
         return replace(service, pass_ms=service.pass_ms + self._load_s * MS_PER_S)
 
     def _came_back(self, device: VirtualDevice, sent: Sent, had_s: float, ran_s: float) -> None:
+        if self._scheduler:
+            self._scheduler.load_s = self._load_s
+        name = sent.batch.jobs[0].lane.priority_class
+        self.ran.append((self._now_s, name, had_s - self._load_s, self._load_s))
         super()._came_back(device, sent, had_s - self._load_s, ran_s)
 
 
@@ -172,6 +206,25 @@ def simulate(policy: str, arrivals: Sequence[Arrival]) -> Figures:
         "warm_jobs": round(memory.warm_jobs / memory.jobs, 4),
         **describe(latencies_s),
     }
+
+
+def simulate_classes(models: int, many_per_s: float, one_per_s: float) -> Iterator[Figures]:
+    """Two classes of equal shares, of which one has many models; a row for each."""
+    many = make_arrivals(many_per_s, SIMULATED_S, 1, NAMES[:models], Lane(MANY))
+    one = make_arrivals(one_per_s, SIMULATED_S, 2, [ONE], Lane(ONE))
+    simulation = MultiplexedSimulation(PooledScheduler({MANY: 50.0, ONE: 50.0}))
+    run = simulation.run(sorted([*many, *one], key=lambda each: each.time_s))
+    for name, rate in ((MANY, many_per_s), (ONE, one_per_s)):
+        own = [each for each in simulation.ran if each[0] < SIMULATED_S and each[1] == name]
+        computing_s, loading_s = sum(each[2] for each in own), sum(each[3] for each in own)
+        yield {
+            "class": name,
+            "models": models if name == MANY else 1,
+            "jobs_per_s": rate,
+            "computing": round(computing_s / SIMULATED_S, 4),
+            "loading": round(loading_s / SIMULATED_S, 4),
+            **describe(sorted(run.lanes[Lane(name)].latencies_s)),
+        }
 
 
 def describe(latencies_s: Sequence[float]) -> Figures:
@@ -239,8 +292,8 @@ def ask_models(client: Celery) -> dict[str, int]:
     """How many loads and batches a worker has counted."""
     answers = client.control.broadcast("batchery", reply=True, timeout=5.0, limit=1)
     (figures,) = (answer for each in answers or () for answer in each.values())
-    (device,) = figures["devices"].values()
-    loads = sum(model["loads"] for model in device["models"].values())
+    devices = figures["devices"].values()
+    loads = sum(model["loads"] for device in devices for model in device["models"].values())
     return {"loads": loads, "batches": figures["batches"]["batches"]}
 
 
@@ -256,12 +309,13 @@ def main() -> None:
         rows += [{"jobs_per_s": rate, **simulate(policy, arrivals)} for policy in POLICIES]
     if not options.simulated:
         rows.append({"jobs_per_s": REAL_RATE, **play(arrivals)})
-    for row in rows:
+    classes = [row for loads in CLASS_LOADS for row in simulate_classes(*loads)]
+    for row in [*rows, *classes]:
         print(json.dumps(row))
     if options.json:
         setup = {"models": MODELS, "room": ROOM, "load_s": LOAD_S, "batch_size": BATCH_SIZE}
         service = {"pass_ms": SERVICE.pass_ms, "item_ms": SERVICE.item_ms}
-        content = json.dumps({**setup, **service, "rows": rows}, indent=1)
+        content = json.dumps({**setup, **service, "rows": rows, "classes": classes}, indent=1)
         options.json.write_text(f"{content}\n", encoding="utf-8")
 
 

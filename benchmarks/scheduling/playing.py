@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 
 from benchmarks.engine.client import ResultListener
-from benchmarks.scheduling.messages import Template
+from benchmarks.scheduling.messages import Template, stamp
 
 #: How long the last results may take after the last job was sent, in seconds.
 TIMEOUT_S = 120.0
@@ -86,7 +86,7 @@ class Player(ResultListener):
             end = max(sent + 1, bisect_right(due_s, now_s))
             async with self._redis.pipeline(transaction=False) as sending:
                 for call, job in zip(calls[sent:end], jobs[sent:end], strict=True):
-                    sending.lpush(call.template.key, job)
+                    sending.lpush(call.template.key, stamp(job, time.time()))
                 await sending.execute()
             lags_s += [max(0.0, now_s - each) for each in due_s[sent:end]]
         try:

@@ -67,7 +67,7 @@ class Sleeper:
         self.url = self._server.url
         self._redis: Any = Redis.from_url(self.url)
         #: A job as it stands in a queue.
-        self.message = _message(self.url, self._redis)
+        self.message = capture_message(self.url, self._redis)
         python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._worker = GuardedProcess(
             [sys.executable, "-W", "ignore", *CELERY, MODULE, *WORKER, "-c", "1"],
@@ -167,7 +167,7 @@ class Sleeper:
         time.sleep(LOOK_S)
 
 
-def _message(url: str, redis: Any) -> bytes:
+def capture_message(url: str, redis: Any) -> bytes:
     """A real message, as it stands in a queue."""
     app = Celery("client", broker=url, backend=url, set_as_current=False)
     options: Any = {"ignore_result": True, "headers": {"ignore_result": False}}

@@ -128,7 +128,9 @@ LOOK = (
     Grant("+zrange", "tenants workers"),
     Grant("+evalsha", "queues tenants"),
     Grant("+get +zcard +hgetall +hmget +hget", "workers"),
-    Grant("+hlen", "leases letters"),
+    Grant("+hlen", "letters"),
+    # Of what dead workers hold, it counts all and reads some.
+    Grant("+evalsha +hlen +hrandfield +hstrlen +hget", "leases"),
     Grant("+zcard", "visibility"),
     Grant("+info"),
 )
@@ -144,8 +146,8 @@ PRODUCE = (
     Grant(f"+xadd +xread +xtrim +set {ANY_TYPE}", "streams"),
 )
 WORK = (
-    # The first ones are those of every job.
-    Grant(ALL, "queues workers leases tenants results groups streams"),
+    # The first ones are those of every job, and of whatever its task sends.
+    Grant(ALL, "queues markers workers leases tenants results groups streams"),
     Grant("+publish", channels="results groups events"),
     *ASK,
     Grant(ALL, "unacked"),
@@ -173,6 +175,7 @@ ROLES: Mapping[str, Sequence[Grant]] = {
     "worker": WORK,
     # CLIENT LIST tells whether workers of plain Celery wait for jobs.
     "gateway": (*PRODUCE, *LOOK, Grant(ALL, "http"), Grant("+client|list")),
+    "gateway-worker": (*WORK, Grant(ALL, "http")),
     "monitor": MONITOR,
     "flower": (*LISTEN, *ASK, Grant("+llen", "queues"), Grant("+info")),
     "operator": (
@@ -180,7 +183,7 @@ ROLES: Mapping[str, Sequence[Grant]] = {
         Grant("+@hash +evalsha -@dangerous", "letters messages"),
         Grant("+evalsha +lrange +rpush +del +hdel", "queues tenants"),
         Grant("+hscan", "leases unacked"),
-        Grant("+memory|usage", "queues"),
+        Grant("+memory|usage", "queues tenants"),
         Grant("+config|get +client|list +slowlog|get +latency|latest"),
     ),
 }

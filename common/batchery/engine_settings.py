@@ -10,7 +10,7 @@ __all__ = ["EngineSettings"]
 ENGINE_KINDS = {
     "openai": ("generation",),
     "vllm": ("generation",),
-    "onnx": ("embedding", "classification"),
+    "onnx": ("embedding", "classification", "rerank"),
 }
 
 #: Settings that an ONNX file decides: the values that they may have, and what to do instead.
@@ -28,7 +28,7 @@ class EngineSettings(BaseModel):
         Literal["transformers", "openai", "vllm", "onnx"],
         Field(
             description="What computes; `openai` and `vllm` are for generation, `onnx` for"
-            " embeddings and classification."
+            " embedding, classification and rerank."
         ),
     ] = "transformers"
     onnx_file: Annotated[
@@ -46,7 +46,9 @@ class EngineSettings(BaseModel):
         engine = info.data.get("engine", "transformers")
         kinds = ENGINE_KINDS.get(engine, (kind,))
         if kind not in kinds:
-            raise ValueError(f"engine = {engine!r} is for {' and '.join(kinds)} alone")
+            raise ValueError(
+                f"engine = {engine!r} is for {', '.join(kinds)} alone; leave engine out for others"
+            )
         return kind
 
     @field_validator(*DECIDED_BY_FILE, check_fields=False)

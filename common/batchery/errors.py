@@ -14,15 +14,19 @@ BatcheryError
 │   └── BrokerRefused           the broker is full, read-only, or forbids it
 ├── BatcherClosed               a batcher takes no calls any more; also a RuntimeError
 ├── NoResult                    no result has come for as long as the caller waits
+│   └── UnknownJob              there is no stream of this job to follow, and no result
 ├── GaveUp                      Redis stays away
 ├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`
     ├── InvalidItem             the item breaks a limit or has the wrong type; also a ValueError
+    │   └── PromptTooLong       a prompt, with the text that it asks for, is too long for its model
     ├── ItemFailed              the function said `Failed("why")`
     ├── WrongLength             the function returned more or fewer outcomes than items
     ├── UnserialisableResult    the outcome cannot be written as JSON
     ├── OutOfMemory             the device has no memory for this item alone
     ├── ServerFailed            the server that computes it is away, refuses, or sends nonsense
+    │   ├── ServerBusy          it still takes no more requests; `retry_after_s` is a hint
+    │   └── ServerRefused       it refuses whoever asks: a wrong key, no quota, no such model
     ├── DeadlineExceeded        the job could not make its deadline, and was not begun
     └── DeviceDied              the job killed its device process or worker, each time alone
 ```
@@ -30,6 +34,8 @@ BatcheryError
 Every error takes one text, so that it survives the trip through a JSON result backend: a caller
 catches the same error that the worker raised.
 """
+
+import re
 
 
 class BatcheryError(Exception):
@@ -93,6 +99,10 @@ class NoResult(BatcheryError):
     """No result came for as long as the caller waits; the text says what the queue is doing."""
 
 
+class UnknownJob(NoResult):
+    """A stream cannot be followed: nothing is known of the job, or no longer."""
+
+
 class GaveUp(BatcheryError):
     """Redis stays away, so jobs cannot be sent or their results cannot be read."""
 
@@ -107,6 +117,10 @@ class ItemError(BatcheryError):
 
 class InvalidItem(ItemError, ValueError):
     """The item has the wrong type or breaks a limit; names the field and the limit."""
+
+
+class PromptTooLong(InvalidItem):
+    """A prompt, with the new tokens that it asks for, is longer than its model's limit."""
 
 
 class ItemFailed(ItemError):
@@ -127,6 +141,21 @@ class OutOfMemory(ItemError):
 
 class ServerFailed(ItemError):
     """The server that computes this item is away, refuses, or sends what cannot be read."""
+
+
+class ServerBusy(ServerFailed):
+    """The server that computes this item takes no more requests for now, after all attempts."""
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to try again, in seconds from now: the pause that its text names; a hint."""
+        # Results of jobs have an error's text alone.
+        pauses = re.findall(r"a pause of ([0-9.e+]+) s", str(self))
+        return float(pauses[-1]) if pauses else 1.0
+
+
+class ServerRefused(ServerFailed):
+    """The server that computes this item refuses whoever asks; another attempt changes nothing."""
 
 
 class DeadlineExceeded(ItemError):

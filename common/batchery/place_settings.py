@@ -25,10 +25,10 @@ class PlaceSettings(BaseModel):
         bool, Field(description="Whether it stays loaded, whatever else needs the memory.")
     ] = False
     split: Annotated[
-        Literal["tensor", "layers"],
+        Literal["tensor", "layers", "pipeline"],
         Field(
             description="On a device such as `cuda:0+cuda:1`: a slice of each layer on each part,"
-            " or some whole layers."
+            " or some whole layers, one pass at a time or one on each part."
         ),
     ] = "tensor"
     layer_memory_bytes: Annotated[

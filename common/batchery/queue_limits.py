@@ -43,6 +43,16 @@ class Waiting(NamedTuple):
     #: How long the oldest has waited, in seconds; None if there is none, or it does not say.
     oldest_s: float | None = None
 
+    @classmethod
+    def read(cls, jobs: int, sent_at: bytes) -> "Waiting":
+        """As a script reports them; `sent_at` is empty if the oldest does not say."""
+        return cls(int(jobs), max(0.0, time.time() - float(sent_at)) if sent_at else None)
+
+    def add(self, other: "Waiting") -> "Waiting":
+        """Both together."""
+        ages_s = [each.oldest_s for each in (self, other) if each.oldest_s is not None]
+        return Waiting(self.jobs + other.jobs, max(ages_s, default=None))
+
 
 class Destination(NamedTuple):
     """Where jobs of a task go."""
@@ -179,7 +189,7 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     # Not kombu's own client, which adds its key prefix only to a script's first key.
     client = redis.Redis(connection_pool=steps.pool)
     jobs, sent_at = transport_scripts(client).run("count_waiting", keys)
-    return Waiting(int(jobs), max(0.0, time.time() - float(sent_at)) if sent_at else None)
+    return Waiting.read(jobs, sent_at)
 
 
 def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> int:

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import redis
+from hiredis import pack_command
 
 #: The keys of one call of a script, and its arguments.
 ScriptCall = tuple[Sequence[Any], Sequence[Any]]
@@ -40,18 +41,12 @@ def script_digest(folder: Path, name: str) -> str:
 
 
 def packed(*commands: Sequence[Any]) -> bytes:
-    """Packs commands as Redis reads them; redis-py takes two to four times as long.
+    """Packs commands as Redis reads them, for a connection's `send_packed_command`.
 
     Args:
         commands: The words of each: texts, bytes and numbers.
     """
-    parts: list[bytes] = []
-    for command in commands:
-        parts.append(b"*%d\r\n" % len(command))
-        for word in command:
-            data = word if isinstance(word, bytes) else str(word).encode()
-            parts += (b"$%d\r\n" % len(data), data, b"\r\n")
-    return b"".join(parts)
+    return b"".join(map(pack_command, map(tuple, commands)))
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """What `self.request` is while a batch function runs: the jobs whose items it was given."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,10 @@ class BatchContext(Context):
             )
         return super().__getattribute__(name)
 
+    def __bool__(self) -> bool:
+        """Whether it is the request of one job: Celery asks, and then reads its id and root."""
+        return self._single
+
     @property
     def jobs(self) -> Sequence[JobContext]:
         """The jobs that have items in the list that the function was given, in order."""
@@ -116,19 +121,19 @@ def bind_request(task: "Task[..., Any]", context: BatchContext) -> Iterator[None
         task.request_stack.pop()
 
 
-def shares(sizes: Sequence[int], part: range) -> Iterator[tuple[int, range]]:
+def shares(sizes: Sequence[int], part: Sequence[int]) -> Iterator[tuple[int, range]]:
     """Says which jobs have items in a part of a batch.
 
     Args:
         sizes: How many items each job of the batch has.
-        part: Positions of consecutive items of the batch.
+        part: Positions of items of the batch, in order.
 
     Yields:
         The index of a job, and the positions of its items within the part.
     """
     start = 0
     for index, size in enumerate(sizes):
-        first, end = max(start, part.start), min(start + size, part.stop)
+        first, end = bisect_left(part, start), bisect_left(part, start + size)
         if first < end:
-            yield index, range(first - part.start, end - part.start)
+            yield index, range(first, end)
         start += size

@@ -141,6 +141,8 @@ class TokenLogprob(BaseModel):
         id: Its number in the vocabulary; None if a server computes.
         logprob: Natural logarithm of its probability, before any keyword changes it.
         top: Text, number and logarithm of the likeliest tokens, as many as were asked for.
+        bytes: Those of the token, then of each of `top`, None where they are unknown; left out
+            where they are those of the texts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -149,6 +151,7 @@ class TokenLogprob(BaseModel):
     id: int | None
     logprob: float
     top: list[tuple[str, int | None, float]] = []
+    bytes: list[list[int] | None] = []
 
 
 class GeneratedText(BaseModel):

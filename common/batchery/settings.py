@@ -326,8 +326,8 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             description="How long a device with work may give no sign before it is killed, as it"
-            " hangs; no limit if unset. It must be longer than any batch, or step"
-            " of a model with slots.",
+            " hangs. It must be longer than any batch, or step of a model with slots. If unset, one"
+            " that hangs holds its jobs until their hard time limit; without one, for ever.",
         ),
     ] = None
     device_max_jobs: Annotated[
@@ -520,7 +520,10 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
 
 def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping[str, Any]) -> str:
     """Names the first wrong setting, its value, its source and the problem."""
-    first = error.errors()[0]
+    errors = error.errors()
+    # What is missing may have been misspelt.
+    misspelt = (each for each in errors if each["type"] == "extra_forbidden")
+    first = next(misspelt, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
     name = path[0] if path else "settings"
     # A missing setting is looked up by its parent, which exists.

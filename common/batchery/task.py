@@ -2,40 +2,41 @@
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast, get_origin
+from operator import length_hint
+from typing import TYPE_CHECKING, Any, cast
 
-from celery import Celery, Task, uuid
+from celery import VERSION, Celery, Task, __version__, uuid
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
-from celery.canvas import Signature, chunks, maybe_signature
-from celery.result import AsyncResult, ResultSet
+from celery.canvas import Signature, maybe_signature
+from celery.result import AsyncResult, ResultSet, allow_join_result
 from celery.signals import worker_ready
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
+from kombu import Producer
+from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads
 
 from batchery.completion import current_completion
-from batchery.errors import BatchArgumentError, InvalidItem
-from batchery.execution.batch import compute, prepare, read_back, run_function
-from batchery.execution.steps import run_steps
+from batchery.errors import BatchArgumentError, InvalidItem, StartError
+from batchery.execution.batch import read_back, run_function
+from batchery.execution.item_models import ItemModels, check_function
 from batchery.installation import get_queue_limits
-from batchery.model import Model, StepModel
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
 from batchery.queue_limits import QueueLimits, find_destination, place
 from batchery.request import BatchContext, JobContext, bind_request
-from batchery.settings import ModelSettings
+from batchery.settings import nearest_name
+
+if VERSION[:2] < (5, 7):
+    raise StartError(f"Celery {__version__} is too old: pip install -U 'celery[redis]>=5.7'")
 
 logger = logging.getLogger(__name__)
-
-#: Guards the loading of a model: threads of an ordinary pool must share one copy.
-_loading = threading.Lock()
 
 #: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
@@ -50,8 +51,20 @@ STREAM_JOB = "batchery_producer.client:stream_job"
 #: have room in every class: half a workflow would be worse than a long queue.
 WORKFLOW_OPTIONS = ("producer", "reply_to", "parent_id", "root_id", "group_id", "chord", "retries")
 
-#: Annotations of functions that take one item.
-SINGLE_ITEMS = (str, bytes, int, float, bool, dict)
+#: Options of many jobs that a message names; and what else `apply_async` and kombu know.
+SEND_OPTIONS = (
+    *("compression", "countdown", "deadline_s", "eta", "exchange", "expiration", "expires"),
+    *("headers", "ignore_result", "link", "link_error", "priority", "queue", "retry_policy"),
+    *("routing_key", "serializer", "shadow", "soft_time_limit", "tenant", "time_limit"),
+)
+#: Those of them that only a batch task has.
+BATCH_OPTIONS = ("deadline_s", "tenant")
+OTHER_SEND_OPTIONS = {
+    *inspect.signature(Celery.send_task).parameters,
+    *inspect.signature(Producer.publish).parameters,
+    *("app_id", "argsrepr", "correlation_id", "exchange_type", "kwargsrepr", "message_id"),
+    *("stamped_headers", "timestamp", "type", "user_id"),
+} - {"args", "kwargs", "name", "options", "properties", "self"}
 
 #: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
 MIN_BULK_ITEMS = 16
@@ -93,7 +106,8 @@ class Delivery:
         whole: Any = maybe_signature(signature, app=self._task.app)
         if self._task.request.called_directly:
             # No caller waits for another job, so that one runs here, as this one does.
-            return whole.apply().get()
+            with allow_join_result():
+                return whole.apply().get()
         return self._task.replace(whole)
 
 
@@ -105,32 +119,6 @@ else:
 
 #: Celery's serializer of signed messages, which signs JSON; `app.setup_security()` makes it known.
 SIGNED = "auth"
-
-
-def check_takes_list(task: type[Task[..., Any]]) -> None:
-    """Makes sure that the function of a task can be given a list of items.
-
-    One that was written for a single item would mix up the results of callers without a word.
-
-    Raises:
-        BatchArgumentError: It takes no argument, or its first one is annotated as a single item.
-    """
-    run: Any = inspect.getattr_static(task, "run")
-    if run is inspect.getattr_static(Task, "run"):
-        return
-    is_static = isinstance(run, staticmethod)
-    function = run.__func__ if is_static else run
-    parameters = list(inspect.signature(function).parameters.values())[not is_static :]
-    first = parameters[0] if parameters else None
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise BatchArgumentError(f"{task.name}: its function takes no argument; it gets a list")
-    of = get_origin(first.annotation) or first.annotation
-    if of in SINGLE_ITEMS or of in {each.__name__ for each in SINGLE_ITEMS}:
-        name = of if isinstance(of, str) else of.__name__
-        raise BatchArgumentError(
-            f"{task.name}: its argument {first.name!r} is annotated {name}, but it gets a list of"
-            f" items: loop over them, return one result for each, and annotate list[{name}]"
-        )
 
 
 class BatchTask(_Task):
@@ -161,6 +149,8 @@ class BatchTask(_Task):
     #: How long such a result is kept, in seconds; and maximum size of all of them.
     cache_ttl_s: float | None = None
     cache_max_bytes: int | None = None
+    #: What `pydantic=True` makes of items and outcomes; None without it.
+    item_models: ItemModels | None = None
 
     # A job stays in Redis until its result is stored.
     acks_late = True
@@ -179,6 +169,9 @@ class BatchTask(_Task):
         def request(self) -> BatchContext:
             """Celery's request; inside the function, a view of all jobs of the batch."""
 
+        #: Celery's; with `pydantic=True`, it writes a caller's models as plain data.
+        _dump_pydantic_arguments: Any
+
     @cached_property
     def sees_request(self) -> bool:
         """Whether the function gets `self`, and so can see the requests of its jobs."""
@@ -195,7 +188,7 @@ class BatchTask(_Task):
             # A base class that is itself a batch task takes the place of this one.
             kept = tuple(base for base in cls.__bases__ if not issubclass(own, base))
             cls.__bases__ = (*kept, own)
-        check_takes_list(cls)
+        check_function(cls)
         if app.conf.task_serializer == SIGNED and cls.serializer == BatchTask.serializer:
             cls.serializer = SIGNED
         return super().bind(app)
@@ -246,16 +239,18 @@ class BatchTask(_Task):
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._bind_request, state)
-        outcomes = run_function(self.run, items, keywords, around=around)
+        outcomes = run_function(self.run, items, keywords, around=around, models=self.item_models)
         if request.is_eager:
             outcomes = list(map(read_back, outcomes))
         return multi_item.build_outcome(outcomes, form)
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""
-        return run_function(self.run, items, keywords)
+        return run_function(self.run, items, keywords, models=self.item_models)
 
-    def _bind_request(self, state: dict[str, Any], part: range) -> AbstractContextManager[None]:
+    def _bind_request(
+        self, state: dict[str, Any], part: Sequence[int]
+    ) -> AbstractContextManager[None]:
         job = JobContext(state, range(len(part)))
         return bind_request(self, BatchContext(lambda: [job], state))
 
@@ -330,7 +325,7 @@ class BatchTask(_Task):
         Raises:
             BatchArgumentError: There is not exactly one positional argument, or the deadline is no
                 number above 0.
-            InvalidItem: The tenant is no name.
+            InvalidItem: The tenant is no name, or the message is larger than a worker reads.
             QueueFull: The priority class of the job is full, and refuses it.
         """
         args = tuple(args or ())
@@ -346,7 +341,12 @@ class BatchTask(_Task):
         headers = {**(options.get("headers") or {}), **deadline_header(deadline_s)}
         # A retry and the next step of a chain inherit headers, and are sent anew.
         options["headers"] = {**headers, **sent_now()}
-        return super().apply_async(args, kwargs, *positional, **options)
+        try:
+            return super().apply_async(args, kwargs, *positional, **options)
+        except EncodeError as error:
+            if hasattr(args[0], "tolist"):
+                raise refuse_item(args[0], error) from error
+            raise
 
     def apply(self, args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
         """As Celery's `apply`; arguments and results are what a worker would make of them.
@@ -354,6 +354,8 @@ class BatchTask(_Task):
         Raises:
             EncodeError: JSON cannot write the arguments; kombu's error, as `delay` raises it.
         """
+        if self._dump_pydantic_arguments is not None:
+            args, kwargs = self._dump_pydantic_arguments(args, kwargs)
         kind, encoding, text = dumps((tuple(args or ()), kwargs or {}), self.serializer)
         args, kwargs = loads(text, kind, encoding, accept={kind})
         return super().apply(args, kwargs, *others, **options)
@@ -385,6 +387,20 @@ class BatchTask(_Task):
         """
         return symbol_by_name(STREAM_JOB)(self, item, timeout_s, keywords)
 
+    def map(self, it: Iterable[Any]) -> Any:
+        """As Celery's `map`.
+
+        Raises:
+            InvalidItem: There are more items than a job may have.
+        """
+        multi_item.check_map(length_hint(it))
+        return super().map(it)
+
+    def starmap(self, it: Iterable[Any]) -> Any:
+        """As Celery's `starmap`; see `map`."""
+        multi_item.check_map(length_hint(it))
+        return super().starmap(it)
+
     def submit_many(
         self,
         items: Iterable[Any],
@@ -402,11 +418,13 @@ class BatchTask(_Task):
             The results, in the order of the items.
 
         Raises:
+            BatchArgumentError: There is no such option.
             OperationalError: No broker answers; kombu's error.
             BrokerRefused: The broker takes no jobs.
             QueueFull: The priority class of the jobs is full, and refuses them. The first `sent`
                 are in the queue.
         """
+        check_options(f"{self.name}: submit_many", options, self)
         items = list(items)
         own = {"producer", "connection"} & set(options)
         is_bulk = len(items) >= MIN_BULK_ITEMS or get_queue_limits(self.app) is not None
@@ -422,106 +440,41 @@ class BatchTask(_Task):
         return cast(ResultSet, job_set(jobs, None, app=self.app))
 
 
-class QueuedChunks(chunks):
-    """Celery's `chunks`, whose queue holds for its parts, too."""
-
-    def group(self) -> Any:
-        """The parts, as jobs of `starmap`."""
-        whole = super().group()
-        for part in whole.tasks:
-            part.set(queue=self.options["queue"])
-        return whole
+def refuse_item(item: Any, error: Exception) -> EncodeError:
+    """The error of kombu for an item that cannot be serialized; the text names the item."""
+    hint = "; send its tolist()" if hasattr(item, "tolist") else ""
+    return EncodeError(f"item {item!r:.80}: {error}{hint}")
 
 
-class ModelTask(BatchTask):
-    """A batch task that runs a `Model`; made by `register`."""
+def check_options(
+    caller: str, options: Mapping[str, Any], task: Any = None, own: Iterable[str] = ()
+) -> None:
+    """Checks options of `apply_async`: Celery ignores a misspelt one silently.
 
-    abstract = True
+    Args:
+        caller: What was called, for the message.
+        options: By their names.
+        task: The task; None if the app does not have it.
+        own: Names of the arguments that the caller has besides.
 
-    #: Characters of a result in logs and events: enough to tell vectors apart, not to read them.
-    resultrepr_maxsize = 128
-
-    #: Queue that its jobs are sent to, unless the call names another. Celery's own attribute is
-    #: `queue`, which Celery 6 will ignore.
-    model_queue: str
-
-    #: Other names of the model, with commas between them; None if it has none.
-    model_aliases: str | None = None
-
-    #: Devices of a worker that have it, or how many of them; None for all.
-    devices: Sequence[str] | None = None
-    replicas: int | None = None
-    #: Whether it stays loaded, whatever else needs the memory of its devices.
-    pinned: bool = False
-
-    #: The class, or its import path: a producer does not need the model's code.
-    model: type[Model] | str
-    #: Keyword arguments of its constructor.
-    model_options: Mapping[str, Any] = {}
-
-    _loaded: Model | None = None
-
-    @cached_property
-    def sees_request(self) -> bool:
-        """Always False: a model gets items, and no task."""
-        return False
-
-    def run(self, items: list[Any], **keywords: Any) -> list[Any]:
-        """Runs one batch on a model in this process, loaded on the CPU at the first call.
-
-        For tests, scripts and workers without devices, which run a model in their own processes.
-        """
-        model = self._local_model
-        prepared = prepare(model, items, keywords)
-        if isinstance(model, StepModel):
-            with _loading:
-                # It has the items of one batch at a time.
-                return run_steps(model, prepared, keywords)
-        outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
-        return outcomes
-
-    def _get_exec_options(self) -> dict[str, Any]:
-        # Celery asks here for a task's default options, in `delay` as in `send_task`.
-        options = super()._get_exec_options()  # type: ignore[misc]
-        return {**options, "queue": self.model_queue}
-
-    def map(self, it: Iterable[Any]) -> Any:
-        """As Celery's `map`, in the model's queue."""
-        return super().map(it).set(queue=self.model_queue)
-
-    def starmap(self, it: Iterable[Any]) -> Any:
-        """As Celery's `starmap`, in the model's queue."""
-        return super().starmap(it).set(queue=self.model_queue)
-
-    def chunks(self, it: Iterable[Any], n: int) -> Any:
-        """As Celery's `chunks`, in the model's queue."""
-        made: Any = QueuedChunks
-        return made(self.s(), it, n, app=self.app, queue=self.model_queue)
-
-    @property
-    def model_settings(self) -> ModelSettings | None:
-        """The settings of a built-in model, as they were at the start; None for an own class."""
-        settings = self.model_options.get("settings")
-        return settings if isinstance(settings, ModelSettings) else None
-
-    def make_model(self, settings: ModelSettings | None = None) -> Model:
-        """A new model, not loaded yet.
-
-        Args:
-            settings: Of another version of a built-in model; None for its own.
-        """
-        model = symbol_by_name(self.model) if isinstance(self.model, str) else self.model
-        options = {**self.model_options, **({"settings": settings} if settings else {})}
-        return cast(type[Model], model)(**options)
-
-    @property
-    def _local_model(self) -> Model:
-        with _loading:
-            if self._loaded is None:
-                model = self.make_model()
-                model.load("cpu")
-                self._loaded = model
-        return self._loaded
+    Raises:
+        BatchArgumentError: There is no such option.
+    """
+    if {each for each in type(task).__mro__ if "apply_async" in vars(each)} - {Task, BatchTask}:
+        # A class of the user may have more options.
+        return
+    foreign = () if isinstance(task, BatchTask) else BATCH_OPTIONS
+    named = sorted({*SEND_OPTIONS}.difference(foreign).union(own))
+    # A stamp's value is an option of its name.
+    unknown = set(options).difference(
+        named, OTHER_SEND_OPTIONS, options.get("stamped_headers") or ()
+    )
+    if unknown:
+        wrong = min(unknown)
+        raise BatchArgumentError(
+            f"{caller} has no option {wrong!r}{nearest_name(wrong, named)}; keyword arguments of"
+            f" the task go into keywords={{...}}, and options are {', '.join(named)}"
+        )
 
 
 def only_item(

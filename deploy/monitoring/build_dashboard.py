@@ -197,6 +197,21 @@ ROWS = {
             "Of models that write texts.",
         ),
         Panel(
+            "First token",
+            "s",
+            {
+                quantile(0.5, "batchery_first_token_seconds", "task"): "{{task}} p50",
+                quantile(0.99, "batchery_first_token_seconds", "task"): "{{task}} p99",
+                quantile(0.5, "batchery_token_seconds", "task"): "{{task}} between two, p50",
+            },
+            "Of a text, from sending its job.",
+        ),
+        Panel(
+            "Tokens of texts",
+            "ops",
+            {rate("batchery_text_tokens_total", "task", "type"): "{{task}} {{type}}"},
+        ),
+        Panel(
             "Main memory of devices",
             "bytes",
             {

@@ -14,14 +14,18 @@ from typing import Any, Self
 
 from celery import Celery
 
-from batchery.errors import NoResult
+from batchery.errors import NoResult, counted
 from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.retry import AWAY_S
+from batchery.task import check_options
 from batchery_producer.answers import Outcome, check_per_job, read_outcomes
 from batchery_producer.client import close_app, make_app
 from batchery_producer.piece_stream import AsyncPieceStream
 from batchery_producer.session import Session, Terms
 from batchery_producer.stream import Window
+
+#: What `AsyncClient.task` takes, besides options of `apply_async`.
+OWN_OPTIONS = ("deadline_s", "max_waiting", "tenant", "timeout_s", "wait_s")
 
 #: Items in flight.
 WINDOW = 1024
@@ -72,8 +76,10 @@ class AsyncClient:
 
         Raises:
             InvalidItem: The tenant is no name.
-            BatchArgumentError: The deadline is no number above 0.
+            BatchArgumentError: The deadline is no number above 0, or there is no such option.
         """
+        known = self.app.tasks.get(name)
+        check_options(f"{name}: AsyncClient.task", options, known, OWN_OPTIONS)
         deadline_header(deadline_s)
         options = with_tenant(options, tenant)
         # No worker may be there to be told of a cancelled call.
@@ -106,7 +112,10 @@ class AsyncClient:
         self._session.abandon(job_id)
 
     async def close(self) -> None:
-        """Revokes jobs that no worker has begun, and those streamed; closes all connections."""
+        """Revokes jobs that no worker has begun, and those streamed; closes all connections.
+
+        It takes no longer than about a second. While Redis hangs, nothing may be revoked.
+        """
         await self._session.close()
         if self._owns_app:
             close_app(self.app)
@@ -253,7 +262,8 @@ class AsyncTask:
                     except TimeoutError:
                         self._session.check_redis(self.name, timeout_s)
                         raise NoResult(
-                            f"no result for {timeout_s:g} s; see `celery inspect batchery`"
+                            f"{self.name}: no result for {timeout_s:g} s, of"
+                            f" {counted(len(running), 'job')}; {self._session.hint(self._stream)}"
                         ) from None
                     for _, _, outcomes in running.end(done, done.result()):
                         for outcome in outcomes:

@@ -3,7 +3,7 @@
 Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -15,8 +15,8 @@ from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
 from batchery.protocol.headers import STREAMED, with_tenant
-from batchery.queue_limits import find_destination
 from batchery.retry import RetryPolicy
+from batchery.task import check_options
 from batchery.valkey import given_redis_url
 from batchery_producer.answers import (
     Answer,
@@ -30,7 +30,7 @@ from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
-from batchery_producer.publisher import Publisher, is_known
+from batchery_producer.publisher import Publisher, route_unknown
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import uuids
 
@@ -78,7 +78,9 @@ class Client:
 
         Raises:
             InvalidItem: The tenant is no name.
+            BatchArgumentError: There is no such option.
         """
+        check_options(f"{name}: Client.task", options, self.app.tasks.get(name), ("tenant",))
         return TaskClient(self.app, name, with_tenant(options, tenant), self._open_reader)
 
     def follow(
@@ -92,6 +94,8 @@ class Client:
             job_id: Id of the job.
             after: `last_id` of an earlier reader, which is read on from there; None for all.
             timeout_s: How long to wait for each, in seconds; None for ever.
+
+        Reading it raises `UnknownJob` where there is neither a stream of this job nor a result.
 
         Raises:
             BatchArgumentError: `after` is no such id.
@@ -160,10 +164,7 @@ class TaskClient:
             reader.give_up([task_id])
             app.control.revoke(task_id)
 
-        def explain() -> str:
-            return explain_stall(app, name, find_destination(app, name, routed).queue)
-
-        routed = self._routed(options)
+        explain = partial(explain_stall, app, name, options)
         stream = PieceStream(reader, task_id, timeout_s=timeout_s, cancel=cancel, explain=explain)
         reader.open([stream])
         headers = {**(options.get("headers") or {}), **STREAMED}
@@ -174,14 +175,10 @@ class TaskClient:
             raise
         return stream
 
-    def _routed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options, with a queue for a task that the app does not know."""
-        return dict(options) if is_known(self._app, self.name) else {"queue": self.name, **options}
-
     def _send(
         self, item: Any, keywords: dict[str, Any], given: Mapping[str, Any]
     ) -> AsyncResult[Any]:
-        options = self._routed(given)
+        options = route_unknown(self._app, self.name, given)
         known: Any = self._app.tasks.get(self.name)
         if known is None:
             return self._app.send_task(self.name, (item,), keywords, **options)
@@ -237,6 +234,8 @@ class TaskClient:
             GaveUp: Redis stays away for `timeout_s`, or for two minutes.
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
+            InvalidItem: For one whose message is larger than a worker reads.
+            Exception: What reading the items raised, after the outcomes of those before.
         """
         app, size = self._app, check_per_job(per_job)
         # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
@@ -251,7 +250,7 @@ class TaskClient:
             publisher,
             keep_results=keep_results,
             timeout_s=timeout_s,
-            explain=lambda: explain_stall(app, self.name, publisher.queue),
+            explain=partial(explain_stall, app, self.name, self._options),
         )
         return self._outcomes(stream, source, broker, progress)
 
@@ -277,6 +276,8 @@ class TaskClient:
                 progress(Progress(source.taken, done, failed))
                 if over := stream.stalled():
                     raise NoResult(over)
+            if source.error is not None:
+                raise source.error
         finally:
             if not broker.retries.is_spent:
                 with suppress(BatcheryError, OSError):
@@ -293,13 +294,22 @@ class ItemSource:
         per_job: Items in one job; 0 if each item is a job of its own and not in a list.
         taken: Number of items that are in jobs so far.
         exhausted: Whether there are no more.
+        error: What reading the next item raised, if it did; those before it become jobs.
     """
 
     def __init__(self, items: Iterable[Any], per_job: int) -> None:
         self.per_job = per_job
         self.taken = 0
         self.exhausted = False
-        self._arguments = chunks(iter(items), per_job) if per_job else iter(items)
+        self.error: Exception | None = None
+        read = self._read(iter(items))
+        self._arguments = chunks(read, per_job) if per_job else read
+
+    def _read(self, items: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from items
+        except Exception as error:  # noqa: BLE001 (raised again when all before it have ended)
+            self.error = error
 
     def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
         """As `JobSource.take`."""

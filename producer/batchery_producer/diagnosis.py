@@ -15,6 +15,8 @@ from batchery.cli.survey import (
     registered_tasks,
 )
 from batchery.errors import SettingsError
+from batchery.queue_limits import find_destination
+from batchery_producer.publisher import route_unknown
 
 #: Duration of a stall after which the user is told once what the client waits for, in seconds.
 HINT_S = 20.0
@@ -95,7 +97,7 @@ def find_task(app: Celery, name: str, queue: str | None) -> str:
     if queue is None:
         raise SettingsError(
             f"no worker that answers has a task {name!r}: {name_tasks(name, known)};"
-            " if a worker for it is yet to come, name its queue with --queue"
+            " if a worker for it is yet to come, name its queue: queue=..., or --queue"
         )
     return name
 
@@ -126,11 +128,20 @@ def check_workers(app: Celery, task: str, queue: str) -> None:
         )
 
 
-def explain_stall(app: Celery, task: str, queue: str) -> str:
-    """Says how many jobs wait in a queue, and which workers would take them.
+def explain_stall(app: Celery, task: str, options: Mapping[str, Any]) -> str:
+    """Says how many jobs wait in the queue of a task, and which workers would take them.
 
-    This takes a few seconds. It never fails: it also says if the broker cannot be asked.
+    This takes a few seconds. It also says if the broker cannot be asked.
+
+    Args:
+        app: The app that jobs are sent with.
+        task: Its name.
+        options: Options of `apply_async`, of its jobs.
+
+    Raises:
+        QueueNotFound: Celery's, for a queue that the app does not allow.
     """
+    queue = find_destination(app, task, route_unknown(app, task, options)).queue
     try:
         workers = app.control.inspect(timeout=ASK_S).active_queues() or {}
         waiting = queue_depths(app, {queue})[queue]
@@ -151,7 +162,7 @@ def _workers(
     if not consumers:
         return (
             f"{_list(sorted(workers))} answers, but consumes another queue:"
-            f" start a worker with `-Q {queue}`, or name its queue with --queue"
+            f" start a worker with `-Q {queue}`, or name its queue: queue=..., or --queue"
         )
     known = _read_tasks(app, consumers)
     if known and not any(task in tasks for tasks in known.values()):

@@ -18,6 +18,9 @@ from batchery_producer.request_fields import RequestBody, Unserved, expected
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 
+#: OpenAI's code of a prompt that is too long.
+TOO_LONG_CODE = "context_length_exceeded"
+
 # Requests
 
 
@@ -49,7 +52,23 @@ class StreamOptions(RequestBody):
     include_usage: bool | None = None
 
 
-class GenerationRequest(RequestBody):
+class ForwardedFields(RequestBody):
+    """Fields that a server behind a model gets as they came; all other engines ignore them."""
+
+    chat_template_kwargs: Any = None
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    reasoning_effort: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: str | None = None
+    verbosity: Any = None
+
+
+class GenerationRequest(ForwardedFields):
     """Fields of both routes; a null is as good as none."""
 
     model: Annotated[str | None, Field(description="The first generation model if missing.")] = None
@@ -75,7 +94,6 @@ class GenerationRequest(RequestBody):
     min_p: Annotated[float | None, Field(ge=0, le=1, description="vLLM's.")] = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, description="vLLM's.")] = None
     ignore_eos: Annotated[bool | None, Field(description="vLLM's.")] = None
-    user: str | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -107,7 +125,14 @@ class GenerationRequest(RequestBody):
             value = getattr(self, name)
             options[name] = None if value == neutral else value
         given = {name: value for name, value in options.items() if value is not None}
-        return [{**content, "options": given} for content in self.contents()]
+        rest: dict[str, Any] = {"options": given}
+        if extra := self.extra_body():
+            rest["extra_body"] = extra
+        return [{**content, **rest} for content in self.contents()]
+
+    def extra_body(self) -> dict[str, Any]:
+        """What only a server behind a model gets."""
+        return self.model_dump(include=set(ForwardedFields.model_fields), exclude_none=True)
 
 
 class ChatMessage(RequestBody):
@@ -145,6 +170,17 @@ class ChatRequest(GenerationRequest):
     def max_new_tokens(self) -> int | None:
         """As the newer field says, or the older one."""
         return self.max_completion_tokens or self.max_tokens
+
+    def extra_body(self) -> dict[str, Any]:
+        """As `GenerationRequest.extra_body`."""
+        found = super().extra_body()
+        if self.max_completion_tokens:
+            # Models that reason refuse `max_tokens`.
+            found["max_tokens"] = self.max_tokens
+            found["max_completion_tokens"] = self.max_completion_tokens
+        if self.tools and self.tool_choice == "none":
+            found |= {"tools": self.tools, "tool_choice": "none"}
+        return found
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -218,9 +254,12 @@ def count_item_chars(item: Any) -> int:
     """Characters or token ids of a text; characters of a chat, with its tools, as JSON."""
     if not isinstance(item, Mapping):
         return len(item)
+    extra = item.get("extra_body")
+    extra_chars = len(json.dumps(extra, ensure_ascii=False)) if extra else 0
     if "prompt" in item:
-        return len(item["prompt"])
-    return len(json.dumps([item["messages"], item.get("tools")]))
+        return len(item["prompt"]) + extra_chars
+    messages = [item["messages"], item.get("tools")]
+    return len(json.dumps(messages, ensure_ascii=False)) + extra_chars
 
 
 # Answers
@@ -298,8 +337,20 @@ def count_usage(results: Iterable[Mapping[str, Any]]) -> CompletionUsage:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def _likely(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
+def _likely(token: str, logprob: float, known: Any) -> dict[str, Any]:
+    if known is None and "\ufffd" not in token:  # Not a part of a character.
+        known = list(token.encode(errors="replace"))
+    return {"token": token, "logprob": logprob, "bytes": known}
+
+
+def _list_likely(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A token, and the likeliest ones in its place."""
+    own, *others = found.get("bytes") or [None] * (1 + len(found["top"]))
+    likeliest = zip(found["top"], others, strict=True)
+    return {
+        **_likely(found["token"], found["logprob"], own),
+        "top_logprobs": [_likely(token, value, known) for (token, _, value), known in likeliest],
+    }
 
 
 class ChatForm:
@@ -341,15 +392,7 @@ class ChatForm:
         """How likely the tokens of a choice or piece were."""
         if found.get("logprobs") is None:
             return None
-        return {
-            "content": [
-                {
-                    **_likely(each["token"], each["logprob"]),
-                    "top_logprobs": [_likely(token, logprob) for token, _, logprob in each["top"]],
-                }
-                for each in found["logprobs"]
-            ]
-        }
+        return {"content": [_list_likely(each) for each in found["logprobs"]]}
 
 
 class TextForm:

@@ -13,14 +13,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
+import redis
 from celery import Celery, uuid
 from celery.backends.redis import RedisBackend
 
-from batchery.errors import BatchArgumentError, NoResult, SettingsError
+from batchery.errors import BatchArgumentError, NoResult, SettingsError, UnknownJob
 from batchery.protocol.headers import backend_prefix
 from batchery.protocol.pieces import (
     END,
@@ -29,14 +30,13 @@ from batchery.protocol.pieces import (
     PIECE,
     READER_S,
     RENEW_S,
-    piece_number,
     pieces_key,
     reader_key,
 )
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.inbox import read_json
 from batchery_producer.answers import Answer
-from batchery_producer.collector import entries_by_key, read_stored
+from batchery_producer.collector import read_stored
 
 #: How long one command waits for pieces, in seconds.
 BLOCK_S = 1.0
@@ -58,6 +58,12 @@ WAKE_S = 60
 
 #: In the place of what is stored of a job, for one that was not looked for.
 NOT_LOOKED = b""
+
+#: What is said of a job that nothing is known of.
+UNKNOWN = (
+    "job {}: there is no stream of it, and no result; it was not sent by `stream` to this Redis, or"
+    " ended so long ago that both have expired"
+)
 
 #: What `after` may be: the id of a piece.
 PIECE_ID = re.compile(r"\d{1,15}-0")
@@ -86,6 +92,8 @@ class Following(Protocol):
     fetched: str
     #: Whether the stream says that the result is stored.
     saw_end: bool
+    #: Whether its job has been sent, for sure.
+    is_known: bool
 
     @property
     def backlog(self) -> int:
@@ -122,6 +130,8 @@ class PieceReader:
         self.retries = self._new_retries()
         self._errors = (*backend.connection_errors, *REFUSALS)
         self._client: Any = backend._create_client(**backend.connparams)
+        # What redis-py makes of entries takes as long as all else that is done with them here.
+        self._client.set_response_callback("XREAD", lambda answer, **_: answer)
         timeout_s = backend.connparams.get("socket_timeout")
         self._block_ms = int(min(BLOCK_S, timeout_s / 2 if timeout_s else BLOCK_S) * 1000)
         self._lock = threading.Lock()
@@ -130,6 +140,8 @@ class PieceReader:
         self._look_at_s = self._renew_at_s = 0.0
         self._wake_key = backend_prefix(backend) + b"batchery-wake:" + uuid().encode()
         self._woken = NOTHING_READ
+        #: See `gives_all_streams`; None before the first command.
+        self._gives_all: bool | None = None
 
     def open(self, streams: Sequence[Following]) -> None:
         """Makes the streams of jobs that are about to be sent, and follows them.
@@ -138,6 +150,8 @@ class PieceReader:
             GaveUp: Redis stays away.
         """
         kept_s = int(self.backend.expires or READER_S * 24)
+        for stream in streams:
+            stream.is_known = True
         self._add(streams)
 
         def make() -> None:
@@ -229,17 +243,26 @@ class PieceReader:
         """Waits for pieces, and hands them on."""
         now_s = time.monotonic()
         # Nothing here may hold a stream while this waits: those that were dropped must go.
-        question = after, looked, _, _ = self._plan(now_s)
+        question = after, unknown, looked, _, _ = self._plan(now_s)
         answer = self.retries.call(partial(self._ask, *question), self._errors)
         *_, found = answer
         stored = dict(zip(looked, answer[-2], strict=True)) if looked else {}
-        entries = entries_by_key(found)
+        exist = dict(zip(unknown, answer, strict=False))
+        # A mapping in RESP3, pairs in RESP2.
+        entries = dict(found or ())
         for id_, _ in entries.pop(self._wake_key, ()):
             self._woken = id_.decode()
         with self._lock:
             streams = list(self._streams)
         came: list[tuple[Following, Sequence[Event]]] = []
         for stream in streams:
+            if not stream.is_known and stream.id in exist:
+                # Whoever sends a job makes its stream first.
+                stream.is_known = bool(exist[stream.id]) or stored[stream.id] is not None
+                if not stream.is_known:
+                    self.drop([stream])
+                    came.append((stream, [UnknownJob(UNKNOWN.format(stream.id))]))
+                    continue
             own = entries.get(stream.key, ())
             is_looked = stream.id in stored and len(own) < COUNT
             # One that was added meanwhile may lack what came before this.
@@ -248,8 +271,15 @@ class PieceReader:
                 came.append((stream, self._take_in(stream, own, looked_up)))
         _give(came)
 
-    def _plan(self, now_s: float) -> tuple[dict[bytes, str], list[str], list[str], int | None]:
-        """What to ask: what to read, by key; the jobs to look for; those to renew; how long."""
+    def _plan(
+        self, now_s: float
+    ) -> tuple[dict[bytes, str], list[str], list[str], list[str], int | None]:
+        """What to ask, and how long to wait for it.
+
+        Returns:
+            What to read, by key; jobs that may not exist; those to look for; those to renew; how
+            long to wait.
+        """
         with self._lock:
             streams = list(self._streams)
         after: dict[bytes, str] = {}
@@ -261,7 +291,8 @@ class PieceReader:
                 after[stream.key] = stream.fetched
         if is_due := now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
-        looked = [each.id for each in streams if is_due or each.saw_end]
+        unknown = list(dict.fromkeys(each.id for each in streams if not each.is_known))
+        looked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
         block_ms = self._block_ms
         if len(after) < len(streams):
             block_ms = int(FULL_BLOCK_S * 1000)
@@ -269,24 +300,33 @@ class PieceReader:
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + RENEW_S
             renewed = [each.id for each in streams]
-        return after, list(dict.fromkeys(looked)), renewed, None if looked else block_ms
+        return after, unknown, list(dict.fromkeys(looked)), renewed, None if looked else block_ms
 
     def _ask(
         self,
         after: Mapping[bytes, str],
+        unknown: Sequence[str],
         looked: Sequence[str],
         renewed: Sequence[str],
         block_ms: int | None,
     ) -> list[Any]:
         """Sends all that in one round trip; safe to repeat."""
+        if self._gives_all is None:
+            self._gives_all = gives_all_streams(self._client)
         with self._client.pipeline(transaction=False) as pipe:
+            for task_id in unknown:
+                pipe.exists(pieces_key(self.backend, task_id))
             for task_id in renewed:
                 # It brings no key back that somebody has removed.
                 pipe.expire(reader_key(self.backend, task_id), READER_S)
             if looked:
                 pipe.mget([self.backend.get_key_for_task(task_id) for task_id in looked])
             # Results are looked for first: what was sent before them is read by now.
-            pipe.xread({**after, self._wake_key: self._woken}, count=COUNT, block=block_ms)
+            streams = {**after, self._wake_key: self._woken}
+            pipe.xread(streams, count=COUNT, block=block_ms)
+            if block_ms is not None and not self._gives_all:
+                # Both are answered together, and what the first one has is in the second, too.
+                pipe.xread(streams, count=COUNT)
             answers: list[Any] = pipe.execute()
         return answers
 
@@ -324,6 +364,27 @@ def reader_for(app: Celery) -> PieceReader:
     return found
 
 
+def gives_all_streams(client: Any) -> bool:
+    """Whether XREAD gives what all streams have after it has waited, and not the first one alone.
+
+    Redis does so since 7.2.
+
+    Raises:
+        RedisError: As for any command.
+    """
+    with suppress(redis.ResponseError, LookupError, TypeError, ValueError):
+        answer = client.execute_command("HELLO")
+        # A mapping in RESP3.
+        told = (
+            answer
+            if isinstance(answer, dict)
+            else dict(zip(answer[::2], answer[1::2], strict=True))
+        )
+        major, minor, *_ = map(int, told[b"version"].split(b"."))
+        return (major, minor) >= (7, 2)
+    return False  # It may be another server, or hide behind a proxy.
+
+
 def check_after(after: str | None) -> str:
     """The id after which a stream is to be read.
 
@@ -347,6 +408,7 @@ def is_beyond(one: str | None, other: str) -> bool:
     return entry_order(one) > entry_order(other)
 
 
+@lru_cache(COUNT)
 def entry_order(entry_id: str) -> tuple[int, int]:
     """Orders the ids of a stream's entries."""
     first, _, second = entry_id.partition("-")
@@ -378,17 +440,19 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPie
     Raises:
         NoResult: Redis does not have them any more.
     """
-    for raw_id, entry in entries:
+    last = entry_order(stream.fetched)
+    for raw_id, (field, value, *_) in entries:
         id_ = raw_id.decode()
-        if not is_beyond(id_, stream.fetched):
+        order = entry_order(id_)
+        if order <= last:
             continue  # Somebody else who reads this stream has less of it.
-        stream.saw_end = stream.saw_end or END in entry
-        number, expected = piece_number(id_), piece_number(stream.fetched) + 1
-        if PIECE in entry and number > expected:
+        stream.saw_end = stream.saw_end or field == END
+        (number, _), (before, _) = order, last
+        if field == PIECE and number > before + 1:
             raise NoResult(
-                f"job {stream.id}: its pieces {expected} to {number - 1} were dropped"
+                f"job {stream.id}: its pieces {before + 1} to {number - 1} were dropped"
                 " before they were read; read faster, or raise stream_max_pieces"
             )
-        stream.fetched = id_
-        if PIECE in entry:
-            yield StreamPiece(id_, read_json(entry[PIECE]))
+        stream.fetched, last = id_, order
+        if field == PIECE:
+            yield StreamPiece(id_, read_json(value))

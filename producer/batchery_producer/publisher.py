@@ -16,6 +16,8 @@ from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
 from batchery.retry import RetryPolicy
+from batchery.task import check_options
+from batchery.transport.dead_letters import check_size
 from batchery_producer.broker import (
     BrokerConnection,
     Command,
@@ -47,6 +49,9 @@ PUSH_BYTES = 4 << 20
 
 #: Options of `apply_async` that belong to a single job, or that the publisher sets.
 NOT_SHARED = ("args", "kwargs", "task_id", "producer", "connection", "add_to_parent", "retry")
+
+#: Arguments of a `Publisher` besides options of `apply_async`.
+OWN_OPTIONS = ("keywords", "max_waiting", "outage_policy", "persistent", "wait_s")
 
 
 class Backpressure:
@@ -117,7 +122,7 @@ class Publisher:
                 name.
 
         Raises:
-            BatchArgumentError: An option belongs to a single job.
+            BatchArgumentError: An option belongs to a single job, or there is no such option.
             SettingsError: The app does not allow this queue, or runs tasks eagerly.
         """
         if app.conf.task_always_eager and task in app.tasks:
@@ -125,15 +130,11 @@ class Publisher:
         own = sorted(set(NOT_SHARED) & set(options))
         if own:
             raise BatchArgumentError(f"{task}: {', '.join(own)}: not an option of many jobs")
+        check_options(f"{task}: Publisher", options, app.tasks.get(task), OWN_OPTIONS)
         self._app = app
         self._task = task
         self._keywords = dict(keywords or {})
-        if options.get("queue") is None:
-            # Celery takes a None as a choice, which would override the task's own queue.
-            options.pop("queue", None)
-            if not is_known(app, task):
-                options["queue"] = task
-        self._options = options
+        self._options = options = route_unknown(app, task, options)
         self._wait_s = wait_s
         self._owns_broker = broker is None
         self._broker = broker or BrokerConnection(
@@ -177,6 +178,7 @@ class Publisher:
             BrokerRefused: The broker accepts no jobs; the first `sent` jobs are in the queue.
             EncodeError: kombu's, for an item that cannot be serialized; some of the jobs before it
                 may have been sent.
+            InvalidItem: The same, for one that is larger than a worker reads.
             Interrupted: The caller asked to stop; some of the jobs may have been sent.
             GaveUp: The broker stays away; some of the jobs may have been sent.
         """
@@ -324,13 +326,18 @@ class Publisher:
 
 
 def _parts(messages: Iterable[str]) -> Iterator[list[str]]:
-    """Splits a chunk of large messages."""
+    """Splits a chunk of large messages.
+
+    Raises:
+        InvalidItem: One is larger than a worker reads.
+    """
     part: list[str] = []
     size_bytes = 0
     for message in messages:
         part.append(message)
         size_bytes += len(message)
         if size_bytes >= PUSH_BYTES:
+            check_size(message)
             yield part
             part, size_bytes = [], 0
     if part:
@@ -340,6 +347,15 @@ def _parts(messages: Iterable[str]) -> Iterator[list[str]]:
 def is_known(app: Celery, task: str) -> bool:
     """Whether the app determines where this task goes."""
     return task in app.tasks or app.amqp.router.lookup_route(task, (), {}, {}) is not None
+
+
+def route_unknown(app: Celery, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with a queue for a task that the app does not know."""
+    # Celery takes a None as a choice, which would override the task's own queue.
+    own = dict(options)
+    if own.get("queue") is None:
+        own.pop("queue", None)
+    return own if "queue" in own or is_known(app, task) else {**own, "queue": task}
 
 
 def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:

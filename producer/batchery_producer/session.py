@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 from celery import Celery, uuid
 from kombu.utils import json
 
-from batchery.errors import BatcheryError, GaveUp, NoResult
+from batchery.errors import BatcheryError, GaveUp, InvalidItem, NoResult, counted
 from batchery.protocol.headers import STREAMED, deadline_header
+from batchery.queue_limits import find_destination
 from batchery.retry import Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
 from batchery_producer.answers import Answer, build_header
@@ -25,7 +26,7 @@ from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import Collector, collector_for
 from batchery_producer.piece_reader import PieceReader
 from batchery_producer.piece_stream import AsyncPieceStream
-from batchery_producer.publisher import Publisher
+from batchery_producer.publisher import Publisher, route_unknown
 from batchery_producer.stream import WAIT_S
 from batchery_producer.template import OutgoingJob
 
@@ -39,6 +40,9 @@ SEND_JOBS = 1000
 #: at the end, whose answer nobody awaits.
 COMMAND_S = 10.0
 LAST_COMMAND_S = 1.0
+
+#: Maximum time that closing a client takes, in seconds.
+CLOSE_S = 1.0
 
 #: Number of publishers that are kept: one for each task with its keywords and options.
 PUBLISHERS = 64
@@ -121,6 +125,7 @@ class Session:
             task_id,
             timeout_s=terms.timeout_s,
             cancel=partial(self.abandon, task_id),
+            explain=partial(self.hint, terms),
         )
         self._streams[task_id] = stream
         self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item), stream))
@@ -166,17 +171,28 @@ class Session:
         except TimeoutError:
             self._cancel(task_id)
             self.check_redis(terms.task, terms.timeout_s)
-            is_sent = task_id not in self._unsent
-            problem = "no result" if is_sent else "not sent"
+            within = f"within {terms.timeout_s:g} s, so its job is"
+            if task_id in self._unsent:
+                raise NoResult(
+                    f"{terms.task}: not sent {within} dropped: {task_id};"
+                    f" {counted(len(self._unsent), 'job')} of this client waited to be sent"
+                ) from None
             raise NoResult(
-                f"{terms.task}: {problem} within {terms.timeout_s:g} s, so its job is"
-                f" {'revoked' if is_sent else 'dropped'}; see `batchery stats`"
+                f"{terms.task}: no result {within} revoked: {task_id}; {self.hint(terms)}"
             ) from None
         except asyncio.CancelledError:
             self._cancel(task_id)
             raise
         finally:
             self._futures.pop(task_id, None)
+
+    def hint(self, terms: Terms) -> str:
+        """What a caller can do who waits in vain. No worker is asked, as that takes seconds."""
+        with suppress(Exception):  # A router is the app's own code.
+            options = route_unknown(self.app, terms.task, terms.options)
+            queue = find_destination(self.app, terms.task, options).queue
+            return f"`batchery stats` shows whether a worker serves queue {queue!r}"
+        return "see `batchery stats`"
 
     def check_redis(self, task: str, waited_s: float | None) -> None:
         """Checks that Redis answers, after a caller has waited in vain.
@@ -191,17 +207,25 @@ class Session:
             ) from None
 
     async def close(self) -> None:
-        """Revokes jobs that no worker has begun, and ends the threads and their connections."""
+        """Revokes jobs that no worker has begun, and ends the threads and their connections.
+
+        While Redis hangs, the threads end later than this, and what they revoke may be lost.
+        """
         for future in list(self._futures.values()):
             future.cancel()
         for stream in list(self._streams.values()):
             stream.close()
         self._ended = True
         self._notify()
+        end = threading.Thread(target=self._end, name="batchery-session", daemon=True)
+        end.start()
+        await asyncio.to_thread(end.join, CLOSE_S)
+
+    def _end(self) -> None:
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            thread.join()
         if "reader" in vars(self):
-            await asyncio.to_thread(self.reader.close)
+            self.reader.close()
 
     def _notify(self) -> None:
         if not self._threads and not self._ended:
@@ -302,7 +326,8 @@ class Session:
         """
         for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
             problem: Exception | None = error
-            if len(group) > 1 and not isinstance(error, BatcheryError):
+            is_its_own = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
+            if len(group) > 1 and is_its_own:
                 try:
                     self._publisher(call).send([call.job], call.headers)
                     problem = None

@@ -17,10 +17,9 @@ from celery.app.amqp import AMQP
 from celery.app.routes import MapRoute
 from celery.utils.saferepr import saferepr
 from celery.utils.text import truncate
-from kombu.exceptions import EncodeError
 from kombu.utils import json as kombu_json
 
-from batchery.task import BatchTask
+from batchery.task import BatchTask, refuse_item
 from batchery.tracing import current_tracing
 from batchery.transport.inbox import writes_kombus_json
 from batchery_producer.broker import Command
@@ -127,7 +126,7 @@ def encode_item(item: Any) -> str:
     try:
         return _encode(item)
     except Exception as error:
-        raise EncodeError(f"item {item!r:.80}: {error}") from error
+        raise refuse_item(item, error) from error
 
 
 def build_template(app: Celery, task_id: str, text: str) -> Template | None:

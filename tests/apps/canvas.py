@@ -152,6 +152,34 @@ def double(number: int) -> int:
     return 2 * number
 
 
+@app.task(shared=False, bind=True)
+def own_request(self: Any) -> dict[str, Any]:
+    return info(self.request)
+
+
+def call_others() -> list[Any]:
+    """What tasks answer that are called eagerly, and directly."""
+    seen: Any = own_request.apply(task_id="eager").result
+    answers = [double.apply((21,)).result, shout.apply(("a",)).result, double(21), double.run(21)]
+    return [*answers, own_request.run()["id"], seen["id"], seen["root_id"], seen["parent_id"]]
+
+
+@app.task(shared=False, bind=True)
+def calls_of_a_task(self: Any) -> list[Any]:
+    return [self.request.id, *call_others()]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def calls_of_unbound(items: list[str]) -> list[Any]:
+    return [[len(items), *call_others()] for _ in items]
+
+
+@app.task(shared=False, base=BatchTask, bind=True, max_batch_size=64)
+def calls_of_bound(self: BatchTask, items: list[str]) -> list[Any]:
+    ids = [job.id for job in self.request.per_item]
+    return [[ids, *call_others()] for _ in items]
+
+
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def become(wishes: list[str], *, number: int = 1) -> list[Any]:
     """Each job becomes what it wishes."""

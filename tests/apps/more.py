@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from celery import Celery, signals
+from celery import Celery, Task, signals
 from kombu.serialization import register as register_serializer
 from redis import Redis
 
@@ -207,3 +207,25 @@ def until(paths: list[str]) -> list[str]:
 def ticking(items: list[str]) -> list[str]:
     note("tick", None, items=items)
     return items
+
+
+class Called(Task):  # type: ignore[type-arg]
+    """Has a `__call__` of its own."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        note("called", self.request.id, pid=os.getpid())
+        return super().__call__(*args, **keywords)
+
+
+class CalledBatch(Called, BatchTask):
+    """A batch task, and that `__call__` comes first."""
+
+    abstract = True
+
+
+@app.task(shared=False, base=CalledBatch, max_batch_size=8, max_wait_ms=200)
+def called(items: list[str]) -> list[int]:
+    note("ran", None)
+    return [os.getpid()] * len(items)

@@ -13,7 +13,7 @@ app = install(Celery("slow_vectors", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 
 
-@app.task(shared=False, base=BatchTask, name="slow", max_batch_size=16)
+@app.task(shared=False, base=BatchTask, name=os.environ.get("NAME", "slow"), max_batch_size=16)
 def slow(texts: list[str], *, encoding: str = "float") -> list[object]:
     """Vectors of two numbers; each text is noted in the file TRACE, each batch takes PAUSE_S."""
     assert encoding == "base64"

@@ -27,8 +27,11 @@ class Swapped(Model):
 
     def load(self, device: str) -> None:
         self._device = device
-        self.memory_bytes = self._held_bytes
-        book, gate = (os.environ.get(f"SWAP_{name}") for name in ("BOOK", "GATE"))
+        book, gate, sizes = (os.environ.get(f"SWAP_{name}") for name in ("BOOK", "GATE", "SIZES"))
+        if Path(f"{gate}-broken-{device}").exists():
+            raise OSError("no such device")
+        size = Path(sizes or "") / self.name
+        self.memory_bytes = int(size.read_text()) if size.is_file() else self._held_bytes
         if book is not None:
             with Path(book).open("a") as file:
                 file.write(f"{self.name} {device} {os.getpid()}\n")

@@ -60,10 +60,12 @@ def test_a_device_that_dies_before_it_has_read_its_batch_loses_nothing(
     assert jobs.get(timeout=TIMEOUT_S) == [3_000_000] * 4
 
 
-def test_a_device_that_hangs_is_ended_by_the_hard_limit_and_its_job_succeeds_elsewhere(
+def test_a_device_that_hangs_is_ended_by_the_hard_limit_of_its_only_job(
     worker: Worker, device: psutil.Process
 ) -> None:
     device.suspend()
+    with pytest.raises(TimeLimitExceeded):
+        stages.limited.delay(0.0).get(timeout=TIMEOUT_S)
     assert stages.limited.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
     assert not device.is_running() or device.status() == psutil.STATUS_ZOMBIE
 
@@ -137,3 +139,19 @@ def test_terminated_job_among_64_active_jobs_ends_alone(
     gate.open()
     others = [job.get(timeout=TIMEOUT_S) for number, job in enumerate(jobs) if number != 40]
     assert others == [device.pid] * 63
+
+
+def test_a_device_that_hangs_ends_once_all_jobs_of_its_batch_are_terminated(
+    worker: Worker, device: psutil.Process, tmp_path: Path, gate: Gate
+) -> None:
+    jobs = shared_batch(worker, tmp_path, stages.gated, list(range(3)), **gate.keywords)
+    wait_for(gate.has_begun, "the batch runs")
+    behind = stages.lengths.submit_many(["behind"] * 64)
+    wait_for(lambda: worker.batches_in_flight(stages.app) == 2, "another batch is on the device")
+    stages.app.control.revoke([job.id for job in jobs], terminate=True)
+    assert behind.get(timeout=TIMEOUT_S) == [len("behind")] * 64
+    assert not device.is_running() or device.status() == psutil.STATUS_ZOMBIE
+    for job in jobs:
+        with pytest.raises(TaskRevokedError):
+            job.get(timeout=TIMEOUT_S)
+    assert held(worker) == 0

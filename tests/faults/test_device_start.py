@@ -11,6 +11,7 @@ from apps import slow_start
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.redis_places import with_password
 
 TIMEOUT_S = patient(60.0)
 
@@ -62,8 +63,7 @@ def test_device_that_dies_at_each_start_ends_the_worker(
 def test_wrong_password_is_logged_before_models_are_loaded(
     start_worker: StartWorker, tmp_path: Path, redis_url: str
 ) -> None:
-    url = redis_url.replace("redis://", "redis://:wrong@")
-    env = {"GATE_FOLDER": str(tmp_path), "CELERY_BROKER_URL": url}
+    env = {"GATE_FOLDER": str(tmp_path), "CELERY_BROKER_URL": with_password(redis_url, "wrong")}
     worker = start_worker("apps.slow_start", ready=False, env=env)
     wait_for((tmp_path / "loading").exists, "the model is being loaded", 90)
     assert "check user and password" in worker.log

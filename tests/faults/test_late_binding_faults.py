@@ -14,13 +14,14 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
+from support.held_jobs import run_short_batches
 from support.own_redis import OwnRedis
 from support.patience import patient
 from support.roles import probing
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
-#: One process, and a queue to which no task is routed: only the prefetch limits what is taken.
+#: One process, and a queue of the tests.
 OPTIONS = ("-c", "1", "-Q", "any")
 
 #: As many as one worker holds.
@@ -54,6 +55,18 @@ def send(redis_url: str, directory: Path) -> list[str]:
         ]
 
 
+def hold_all(start_worker: StartWorker, redis_url: str, directory: Path) -> Any:
+    """Starts a worker that holds more jobs than it can begin; returns it, and their ids.
+
+    Its batches are short at first, and so it takes some ahead; then all of them wait for the gate.
+    """
+    worker = start_worker("apps.leases", *OPTIONS)
+    run_short_batches(redis_url, directory, "any")
+    jobs = send(redis_url, directory)
+    wait_for(lambda: begun(directory) and unsettled(redis_url) == JOBS, "it holds all of them")
+    return worker, jobs
+
+
 def begun(directory: Path) -> list[str]:
     book = directory / "book"
     return executions(book) if book.exists() else []
@@ -76,9 +89,7 @@ def finish(redis_url: str, bare: Any, directory: Path, jobs: list[str]) -> None:
 def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path, killed: str
 ) -> None:
-    giver = start_worker("apps.leases", *OPTIONS)
-    jobs = send(redis_url, tmp_path)
-    wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
+    giver, jobs = hold_all(start_worker, redis_url, tmp_path)
     getter = start_worker("apps.leases", *OPTIONS)
     wait_for(lambda: giver.has_logged("jobs go back to their queue", 1), "jobs change hands")
     (giver if killed == "the one that gave" else getter).kill()
@@ -109,9 +120,7 @@ def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
 def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
-    start_worker("apps.leases", *OPTIONS)
-    jobs = send(redis_url, tmp_path)
-    wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
+    _, jobs = hold_all(start_worker, redis_url, tmp_path)
     # Nothing more begins there before the gate opens.
     first = len(begun(tmp_path))
     start_worker("apps.leases", *OPTIONS, ready=False)

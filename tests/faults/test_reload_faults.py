@@ -1,5 +1,6 @@
 """Reloads and drains while jobs come all the time, and devices that die in the midst of them."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from click.testing import CliRunner, Result
 from apps import reloaded
 from batchery.cli.control import drain, reload
 from batchery.cli.explain import explain
-from conftest import StartWorker
+from batchery.gateway_settings import JOBS_QUEUE
+from batchery.transport.live_workers import LiveWorkers
+from conftest import StartGateway, StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
+from support.roles import acting_as, probing
 from support.steady_callers import SteadyCallers
 
 TIMEOUT_S = patient(60)
 
 #: How often the model is replaced under load.
-RELOADS = 50
+RELOADS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,8 @@ def start(start_worker: StartWorker, folder: Path, devices: str = "cpu") -> Work
 
 
 def run(command: Any, *arguments: str) -> Result:
-    return CliRunner().invoke(command, [*arguments, "-A", "apps.reloaded"])
+    with acting_as(reloaded.app, "operator"):
+        return CliRunner().invoke(command, [*arguments, "-A", "apps.reloaded"])
 
 
 def call() -> list[str]:
@@ -42,7 +47,7 @@ def call() -> list[str]:
     return [job.get(timeout=TIMEOUT_S) for job in jobs]
 
 
-def test_fifty_versions_under_load(start_worker: StartWorker, tmp_path: Path) -> None:
+def test_versions_of_two_devices_under_load(start_worker: StartWorker, tmp_path: Path) -> None:
     worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
     with SteadyCallers(call) as callers:
         for number in range(1, RELOADS + 1):
@@ -143,5 +148,34 @@ def test_jobs_of_the_only_device_wait_in_redis_until_it_is_back(
     wait_for(lambda: queue_length(redis_url, "text") == waiting(), "they wait in Redis", TIMEOUT_S)
     assert waiting() > 20
     assert worker.devices() == []
+    wait_for(lambda: list_served(redis_url) == {"celery"}, "senders know", TIMEOUT_S)
     assert run(drain, "cpu", "--undo").exit_code == 0
     assert {job.get(timeout=TIMEOUT_S) for job in jobs} == {"v0"}
+    wait_for(lambda: list_served(redis_url) == {"celery", "text"}, "senders know", TIMEOUT_S)
+
+
+def list_served(redis_url: str) -> set[str]:
+    """The queues of which Redis says that they are served."""
+    with probing(redis_url) as client:
+        workers = LiveWorkers(client, "").registered().values()
+    return {queue for worker in workers for queue in worker.queues or ()}
+
+
+def test_workers_that_cannot_answer_hold_nothing_up(
+    start_worker: StartWorker, start_gateway: StartGateway, tmp_path: Path, redis_url: str
+) -> None:
+    worker, killed = start(start_worker, tmp_path), start(start_worker, tmp_path)
+    # The worker beside it takes no remote control.
+    start_gateway(models={}, gateway={"worker": True})
+    wait_for(lambda: JOBS_QUEUE in list_served(redis_url), "the worker beside is there", TIMEOUT_S)
+    (tmp_path / "version").write_text("v1")
+    began_s = time.monotonic()
+    for command, *arguments in ((reload, "text"), (drain, "cpu"), (drain, "cpu", "--undo")):
+        done = run(command, *arguments)
+        assert (done.exit_code, len(done.output.splitlines())) == (0, 2), done.output
+    assert time.monotonic() - began_s < patient(10)
+    # One that nobody knows to be dead yet.
+    killed.kill()
+    done = run(reload, "text")
+    assert (done.exit_code, done.output.split(" ")[0]) == (0, worker.name), done.output
+    assert len(done.output.splitlines()) == 1

@@ -31,7 +31,7 @@ else:
     watching = nullcontext()
 with watching:
     from fuzz.decoders import DECODERS
-    from fuzz.trial import try_input
+    from fuzz.trial import try_input, watched_memory
 
 CORPUS = Path("build", "fuzz")
 
@@ -78,8 +78,9 @@ def run(name: str, seconds: int) -> None:
     def check(data: bytes) -> None:
         try_input(decoder, data)
 
-    while time.monotonic() < end_s:
-        check()
+    with watched_memory(decoder):
+        while time.monotonic() < end_s:
+            check()
 
 
 def run_atheris(name: str, seconds: int) -> None:
@@ -92,11 +93,12 @@ def run_atheris(name: str, seconds: int) -> None:
         f"-artifact_prefix={corpus.parent}/",
         f"-max_total_time={seconds}",
         "-max_len=4096",
-        "-rss_limit_mb=4096",
+        "-rss_limit_mb=1024",
         "-timeout=20",
     ]
     atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: try_input(decoder, data))
-    atheris.Fuzz()
+    with watched_memory(decoder):
+        atheris.Fuzz()
 
 
 if __name__ == "__main__":

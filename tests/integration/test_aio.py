@@ -9,8 +9,9 @@ import pytest
 from celery import Celery
 from kombu.exceptions import EncodeError
 
-from batchery import ItemFailed, NoResult, QueueFull
-from batchery_producer import AsyncClient
+from batchery import InvalidItem, ItemFailed, NoResult, QueueFull
+from batchery.transport import dead_letters
+from batchery_producer import AsyncClient, publisher
 from support.harness import Worker, wait_for
 
 APP = "apps.shop"
@@ -130,6 +131,22 @@ def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
     assert isinstance(odd, EncodeError)
 
 
+def test_an_item_that_is_too_large_for_a_message_fails_alone(
+    play: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "MAX_MESSAGE_BYTES", 4000)
+    monkeypatch.setattr(publisher, "PUSH_BYTES", 1)
+
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        return await asyncio.gather(*map(shout, ("a", "x" * 4000, "b")), return_exceptions=True)
+
+    first, large, last = play(scene)
+    assert (first, last) == ("A", "B")
+    assert isinstance(large, InvalidItem)
+    assert "bytes, and the maximum is 4,000" in str(large)
+
+
 def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:
     async def scene(client: AsyncClient) -> Any:
         nobody = client.task("nobody", max_waiting=3)
@@ -173,7 +190,8 @@ def test_outcomes_come_as_they_are_done(play: Scene) -> None:
 
 def test_silence_ends_a_stream(play: Scene, store: Any) -> None:
     async def scene(client: AsyncClient) -> Any:
-        with pytest.raises(NoResult):
+        told = r"nobody: no result for 0.2 s, of 1 job; .* queue 'nobody'"
+        with pytest.raises(NoResult, match=told):
             async for _ in client.task("nobody").map(["item"], timeout_s=0.2):
                 pass
 

@@ -46,3 +46,18 @@ def test_the_benchmark_of_scrapes_compares_workers_with_and_without_a_port(tmp_p
     assert report["rows"][0]["ratio"] == 1
     assert all(row["jobs_per_s"] > 0 for row in report["rows"])
     assert report["scrapes"] > 0
+
+
+def test_the_benchmark_of_growth_has_a_row_for_each_step_beside_celery(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    answer = bench("queue.growth", "--jobs=20", "--rounds=1", "--cuts=1", f"--json={target}")
+    assert answer.returncode == 0, answer.stderr
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["step"] for row in rows if row["system"] == "batchery"] == [
+        *("start", "batch.succeed", "batch.fail", "batch.retry"),
+        *("ordinary.succeed", "ordinary.fail", "ordinary.retry", "cuts"),
+    ]
+    assert {row["step"] for row in rows if row["system"] == "celery"} < {
+        row["step"] for row in rows if row["system"] == "batchery"
+    }
+    assert all(row["main_mib"] > 10 < row["pool_mib"] for row in rows)

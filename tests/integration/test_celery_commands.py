@@ -14,7 +14,7 @@ import pytest
 
 from apps import more
 from conftest import StartWorker
-from support.harness import START_S, TESTS, queue_length, wait_for
+from support.harness import PYTHONPATH, START_S, queue_length, wait_for
 from support.patience import patient
 from support.roles import as_command, probing
 
@@ -96,7 +96,7 @@ def test_celery_multi_starts_and_stops_detached_workers(redis_url: str, tmp_path
             cwd=tmp_path,
             env={
                 **os.environ,
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": PYTHONPATH,
                 "PYTHONWARNINGS": "ignore",
                 "CELERY_BROKER_URL": worker_url,
                 "CELERY_RESULT_BACKEND": worker_url,

@@ -321,3 +321,15 @@ def test_the_log_says_how_long_the_device_took(worker: Worker) -> None:
 
     (runtime_s,) = wait_for(said, "a line in the log")
     assert float(runtime_s) >= 0.5
+
+
+def test_a_call_of_the_users_class_comes_first_once_per_job(worker: Worker, redis_url: str) -> None:
+    jobs: Any = more.called.submit_many(["a", "b", "c"])
+    device_pids = set(jobs.get(timeout=TIMEOUT_S))
+    found = [settled(redis_url, job.id, ["called"])["called"] for job in jobs.results]
+    # In the main process, when the batch has run.
+    assert {each["pid"] for (each,) in found} == {worker.process.pid}
+    assert worker.process.pid not in device_pids
+    with probing(redis_url) as redis:
+        first = json.loads(redis.lrange(more.TRACE, 0, 0)[0])
+    assert first["kind"] == "ran"

@@ -115,6 +115,20 @@ def test_items_are_read_as_there_is_room_for_them(shop: Client) -> None:
     results.close()
 
 
+@pytest.mark.parametrize("per_job", [None, 8])
+def test_items_before_an_error_of_the_input_have_their_results(
+    shop: Client, per_job: int | None
+) -> None:
+    def read() -> Iterator[str]:
+        yield from (f"text {number}" for number in range(20))
+        raise OSError("the input is gone")
+
+    results = shop.task(f"{APP}.shout", queue=QUEUE).map(read(), per_job=per_job, timeout_s=60)
+    assert list(itertools.islice(results, 20)) == [f"TEXT {number}" for number in range(20)]
+    with pytest.raises(OSError, match="the input is gone"):
+        next(results)
+
+
 def test_a_stream_that_is_closed_revokes_what_was_not_begun(
     shop: Client, worker: Worker, client: Celery, store: Any
 ) -> None:

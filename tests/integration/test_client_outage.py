@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from batchery import AsyncClient, BatchTask, Client, GaveUp, NoResult, install
 from batchery.retry import AWAY_S
+from batchery_producer.session import CLOSE_S
 from support.harness import Worker, queue_length
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -22,17 +24,26 @@ TIMEOUT_S = 2.0
 SOON_S = min(patient(30.0), AWAY_S / 2)
 
 
-@pytest.fixture
-def hung_redis(own_redis: OwnRedis) -> Iterator[OwnRedis]:
-    """A server that accepts connections and answers nothing."""
+@contextmanager
+def suspended(own_redis: OwnRedis) -> Iterator[None]:
+    """Has a server accept connections and answer nothing, within the block."""
     (server,) = [
         each
         for each in psutil.Process().children()
         if any(c.laddr.port == own_redis.port for c in each.net_connections("tcp"))
     ]
     server.suspend()
-    yield own_redis
-    server.resume()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+@pytest.fixture
+def hung_redis(own_redis: OwnRedis) -> Iterator[OwnRedis]:
+    """A server that accepts connections and answers nothing."""
+    with suspended(own_redis):
+        yield own_redis
 
 
 @pytest.mark.parametrize("how", ["down", "hung"])
@@ -83,7 +94,7 @@ def test_an_async_call_says_that_redis_is_away(own_redis: OwnRedis, call: str) -
     [
         (TIMEOUT_S, GaveUp, "nobody: nothing within 2 s, as Redis does not answer"),
         # A Redis that is busy for so long is not taken for one that is away.
-        (0.3, NoResult, "nobody: not sent within 0.3 s, so its job is dropped"),
+        (0.3, NoResult, "nobody: not sent within 0.3 s, so its job is dropped: .* 1 job of"),
     ],
 )
 def test_an_async_call_says_that_redis_hangs(
@@ -107,6 +118,26 @@ def test_an_async_client_closes_while_redis_is_away(own_redis: OwnRedis) -> None
             call.cancel()
 
     asyncio.run(asyncio.wait_for(scene(), SOON_S))
+
+
+@pytest.mark.parametrize("how", ["call", "stream"])
+def test_an_async_client_closes_in_a_second_while_redis_hangs(
+    own_redis: OwnRedis, how: str
+) -> None:
+    async def scene() -> float:
+        async with AsyncClient(own_redis.url) as client:
+            task = client.task("nobody")
+            waits = task.stream("item") if how == "stream" else asyncio.create_task(task("item"))
+            while not await asyncio.to_thread(queue_length, own_redis.url, "nobody"):
+                await asyncio.sleep(0.02)
+            with suspended(own_redis):
+                began_s = time.monotonic()
+                await client.close()
+                took_s = time.monotonic() - began_s
+            del waits
+            return took_s
+
+    assert asyncio.run(asyncio.wait_for(scene(), SOON_S)) < CLOSE_S + patient(0.5)
 
 
 def test_joining_many_jobs_keeps_to_its_timeout_while_redis_is_away(

@@ -124,7 +124,7 @@ def test_the_traceback_is_there_for_those_who_ask(plugins: Path) -> None:
 
 def test_a_defect_is_not_hidden(plugins: Path) -> None:
     code, _, err = run(plugins, "defect")
-    assert code == 1
+    assert code == 70
     assert "Traceback" in err
 
 

@@ -12,6 +12,7 @@ from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.redis_places import with_database
 from support.roles import probing
 
 TIMEOUT_S = patient(30)
@@ -45,7 +46,7 @@ def committed(worker: Worker, app: Celery) -> int:
 def test_two_databases_of_one_server_are_one_step(
     start_worker: StartWorker, redis_url: str
 ) -> None:
-    broker = f"{redis_url.removesuffix('/0')}/3"
+    broker = with_database(redis_url, 3)
     worker = start_worker("apps.commits", env={"CELERY_BROKER_URL": broker})
     with client(broker, redis_url) as app:
         jobs: list[Any] = [app.send_task("apps.commits.shout", ("hi",)) for _ in range(3)]

@@ -5,13 +5,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kombu.asynchronous import Hub
 
-from batchery import AppNotImportable
+from batchery import AppNotImportable, ModelLoadError
 from batchery_worker.device_pool.process import (
     DeviceProcess,
     RecyclingLimits,
@@ -137,6 +138,20 @@ def test_a_start_that_fails_says_why(crews: Callable[..., Crew]) -> None:
     crew = crews("nowhere_to_be_found:app")
     with pytest.raises(AppNotImportable, match="nowhere_to_be_found"):
         crew.supervisor.start(crew.hub, 60, lambda: None)
+
+
+def test_a_start_that_takes_too_long_names_the_devices_and_their_models(
+    crews: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its first model waits at a gate that stays shut, however quick the machine is.
+    monkeypatch.setenv("GATE_FOLDER", str(tmp_path))
+    crew = crews("apps.slow_start:app", devices=2)
+    for device in crew.supervisor.devices:
+        device.setup = replace(device.setup, load=["slow", "small"])
+    names = [f"{each.name} (slow, small)" for each in crew.supervisor.devices]
+    with pytest.raises(ModelLoadError) as caught:
+        crew.supervisor.start(crew.hub, 0, lambda: None)
+    assert str(caught.value).startswith(f"not ready after 0 s: {', '.join(names)};")
 
 
 def test_messages_of_a_device_are_read_without_a_loop(crews: Callable[..., Crew]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from conftest import StartWorker, flush
-from support.harness import START_S, TESTS, wait_for
+from support.harness import PYTHONPATH, START_S, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(30)
@@ -75,7 +75,7 @@ def test_a_job_is_sent_when_the_transaction_is_committed(redis_url: str, tmp_pat
         [sys.executable, "-c", ON_COMMIT, redis_url],
         env={
             **os.environ,
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHONPATH,
             "DJANGO_SETTINGS_MODULE": "apps.django_settings",
             "DJANGO_DATABASE": str(tmp_path / "database.sqlite3"),
         },
@@ -91,7 +91,7 @@ def run_books(command: list[str], environment: dict[str, str]) -> str:
     """Runs a command of Django for the project `apps.django_books`."""
     done = subprocess.run(
         [sys.executable, "-m", "django", *command],
-        env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
         capture_output=True,
         text=True,
         check=False,

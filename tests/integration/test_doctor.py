@@ -15,7 +15,7 @@ from batchery_worker.devstack.redis_server import EmbeddedRedis
 from batchery_worker.devstack.stack import Stack
 from conftest import StartWorker
 from support.commands import run, start
-from support.harness import TESTS, wait_for
+from support.harness import PYTHONPATH, TESTS, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
 from support.roles import as_admin
@@ -298,7 +298,7 @@ def read_deploy_options() -> dict[str, str]:
 
 
 def test_open_flower_is_found_and_one_with_a_login_is_not(redis_url: str, tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"}
+    environment = {"PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
     with Stack(
         "apps.shop", redis_url=as_admin(redis_url), flower_port=0, environment=environment
     ) as stack:

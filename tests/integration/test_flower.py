@@ -9,7 +9,7 @@ import pytest
 
 from apps import shop
 from batchery_worker.devstack.stack import Stack
-from support.harness import TESTS, wait_for
+from support.harness import PYTHONPATH, wait_for
 from support.patience import patient
 from support.roles import as_admin
 
@@ -24,7 +24,7 @@ def redis_url(redis_url: str) -> str:
 
 @pytest.fixture(scope="module")
 def stack(redis_url: str) -> Iterator[Stack]:
-    environment = {"PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"}
+    environment = {"PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
     stack = Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     with stack:

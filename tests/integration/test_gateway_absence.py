@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import pytest
 
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
@@ -18,14 +19,23 @@ from support.patience import patient
 #: How long a queue may be without a worker in these tests, in seconds.
 GRACE_S = 2
 
-#: Gateways of one Redis whose batch files lie in different folders: one of them alone runs those.
-GRACE = {"worker_grace_s": GRACE_S, "worker": False}
+GRACE = {"worker_grace_s": GRACE_S}
 
 #: A call that waits in vain takes this long, in seconds: far longer than a refusal on any machine.
 LONG_S = patient(60)
 
+#: A worker that answers to the name of the model, and starts in a second.
+SERVING = ("apps.slow_vectors", "-Q", "embed")
+VECTORS = {"NAME": "embed", "PAUSE_S": "0", "TRACE": os.devnull}
+
 #: A worker of it is another than those with leases; a task stands in the place of the model.
 STOCK = {"apps.uninstalled.shout": {**EMBED["embed"], "queue": "celery"}}
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway) -> GatewayProcess:
+    """One that may have seen workers before."""
+    return start_gateway(gateway=GRACE)
 
 
 def embed(gateway: GatewayProcess, **headers: str) -> httpx2.Response:
@@ -69,16 +79,15 @@ def test_model_without_worker_is_refused_at_once_until_one_starts(
         assert gateway.post(path, body).status_code == 503, path
     # Nothing was sent for them.
     assert queue_length(redis_url, "embed") == sent
-    worker = start_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(EMBED)})
+    worker = start_worker(*SERVING, env=VECTORS)
     wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
     stays(200, lambda: embed(gateway).status_code)
     worker.stop()
     assert "no worker" in wait_refused(gateway).json()["error"]["message"]
 
 
-def test_dead_worker_counts_as_gone(start_gateway: StartGateway, start_worker: StartWorker) -> None:
-    gateway = start_gateway(gateway=GRACE)
-    worker = start_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(EMBED)})
+def test_dead_worker_counts_as_gone(gateway: GatewayProcess, start_worker: StartWorker) -> None:
+    worker = start_worker(*SERVING, env=VECTORS)
     wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
     worker.kill()
     # Nobody recovers it, so it stays in the list of workers. What waits is answered as well.
@@ -86,7 +95,7 @@ def test_dead_worker_counts_as_gone(start_gateway: StartGateway, start_worker: S
 
 
 def test_worker_of_other_queues_serves_no_model(
-    start_gateway: StartGateway, start_worker: StartWorker, redis_url: str
+    gateway: GatewayProcess, start_worker: StartWorker, redis_url: str
 ) -> None:
     def control(*words: str) -> None:
         # Not this process, whose connection would look like that of a worker for a while.
@@ -94,9 +103,7 @@ def test_worker_of_other_queues_serves_no_model(
         env = {**os.environ, "BATCHERY_REDIS_URL": redis_url, "BATCHERY_MODELS": json.dumps(EMBED)}
         subprocess.run([sys.executable, "-m", *command], env=env, check=True)
 
-    gateway = start_gateway(gateway=GRACE)
-    models = {**EMBED, "other": {**EMBED["embed"]}}
-    start_worker("batchery.app", "-Q", "other", env={"BATCHERY_MODELS": json.dumps(models)})
+    start_worker("apps.slow_vectors", "-Q", "other", env=VECTORS)
     wait_refused(gateway)
     control("add_consumer", "embed")
     wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
@@ -119,8 +126,7 @@ def test_worker_with_celerys_transport_is_never_taken_for_absent(
     stays(200, answer)
 
 
-def test_those_who_await_answers_of_workers_are_no_workers(start_gateway: StartGateway) -> None:
-    gateway = start_gateway(gateway=GRACE)
+def test_those_who_await_answers_of_workers_are_no_workers(gateway: GatewayProcess) -> None:
     for _ in range(2):
         # The survey waits for answers as Celery's own workers wait for jobs.
         assert gateway.get("/status").json()["workers"] == 0
@@ -128,7 +134,7 @@ def test_those_who_await_answers_of_workers_are_no_workers(start_gateway: StartG
 
 
 def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis_url: str) -> None:
-    gateway = start_gateway(gateway={"worker_grace_s": GRACE_S, "tasks": ["embed"]})
+    gateway = start_gateway(gateway={**GRACE, "tasks": ["embed"], "worker": True})
     wait_refused(gateway)
     sent = gateway.post("/tasks/embed", {"item": "a", "wait_s": 0})
     assert sent.status_code == 202
@@ -162,6 +168,6 @@ def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis
 def test_grace_may_be_as_long_as_a_worker_takes_that_starts_on_demand(
     start_gateway: StartGateway,
 ) -> None:
-    gateway = start_gateway(gateway={"worker_grace_s": 600, "worker": False})
+    gateway = start_gateway(gateway={"worker_grace_s": 600})
     answer = embed(gateway, **{"x-request-timeout": "3"})
     assert answer.status_code == 504

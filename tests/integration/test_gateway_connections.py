@@ -20,6 +20,8 @@ from support.harness import wait_for
 
 KEY, HASH = make_key()
 OTHER_KEY, OTHER_HASH = make_key()
+TWO_KEY, TWO_HASH = make_key()
+GREEDY_KEY, GREEDY_HASH = make_key()
 
 #: Models that no worker serves.
 IDLE = {
@@ -80,14 +82,32 @@ def status_of(gateway: GatewayProcess, key: str, body: object = None) -> int:
 
 
 def keyed(**options: object) -> dict[str, object]:
-    """Settings with two keys; the first has the options."""
-    return {"keys": {"one": {"hash": HASH, **options}, "other": {"hash": OTHER_HASH}}}
+    """Settings with keys of one and of two requests at a time, and one without a limit."""
+    keys = {
+        "one": {"hash": HASH, "max_concurrency": 1},
+        "two": {"hash": TWO_HASH, "max_concurrency": 2},
+        "other": {"hash": OTHER_HASH},
+        "greedy": {"hash": GREEDY_HASH},
+    }
+    return {"keys": keys, **options}
+
+
+@pytest.fixture(scope="module")
+def patient_gateway(start_gateway: StartGateway) -> GatewayProcess:
+    """Waits long for whoever sends or reads slowly."""
+    return start_gateway(gateway=keyed(body_timeout_s=600))
+
+
+@pytest.fixture(scope="module")
+def hasty(start_gateway: StartGateway) -> GatewayProcess:
+    """Gives up soon whoever sends or reads slowly."""
+    return start_gateway(gateway=keyed(body_timeout_s=2, send_timeout_s=0.5))
 
 
 def test_request_is_in_flight_until_its_answer_is_read(
-    start_gateway: StartGateway, sockets: ExitStack
+    patient_gateway: GatewayProcess, sockets: ExitStack
 ) -> None:
-    gateway = start_gateway(gateway=keyed(max_concurrency=1))
+    gateway = patient_gateway
     caller = ask_and_read_nothing(gateway, sockets)
     assert status_of(gateway, KEY) == 429
     assert status_of(gateway, OTHER_KEY) == 200
@@ -96,22 +116,19 @@ def test_request_is_in_flight_until_its_answer_is_read(
     wait_for(lambda: status_of(gateway, KEY) == 200, "the place is free again")
 
 
-def test_caller_who_reads_nothing_is_cut_off(
-    start_gateway: StartGateway, sockets: ExitStack
-) -> None:
-    gateway = start_gateway(gateway={**keyed(max_concurrency=1), "send_timeout_s": 0.5})
-    caller = ask_and_read_nothing(gateway, sockets)
-    wait_for(lambda: status_of(gateway, KEY) == 200, "the place is free")
+def test_caller_who_reads_nothing_is_cut_off(hasty: GatewayProcess, sockets: ExitStack) -> None:
+    caller = ask_and_read_nothing(hasty, sockets)
+    wait_for(lambda: status_of(hasty, KEY) == 200, "the place is free")
     answer = read_all(caller)
     length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
     assert len(answer) < length
-    assert "Traceback" not in gateway.log
+    assert "Traceback" not in hasty.log
 
 
 def test_bodies_that_one_key_does_not_end_leave_room_for_others(
-    start_gateway: StartGateway, sockets: ExitStack
+    patient_gateway: GatewayProcess, sockets: ExitStack
 ) -> None:
-    gateway = start_gateway(gateway={**keyed(), "body_timeout_s": 600})
+    gateway = patient_gateway
     size_bytes = 16_777_216
     small = {"inputs": "a" * 500}
 
@@ -119,31 +136,34 @@ def test_bodies_that_one_key_does_not_end_leave_room_for_others(
         # One after the other: bodies that grow side by side would refuse each other.
         caller = sockets.enter_context(gateway.connect())
         with suppress(OSError):  # The last one is refused before its end.
-            caller.sendall(head("/v1/embeddings", KEY, size_bytes) + b" " * (size_bytes - 1))
-        return status_of(gateway, KEY, small) == 429
+            caller.sendall(head("/v1/embeddings", GREEDY_KEY, size_bytes) + b" " * (size_bytes - 1))
+        return status_of(gateway, GREEDY_KEY, small) == 429
 
     wait_for(has_its_share, "this key has its share")
     assert status_of(gateway, OTHER_KEY, small) == 200
 
 
-def test_open_bodies_are_counted_by_key(start_gateway: StartGateway, sockets: ExitStack) -> None:
-    gateway = start_gateway(gateway=keyed(max_concurrency=2))
-    for _ in range(2):
-        sockets.enter_context(gateway.connect()).sendall(head("/v1/embeddings", KEY, 100) + b"{")
-    wait_for(lambda: status_of(gateway, KEY) == 429, "two bodies are open")
+def test_open_bodies_are_counted_by_key(
+    patient_gateway: GatewayProcess, sockets: ExitStack
+) -> None:
+    gateway = patient_gateway
+    opening = head("/v1/embeddings", TWO_KEY, 100) + b"{"
+    sockets.enter_context(gateway.connect()).sendall(opening)
+    assert status_of(gateway, TWO_KEY) == 200
+    sockets.enter_context(gateway.connect()).sendall(opening)
+    wait_for(lambda: status_of(gateway, TWO_KEY) == 429, "two bodies are open")
     assert status_of(gateway, OTHER_KEY) == 200
 
 
-def test_upload_that_drips_is_given_up(start_gateway: StartGateway, sockets: ExitStack) -> None:
-    gateway = start_gateway(gateway={**keyed(max_concurrency=1), "body_timeout_s": 2})
-    caller = sockets.enter_context(gateway.connect())
+def test_upload_that_drips_is_given_up(hasty: GatewayProcess, sockets: ExitStack) -> None:
+    caller = sockets.enter_context(hasty.connect())
     caller.sendall(upload_head())
     deadline_s = time.monotonic() + 60
     while not select.select([caller], [], [], 0.2)[0]:
         assert time.monotonic() < deadline_s, "the upload stays open"
         caller.sendall(b"x")
     assert caller.recv(12) == b"HTTP/1.1 408"
-    wait_for(lambda: status_of(gateway, KEY) == 200, "its place is free")
+    wait_for(lambda: status_of(hasty, KEY) == 200, "its place is free")
 
 
 def upload_head(key: str = KEY) -> bytes:
@@ -201,8 +221,7 @@ def test_calls_longer_than_the_grace_are_sent_elsewhere_when_it_stops(
 
 
 def test_process_that_is_held_up_for_a_while_goes_on(start_gateway: StartGateway) -> None:
-    # Its worker would be a third child.
-    gateway = start_gateway("--processes", "2", models=IDLE, gateway={"worker": False})
+    gateway = start_gateway("--processes", "2", models=IDLE)
     parent = psutil.Process(gateway.process.pid)
 
     def serving() -> set[int]:

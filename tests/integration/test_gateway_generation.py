@@ -49,7 +49,8 @@ def gateway(
     start_gateway: StartGateway,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> GatewayProcess:
-    return start_gateway(models=models, gateway={"files": str(tmp_path_factory.mktemp("files"))})
+    files = str(tmp_path_factory.mktemp("files"))
+    return start_gateway(models=models, gateway={"files": files, "worker": True})
 
 
 @pytest.fixture
@@ -116,8 +117,16 @@ def test_several_texts_and_seeds(api: openai.OpenAI) -> None:
     events = stream(api, n=2, seed=3, temperature=1.5)
     texts = [text_of(events, 0), text_of(events, 1)]
     assert texts[0] != texts[1]
-    ends = [(each.index, each.finish_reason) for each in events[-1].choices + events[-2].choices]
+    choices = [choice for event in events for choice in event.choices]
+    ends = [(each.index, each.finish_reason) for each in choices if each.finish_reason]
     assert sorted(ends) == [(0, "length"), (1, "length")]
+    # Each ends when its own text does.
+    stopped = stream(api, n=2, seed=3, temperature=1.5, max_tokens=40, stop=texts[0][1:4])
+    choices = [choice for event in stopped for choice in event.choices]
+    first, last = (at for at, each in enumerate(choices) if each.finish_reason)
+    assert (choices[first].index, choices[last].index) == (0, 1)
+    assert sum(bool(each.delta.content) for each in choices[first:last]) > 5
+    assert {each.index for each in choices[first + 1 :]} == {1}
     whole: Any = api.chat.completions.create(
         model="chat", messages=MESSAGES, n=2, seed=3, temperature=1.5, max_tokens=8
     )
@@ -153,26 +162,34 @@ def test_text_goes_on(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "text", "param"),
     [
-        ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role = 'wizard'"),
-        ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than"),
-        ({"max_tokens": 5000}, "are more than max_length = 4096"),
-        ({"presence_penalty": 1.0}, "presence_penalty: no such keyword"),
-        ({"response_format": {"type": "json_object"}}, "response_format: no such keyword"),
-        ({"functions": [{"name": "f"}]}, "functions: expected null or false"),
-        ({"stop": ["a"] * 17}, "stop: expected a text, or a list of up to 16 texts"),
-        ({"n": 3000}, "n: Input should be less than or equal to 128"),
-        ({"model": "bare"}, "the model has no chat template"),
-        ({"model": "embed"}, "model 'embed': is of kind embedding, not generation"),
+        ({"messages": []}, "messages: List should have at least 1 item", "messages"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role: Field required", "messages.0.role"),
+        (
+            {"messages": [{"role": "wizard", "content": "a"}]},
+            "messages[0].role = 'wizard'",
+            "messages[0].role",
+        ),
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2", "temperature"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than", "max_tokens"),
+        ({"max_tokens": 5000}, "are more than max_length = 4096; send fewer, or ask", "messages"),
+        ({"presence_penalty": 1.0}, "this engine has none; use a model of", "presence_penalty"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format: this engine has none; use a model of vllm or openai",
+            "response_format",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions: expected null or false", "functions"),
+        ({"stop": ["a"] * 17}, "stop: expected a text, or a list of up to 16 texts", "stop"),
+        ({"n": 3000}, "n: Input should be less than or equal to 128", "n"),
+        ({"model": "bare"}, "the model has no chat template", "messages"),
+        ({"model": "embed"}, "model 'embed': is of kind embedding, not generation", "model"),
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_bad_request_says_what_is_wrong_before_a_stream_begins(
-    gateway: GatewayProcess, fields: dict[str, Any], text: str, is_stream: bool
+    gateway: GatewayProcess, fields: dict[str, Any], text: str, param: str, is_stream: bool
 ) -> None:
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 5, "stream": is_stream, **fields}
     answer = gateway.post("/v1/chat/completions", body)
@@ -180,6 +197,9 @@ def test_bad_request_says_what_is_wrong_before_a_stream_begins(
     error = answer.json()["error"]
     assert text in error["message"]
     assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    is_too_long = "max_length" in text
+    assert (error["code"] == "context_length_exceeded") is is_too_long
 
 
 def test_bad_request_is_an_exception_of_openai_s_client(api: openai.OpenAI) -> None:
@@ -194,8 +214,7 @@ def test_bad_request_is_an_exception_of_openai_s_client(api: openai.OpenAI) -> N
 def test_model_without_a_worker_is_refused_at_once(
     models: Models, start_gateway: StartGateway
 ) -> None:
-    # A worker beside it would take the batches of the other gateway, whose files it lacks.
-    lonely = start_gateway(models=models, gateway={"worker_grace_s": 0, "worker": False})
+    lonely = start_gateway(models=models, gateway={"worker_grace_s": 0})
     body = {"model": "away", "messages": MESSAGES, "stream": True}
 
     def is_refused() -> bool:
@@ -211,6 +230,13 @@ def test_text_generation_of_hugging_face_s_client(gateway: GatewayProcess) -> No
     assert text
     pieces = list(client.text_generation("the cat", max_new_tokens=6, stream=True))
     assert "".join(pieces) == text
+    # Its body names the model "dummy".
+    messages: Any = [{"role": "user", "content": "the cat"}]
+    chat = InferenceClient(model=f"{gateway.url}/?model=chat")
+    answer = chat.chat_completion(messages, max_tokens=6)
+    assert (answer.model, answer.usage.completion_tokens) == ("chat", 6)
+    streamed = chat.chat_completion(messages, max_tokens=6, stream=True)
+    assert {each.model for each in streamed} == {"chat"}
     full = client.text_generation("the cat", max_new_tokens=6, return_full_text=True)
     assert full == f"the cat{text}"
     whole = client.text_generation("the cat", max_new_tokens=6, details=True)
@@ -316,6 +342,10 @@ def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
     answer = gateway.post("/v1/chat/completions", body, headers={"Last-Event-ID": "17"})
     assert answer.status_code == 400
     assert "Last-Event-ID is '17'" in answer.json()["error"]["message"]
+    unknown = {"Last-Event-ID": "11111111-1111-1111-1111-111111111111/1-0"}
+    answer = gateway.post("/v1/chat/completions", body, headers=unknown)
+    assert answer.status_code == 404
+    assert "there is no stream of it" in answer.json()["error"]["message"]
 
 
 def test_caller_who_stays_away_has_his_slot_freed_after_the_grace_time(
@@ -355,7 +385,7 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
 def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}, "worker": False})
+    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
 

@@ -30,9 +30,7 @@ def keyed(own_redis: OwnRedis, tmp_path: Path) -> Iterator[GatewayProcess]:
     url = own_redis.url.replace("redis://", f"redis://{USER}:x@")
     with Redis.from_url(own_redis.url) as client:
         client.execute_command("ACL", "SETUSER", USER, "on", "nopass", "~*", "&*", "+@all")
-    gateway = GatewayProcess(
-        tmp_path, url, gateway={"keys": {"shop": {"hash": HASH}}, "worker": False}
-    ).wait_ready()
+    gateway = GatewayProcess(tmp_path, url, gateway={"keys": {"shop": {"hash": HASH}}}).wait_ready()
     yield gateway
     gateway.kill()
     print(gateway.log)

@@ -1,22 +1,30 @@
 """New keys of a running gateway, and what its schema says of them."""
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import os
+import re
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx2
+import psutil
 import pytest
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway
 from support.gateway import GatewayProcess
-from support.harness import Worker, wait_for
-from support.webhook_receiver import WebhookReceiver
+from support.harness import Worker, kill_all, wait_for
+from support.patience import patient
+from support.webhook_receiver import Received, WebhookReceiver
 
 KEY, HASH = make_key()
 NEW_KEY, NEW_HASH = make_key()
+
+StartWithKeys = Callable[[Path, str], GatewayProcess]
 
 
 def write_keys(file: Path, **hashes: str) -> None:
@@ -29,59 +37,115 @@ def status(gateway: GatewayProcess, key: str) -> int:
     return answer.status_code
 
 
+@pytest.fixture
+def start_with_keys(start_gateway: StartGateway, redis_url: str) -> Iterator[StartWithKeys]:
+    """Starts a gateway with a worker beside, whose settings are in a file.
+
+    Both end with the test: a worker of an earlier one would bring the webhooks by which a test
+    sees that its own worker runs.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(file: Path, processes: str) -> GatewayProcess:
+            gateway = start_gateway(
+                *("-A", "apps.shop", "--processes", processes),
+                models={},
+                gateway={"tasks": ["apps.shop.*"], "webhook_hosts": ["127.0.0.1"], "worker": True},
+                environment={
+                    "BATCHERY_SETTINGS_FILE": str(file),
+                    "CELERY_BROKER_URL": redis_url,
+                    "CELERY_RESULT_BACKEND": redis_url,
+                },
+            )
+            stack.callback(kill_all, gateway.process)
+            return gateway
+
+        yield start
+
+
+def post_webhook(gateway: GatewayProcess, key: str) -> Received:
+    """Calls with a webhook, and waits for it; returns the request by which it came."""
+    with WebhookReceiver(204) as receiver:
+        answer = gateway.post(
+            "/tasks/apps.shop.shout",
+            {"item": "a", "webhook": receiver.url},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        assert answer.is_success, answer.text
+        return wait_for(lambda: receiver.received, "a webhook", patient(60))[0]
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_new_keys_are_taken_up_at_sighup(
-    start_gateway: StartGateway, worker: Worker, redis_url: str, tmp_path: Path, processes: str
+    start_with_keys: StartWithKeys, worker: Worker, tmp_path: Path, processes: str
 ) -> None:
     file = tmp_path / "batchery.toml"
     write_keys(file, shop=HASH)
-    gateway = start_gateway(
-        *("-A", "apps.shop", "--processes", processes),
-        models={},
-        gateway={"tasks": ["apps.shop.*"], "webhook_hosts": ["127.0.0.1"]},
-        environment={
-            "BATCHERY_SETTINGS_FILE": str(file),
-            "CELERY_BROKER_URL": redis_url,
-            "CELERY_RESULT_BACKEND": redis_url,
-        },
-    )
+    gateway = start_with_keys(file, processes)
     assert (status(gateway, KEY), status(gateway, NEW_KEY)) == (200, 401)
     write_keys(file, shop=HASH, new=NEW_HASH)
     os.kill(gateway.process.pid, signal.SIGHUP)
     # With several processes, each of them in turn.
     wait_for(lambda: {status(gateway, NEW_KEY) for _ in range(20)} == {200}, "the new key")
     assert status(gateway, KEY) == 200
-    with WebhookReceiver(204) as receiver:
-        answer = gateway.post(
-            "/tasks/apps.shop.shout",
-            {"item": "a", "webhook": receiver.url},
-            headers={"authorization": f"Bearer {NEW_KEY}"},
-        )
-        assert answer.is_success, answer.text
-        received = (wait_for(lambda: receiver.received, "a webhook", 60) or [])[0]
+    received = post_webhook(gateway, NEW_KEY)
     signed = f"{received.headers['webhook-id']}.{received.headers['webhook-timestamp']}."
     secret = hashlib.sha256(NEW_KEY.encode()).digest()
     digest = hmac.new(secret, signed.encode() + received.body, hashlib.sha256).digest()
     assert received.headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}"
 
 
-def test_wrong_settings_leave_the_keys_as_they_are(
-    start_gateway: StartGateway, tmp_path: Path
+def find_children(gateway: GatewayProcess) -> set[int]:
+    """The processes that serve, and the worker beside."""
+    children = psutil.Process(gateway.process.pid).children()
+    return {each.pid for each in children if "spawn_main" in " ".join(each.cmdline())}
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_mistake_in_the_settings_is_one_line_and_changes_nothing(
+    start_with_keys: StartWithKeys, worker: Worker, tmp_path: Path, processes: str
 ) -> None:
     file = tmp_path / "batchery.toml"
     write_keys(file, shop=HASH)
-    # Its worker would take the webhooks of other tests, whose keys it does not know.
-    gateway = start_gateway(
-        gateway={"worker": False}, environment={"BATCHERY_SETTINGS_FILE": str(file)}
-    )
-    write_keys(file, new="sha256:none")
+    gateway = start_with_keys(file, processes)
+
+    post_webhook(gateway, KEY)  # The worker beside runs.
+    children, before = find_children(gateway), len(gateway.log)
+    write_keys(file, new=NEW_HASH)
+    file.write_text(f'{file.read_text()}[gateway]\nport = "x"\n')
     os.kill(gateway.process.pid, signal.SIGHUP)
-    wait_for(lambda: "SIGHUP: the keys stay as they are: " in gateway.log, "the log says so")
+    wait_for(lambda: "SIGHUP: nothing changes: " in gateway.log, "the log says so")
+    assert "gateway.port = 'x'" in gateway.log[before:].splitlines()[0]
     assert (status(gateway, KEY), status(gateway, NEW_KEY)) == (200, 401)
+    post_webhook(gateway, KEY)
+    assert find_children(gateway) == children
+    assert len(gateway.log[before:].splitlines()) == 1
+
+    # Whoever ends meanwhile cannot start; that is said in a line each, ever more seldom.
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "; another one starts in 4 s" in gateway.log, "the third try", patient(60))
+    said = re.findall(
+        r"the worker beside ended \((-?\d)\); another one starts in (\d) s", gateway.log
+    )
+    assert said == [("-9", "1"), ("2", "2"), ("2", "4")]
+    assert "Traceback" not in gateway.log
+    assert gateway.process.poll() is None
+    write_keys(file, shop=HASH, new=NEW_HASH)
+    os.kill(gateway.process.pid, signal.SIGHUP)
+    wait_for(lambda: answers(gateway), "the new key", patient(60))
+    post_webhook(gateway, NEW_KEY)
+
+
+def answers(gateway: GatewayProcess) -> bool:
+    """Whether each process that serves knows the new key."""
+    with contextlib.suppress(httpx2.TransportError):
+        return {status(gateway, NEW_KEY) for _ in range(20)} == {200}
+    return False
 
 
 def test_schema_has_the_keys_where_there_are_any(start_gateway: StartGateway) -> None:
-    keyed = start_gateway(gateway={"worker": False, "keys": {"shop": {"hash": HASH}}})
+    keyed = start_gateway(gateway={"keys": {"shop": {"hash": HASH}}})
     schema = keyed.get("/openapi.json", headers={"x-api-key": KEY}).raise_for_status().json()
     assert schema["security"] == [{"bearer": []}, {"header": []}]
     assert schema["components"]["securitySchemes"] == {
@@ -90,6 +154,6 @@ def test_schema_has_the_keys_where_there_are_any(start_gateway: StartGateway) ->
     }
     assert schema["paths"]["/health"]["get"]["security"] == []
     assert "security" not in schema["paths"]["/v1/embeddings"]["post"]
-    schema = start_gateway(gateway={"worker": False}).get("/openapi.json").json()
+    schema = start_gateway().get("/openapi.json").json()
     assert "security" not in schema
     assert "securitySchemes" not in schema["components"]

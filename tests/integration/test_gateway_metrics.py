@@ -22,6 +22,8 @@ from batchery_producer.gateway.monitor import Monitor
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import wait_for
+from support.redis_places import with_database
+from support.roles import as_admin
 
 
 def requests(samples: Any, route: str, status: int) -> float:
@@ -143,7 +145,7 @@ def test_processes_are_counted_together_and_the_dead_have_nothing_in_flight(
     start_gateway: StartGateway,
 ) -> None:
     models = {"embed": {**EMBED["embed"], "queue": "nobody"}}
-    gateway = start_gateway("--processes", "2", models=models, gateway={"worker": False})
+    gateway = start_gateway("--processes", "2", models=models)
     wait_for(lambda: len(children(gateway)) == 2, "two processes")
     # Each connection may come to another process.
     for _ in range(20):
@@ -186,7 +188,7 @@ def test_folder_of_metrics_goes_with_a_killed_parent(start_gateway: StartGateway
 @pytest.fixture
 def quiet_url(redis_url: str) -> str:
     """A database where the gateways of other tests ask nobody."""
-    return redis_url.removesuffix("/0") + "/5"
+    return as_admin(with_database(redis_url, 5))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def model_worker(start_module_worker: StartWorker, models: dict[str, Any]) -> Wo
 def gateway(
     start_gateway: StartGateway, model_worker: Worker, models: dict[str, Any]
 ) -> GatewayProcess:
-    return start_gateway(models=models)
+    return start_gateway(models=models, gateway={"worker": True})
 
 
 @pytest.fixture
@@ -357,8 +357,7 @@ def test_page_is_readable(page: Browser, size: tuple[int, int], dark: bool) -> N
 def test_key_is_asked_for_and_kept_in_the_tab(
     browser: Browser, start_gateway: StartGateway, models: dict[str, Any], model_worker: Worker
 ) -> None:
-    # A worker beside it would take the batches of the other gateway, whose files it lacks.
-    settings = {"keys": {"shop": {"hash": HASH}}, "worker": False}
+    settings = {"keys": {"shop": {"hash": HASH}}}
     keyed = start_gateway(models=models, gateway=settings)
     for path in ("/status", "/metrics"):
         assert keyed.get(path).status_code == 401

@@ -29,6 +29,7 @@ SETTINGS = {
     "webhook_hosts": ["127.0.0.1"],
     "keys": {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH, "max_items": 2}},
     "timeout_s": 30,
+    "worker": True,
 }
 
 
@@ -240,7 +241,7 @@ def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
     including = start_gateway(
         "-A",
         "apps.including",
-        gateway={"tasks": ["apps.included.*"], "worker": False},
+        gateway={"tasks": ["apps.included.*"]},
         environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
     )
     body = {"item": "A", "wait_s": 0}

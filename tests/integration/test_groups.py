@@ -4,12 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+from apps import shop
 from batchery import Engine, ModelSettings
+from batchery.cli.control import reload
 from batchery_worker.models.classification import ClassificationModel
 from batchery_worker.models.embedding import EmbeddingModel
 from conftest import StartWorker
 from support.patience import patient
+from support.roles import acting_as
+from support.steady_callers import SteadyCallers
 from support.tiny_models import CORPUS, run, save_model
 from support.tiny_writers import PlainWriter, make_prompts, save_writer
 
@@ -71,3 +76,36 @@ def test_two_ranks_serve_several_models_and_write_texts(
     plain = PlainWriter(writer)
     texts = [job.get(timeout=TIMEOUT_S)["text"] for job in written]
     assert texts == [plain.text(plain.write(prompt, 10)) for prompt in prompts]
+
+
+@pytest.mark.timeout(patient(300))
+def test_another_version_takes_the_place_on_both_ranks(
+    start_worker: StartWorker, client: Any, redis_url: str, tmp_path: Path
+) -> None:
+    for version in "ab":
+        save_model(tmp_path / version, "llama", labels=(f"{version}0", f"{version}1"))
+    (tmp_path / "batchery.toml").write_text(
+        'devices = ["cpu:0+cpu:1"]\n[models.labels]\nkind = "classification"\nmodel = "a"\n'
+    )
+    worker = start_worker("batchery.app", "-Q", "labels", cwd=tmp_path)
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+    def call() -> list[str]:
+        jobs = [client.send_task("labels", [text], queue="labels") for text in TEXTS]
+        return [job.get(timeout=TIMEOUT_S)["label"][0] for job in jobs]
+
+    def order(version: str) -> Result:
+        options = ["--model", str(tmp_path / version), "-A", "apps.shop", "--timeout", "0.5"]
+        with acting_as(shop.app, "operator"):
+            return CliRunner().invoke(reload, ["labels", *options])
+
+    assert set(call()) == {"a"}
+    with SteadyCallers(call, threads=1) as callers:
+        assert order("b").exit_code == 0
+        assert set(call()) == {"b"}
+        done = order("nowhere")
+        assert (done.exit_code, "there is no such folder" in done.output) == (1, True)
+        # Both ranks are there again, with what they had.
+        assert set(call()) == {"b"}
+    assert set(callers.answers) <= {"a", "b"}
+    assert "Traceback" not in worker.log

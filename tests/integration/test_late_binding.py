@@ -15,6 +15,7 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import Worker, queue_length, unsettled, wait_for
+from support.held_jobs import run_short_batches
 from support.patience import patient
 from support.roles import probing
 
@@ -23,8 +24,8 @@ BATCH_SIZE = leases.batch.max_batch_size or 0
 #: As many processes as devices: one.
 ONE = ("-c", "1")
 
-#: A queue to which no task is routed. Nothing but the prefetch limits what is taken of it.
-ANY = ("-Q", "celery,any")
+#: Queues to which no task is routed.
+ANY = ("-Q", "celery,any,other")
 
 #: How many ordinary jobs Celery itself prefetches for one process.
 PREFETCH = 4
@@ -77,14 +78,16 @@ def waits(bare: Any, workers: int = 1) -> bool:
 def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_do(
     start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
 ) -> None:
-    busy = start_worker("apps.leases", *ONE, *ANY, **PATIENT)
-    jobs = send("batch", range(3 * BATCH_SIZE), queue="any")
+    busy = start_worker("apps.leases", *ONE, **PATIENT)
+    # Batches are short at first, and so it takes some ahead; then all of them wait for the gate.
+    run_short_batches(redis_url, tmp_path, "celery")
+    jobs = send("batch", range(3 * BATCH_SIZE))
     wait_for(lambda: unsettled(redis_url) == len(jobs), "it holds all of them")
     wait_for(lambda: have_begun(tmp_path), "it has begun")
     # It may wait for ordinary jobs, but for no batch job.
     assert not any(json.loads(entry)[0] for entry in bare.hvals(Keys().waiting))
     began = have_begun(tmp_path)
-    idle = start_worker("apps.leases", *ONE, *ANY, **PATIENT)
+    idle = start_worker("apps.leases", *ONE, **PATIENT)
     # One batch runs and one is prepared where they are; the others have a device now.
     wait_for(lambda: have_begun(tmp_path) > began, "the other one has begun")
     wait_for(lambda: busy.has_logged("jobs go back to their queue", 1), "it says so")
@@ -92,15 +95,29 @@ def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_
     wait_for(lambda: idle.has_logged("succeeded in", 1), "it has done some")
 
 
+@pytest.mark.parametrize("queues", [("celery",), ("any", "other"), ("celery", "any", "other")])
 def test_a_worker_takes_no_more_than_its_device_can_begin_where_batches_may_be_long(
-    start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
+    *,
+    start_worker: StartWorker,
+    redis_url: str,
+    bare: Any,
+    send: Any,
+    tmp_path: Path,
+    queues: tuple[str, ...],
 ) -> None:
-    start_worker("apps.leases", *ONE, **PATIENT)
-    jobs = send("batch", range(3 * BATCH_SIZE))
+    count = 3 * BATCH_SIZE
+    numbers = [range(part * count, (part + 1) * count) for part in range(len(queues))]
+    jobs = [
+        job
+        for queue, each in zip(queues, numbers, strict=True)
+        for job in send("batch", each, queue=queue)
+    ]
+    start_worker("apps.leases", *ONE, *ANY, **PATIENT)
     wait_for(lambda: have_begun(tmp_path), "it has begun")
     # One runs, and nobody knows for how long: so one more is there.
     assert unsettled(redis_url) <= 2 * BATCH_SIZE + PREFETCH
-    assert queue_length(redis_url) >= BATCH_SIZE - PREFETCH
+    waiting = sum(queue_length(redis_url, queue) for queue in queues)
+    assert waiting >= len(jobs) - 2 * BATCH_SIZE - PREFETCH
     finish(tmp_path, bare, jobs)
 
 

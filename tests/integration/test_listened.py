@@ -28,7 +28,7 @@ VOLATILE |= {"id", "eta", "headers", "baggage", "sentry-trace", "sentry-task-enq
 VOLATILE |= {"batchery_sent_at"}
 
 #: Jobs that Sentry hears of, and all jobs beside them.
-FAILURES, JOBS = 20, 1_000
+FAILURES, JOBS = 20, 400
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,19 @@ def test_what_a_batch_task_refuses_fails_the_map(worker: Worker) -> None:
         mapped.places.map([1, "refused", 2]).apply_async().get(timeout=TIMEOUT_S)
     with pytest.raises(BatchArgumentError, match=r"exactly one positional argument.*got 2"):
         mapped.places.starmap([(1,), (1, 2)]).apply_async().get(timeout=TIMEOUT_S)
-    with pytest.raises(InvalidItem, match="expected 1 to 10000 items"):
-        mapped.places.map(range(10_001)).apply_async().get(timeout=TIMEOUT_S)
+
+
+def test_a_map_of_too_many_items_says_what_to_use(worker: Worker) -> None:
+    text = r"map, starmap .* one message, and 10,001 .* maximum of 10,000: use submit_many"
+    for call in (mapped.places.map, mapped.places.starmap, mapped.doubler.map):
+        with pytest.raises(InvalidItem, match=text):
+            call([(1,)] * 10_001)
+    # Nobody knows their number before they are sent; a program without our code counts nothing.
+    uncounted = mapped.places.map(each for each in range(10_001))
+    sent = {"task": {"task": mapped.places.name}, "it": [1] * 10_001}
+    for job in (uncounted.delay(), mapped.app.send_task("celery.map", kwargs=sent)):
+        with pytest.raises(InvalidItem, match=text):
+            job.get(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

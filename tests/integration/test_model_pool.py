@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.exceptions import TimeoutError as NoAnswer
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from apps import swapping
+from batchery.cli.control import drain, reload
 from batchery.cli.placement import placement
 from batchery.errors import ModelLoadError
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
+from support.roles import acting_as
+from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
 
 TIMEOUT_S = patient(60)
@@ -29,7 +32,8 @@ NAMES = [f"bert{number}" for number in range(6)]
 def list_placed(redis_url: str, app: str = "apps.swapping") -> dict[tuple[str, str], Any]:
     """What `batchery placement` says, by device and model."""
     swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    done = CliRunner().invoke(placement, ["-A", app, "--json"])
+    with acting_as(swapping.app, "monitor"):
+        done = CliRunner().invoke(placement, ["-A", app, "--json"])
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {(line["device"], line["model"]): line for line in lines}
 
@@ -92,7 +96,8 @@ def test_models_are_where_their_settings_say(
         ("cpu:1", "two"): "devices",
         ("cpu:1", "large"): "all devices",
     }
-    table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
+    with acting_as(swapping.app, "monitor"):
+        table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
     assert "loaded" in table
     assert "replicas" in table
 
@@ -143,6 +148,41 @@ def test_model_that_can_never_fit_fails_its_jobs_with_the_sums(
         assert send(client, name, 1).get(timeout=TIMEOUT_S)["model"] == name
 
 
+def order(name: str) -> Result:
+    with acting_as(swapping.app, "operator"):
+        return CliRunner().invoke(reload, [name, "-A", "apps.swapping"])
+
+
+def test_models_above_the_limit_are_reloaded_under_load(
+    start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
+) -> None:
+    worker, book = start_swapping(
+        start_worker, tmp_path, SWAP_PINNED="one", SWAP_SIZES=str(tmp_path)
+    )
+    swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+    def call() -> list[bool]:
+        jobs = [
+            (name, send(client, name, number)) for number in range(3) for name in swapping.NAMES
+        ]
+        return [job.get(timeout=TIMEOUT_S)["model"] == name for name, job in jobs]
+
+    with SteadyCallers(call, threads=2) as callers:
+        for _ in range(3):
+            for name in swapping.NAMES:
+                assert order(name).exit_code == 0
+            callers.wait_more()
+    assert all(callers.answers)
+    (tmp_path / "two").write_text(str(2 * swapping.HELD_BYTES))
+    done = order("two")
+    assert done.exit_code == 1
+    assert "not reloaded, two goes on as before: model 'two': needs 2.0 MiB" in done.output
+    (tmp_path / "two").unlink()
+    assert all(call())
+    assert len({pid for _, _, pid in read_book(book)}) == 1
+    assert "Traceback" not in worker.log
+
+
 def test_load_counts_for_no_time_limit(
     start_worker: StartWorker, client: Celery, tmp_path: Path
 ) -> None:
@@ -187,3 +227,44 @@ def test_placement_that_is_impossible_ends_the_start(
     lines = [line for line in worker.log.splitlines() if "CRITICAL" in line]
     assert len(lines) == 1
     assert text in lines[0]
+
+
+def test_a_device_that_was_given_up_is_started_again(
+    start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
+) -> None:
+    places = {"BATCHERY_DEVICES": "cpu:0,cpu:1", "SWAP_DEVICES_TWO": "cpu:0,cpu:1"}
+    worker, _ = start_swapping(start_worker, tmp_path, **places)
+    worker.wait_answers(client)
+    broken = tmp_path / "gate-broken-cpu:1"
+    broken.touch()
+    jobs = [send(client, "two", number) for number in range(40)]
+    os.kill(find_devices(worker, client)["cpu:1"]["pid"], signal.SIGKILL)
+    wait_for(lambda: "device cpu:1 is given up after 5 starts" in worker.log, "it is given up")
+    # Its jobs go on where there is a device.
+    assert {job.get(timeout=TIMEOUT_S)["model"] for job in jobs} == {"two"}
+    state = find_devices(worker, client)["cpu:1"]
+    assert (state["state"], "no such device" in state["error"]) == ("given up", True)
+    assert drain_device("cpu:1", redis_url).exit_code == 0
+    done = drain_device("cpu:1", redis_url, "--undo")
+    assert done.exit_code == 1
+    assert "cpu:1 is given up: " in done.output
+    assert "no such device" in done.output
+    assert worker.log.count("device cpu:1 is given up") == 2
+    broken.unlink()
+    done = drain_device("cpu:1", redis_url, "--undo")
+    assert (done.exit_code, "cpu:1 is ready" in done.output) == (0, True)
+    drain_device("cpu:0", redis_url)
+    assert send(client, "two", 0).get(timeout=TIMEOUT_S)["device"] == "cpu:1"
+
+
+def find_devices(worker: Worker, client: Celery) -> dict[str, Any]:
+    """What a worker says of its devices, by name."""
+    found: dict[str, Any] = worker.inspect(client, "stats")["pool"]["devices"]
+    return found
+
+
+def drain_device(device: str, redis_url: str, *options: str) -> Result:
+    """Runs `batchery drain`."""
+    swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    with acting_as(swapping.app, "operator"):
+        return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping"])

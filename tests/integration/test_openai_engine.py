@@ -15,11 +15,20 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 
 from batchery import Client, Generation
-from batchery.errors import InvalidItem, ModelLoadError, ServerFailed, SettingsError
+from batchery.errors import (
+    InvalidItem,
+    ModelLoadError,
+    PromptTooLong,
+    ServerBusy,
+    ServerFailed,
+    ServerRefused,
+    SettingsError,
+)
 from batchery.settings import ModelSettings
+from batchery_producer.openai_generation import ChatRequest
 from batchery_worker.devstack.redis_server import free_port
 from batchery_worker.models.openai_server.model import OpenAIServerModel
-from conftest import StartWorker
+from conftest import StartGateway, StartWorker
 from support.harness import TESTS, Worker, wait_for
 from support.openai_server import (
     Call,
@@ -32,6 +41,7 @@ from support.openai_server import (
     status,
 )
 from support.patience import patient
+from support.roles import as_role
 from support.step_driver import StepDriver, find_errors
 
 Start = Callable[..., StepDriver]
@@ -83,7 +93,8 @@ def test_prompt_and_chat_go_to_their_routes_with_keywords_by_openais_names(
     extra = {"min_p": 0.1, "max_tokens": None}
     result = driver.run(chat, temperature=1.0, response_format=schema, extra_body=extra)
     assert [each["text"] for each in result["choices"]] == ["HELLO ", "HELLO "]
-    assert [piece["choice"] for piece in driver.pieces[1]] == [0, 1]
+    pieces = [(piece["choice"], piece.get("finish_reason")) for piece in driver.pieces[1]]
+    assert pieces == [(0, None), (0, "stop"), (1, None), (1, "stop")]
 
     first, second = server.asked
     shared = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
@@ -108,6 +119,32 @@ def test_prompt_and_chat_go_to_their_routes_with_keywords_by_openais_names(
     }
     # The connection is used again.
     assert server.connections == 1
+
+
+def test_fields_of_a_request_reach_the_server_as_they_came(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    asked: dict[str, Any] = {
+        "messages": [
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "a", "content": "hello"},
+        ],
+        "temperature": 0.5,
+        "max_completion_tokens": 500,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"50256": -100},
+        "min_p": 0.1,
+        "reasoning_effort": "low",
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+    }
+    (item,) = ChatRequest.model_validate(asked).items()
+    assert driver.run(item)["text"] == "HELLO "
+    own = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+    assert server.asked[0].body == {**asked, **own}
 
 
 def test_tool_calls_and_log_probabilities_come_in_the_result(
@@ -144,12 +181,14 @@ def test_tool_calls_and_log_probabilities_come_in_the_result(
     assert len(driver.pieces[0]) == 5
     assert driver.pieces[0][2] == {"text": "", "delta": first}
 
-    likely = {"token": "a", "logprob": -0.1, "top_logprobs": [{"token": "b", "logprob": -2}]}
+    likely: dict[str, Any] = {"token": "a", "logprob": -0.1, "bytes": [97]}
+    likely |= {"top_logprobs": [{"token": "b", "logprob": -2}]}
     of_chat = delta({"content": "a"}, logprobs={"content": [likely]})
     server.replies["chat"] = [raw(of_chat, end, then=Call.done)]
     result = driver.run([{"role": "user", "content": "chat"}], logprobs=1)
-    told = [{"token": "a", "id": None, "logprob": -0.1, "top": [["b", None, -2]]}]
-    assert result["logprobs"] == driver.pieces[1][0]["logprobs"] == told
+    told: Any = {"token": "a", "id": None, "logprob": -0.1, "top": [["b", None, -2]]}
+    told["bytes"] = [[97], None]
+    assert result["logprobs"] == driver.pieces[1][0]["logprobs"] == [told]
     assert server.asked[-1].body["logprobs"] is True
     assert server.asked[-1].body["top_logprobs"] == 1
 
@@ -179,18 +218,25 @@ def test_refusals_fail_at_once_and_say_why(server: OpenAIServer, driver: StepDri
     ]
     server.replies["later"] = [status(429, retry_after="86400")]
     server.replies["elsewhere"] = [status(307, location="http://127.0.0.1:1/")]
+    server.replies["quota"] = [status(429, "pay", "insufficient_quota")]
+    server.replies["long"] = [status(400, "too long", "context_length_exceeded")]
     began_s = time.monotonic()
     outcomes = driver.wait(*[driver.join(prompt) for prompt in server.replies])
     assert time.monotonic() - began_s < patient(5)
     errors = find_errors(outcomes)
     assert f"server {server.url}/: it answered 401: bad key; check api_key_env" == errors[0]
     assert "404: no model tiny; check base_url and model" in errors[1]
-    assert isinstance(outcomes[2].exception, InvalidItem)
+    kinds = [type(outcome.exception) for outcome in outcomes]
+    assert kinds == [
+        *(ServerRefused, ServerRefused, InvalidItem, ServerRefused, ServerBusy, ServerRefused),
+        *(ServerRefused, PromptTooLong),
+    ]
+    assert outcomes[4].exception.retry_after_s == 86400
     assert "400: top_k is not supported" in errors[2]
     assert "it broke off: too long" in errors[3]
     assert "it asks for a pause of 86400 s" in errors[4]
     assert "it answered 307" in errors[5]
-    assert len(server.asked) == 6
+    assert len(server.asked) == 8
     with pytest.raises(InvalidItem, match="keyword top_q: no such keyword"):
         driver.run("a text", top_q=1)
     with pytest.raises(InvalidItem, match="not empty"):
@@ -372,7 +418,8 @@ def test_limits_hold_for_all_processes_together(
 
     names = ("left", "right")
     server.replies = {f"{name} {number}": [reply] for name in names for number in range(100)}
-    command = [sys.executable, "-c", textwrap.dedent(ASK), redis_url, server.url, setting]
+    url = as_role(redis_url, "worker")
+    command = [sys.executable, "-c", textwrap.dedent(ASK), url, server.url, setting]
     processes = [
         subprocess.Popen([*command, str(per_minute), name, str(max_new_tokens)], cwd=TESTS)
         for name in names
@@ -433,7 +480,7 @@ def test_jobs_of_a_worker_get_texts_streams_and_errors_of_the_server(
     assert far.asked[0].headers["authorization"] == "bearer sk-far"
     with pytest.raises(Exception, match="it answered 401: bad key") as caught:
         send("who").get(timeout=patient(60))
-    assert type(caught.value).__name__ == "ServerFailed"
+    assert type(caught.value).__name__ == "ServerRefused"
 
     with Client(redis_url) as own:
         stream = own.task("chat").stream([{"role": "user", "content": "one two"}])
@@ -445,3 +492,30 @@ def test_jobs_of_a_worker_get_texts_streams_and_errors_of_the_server(
     wait_for(lambda: far.running == 0, "the request of the revoked job is cancelled")
     with pytest.raises(TaskRevokedError):
         slow.get(timeout=patient(60))
+
+
+@pytest.mark.usefixtures("worker")
+def test_gateway_says_whether_to_come_again_and_nothing_of_its_server(
+    far: OpenAIServer, start_gateway: StartGateway
+) -> None:
+    model = {"kind": "generation", "engine": "openai", "model": "tiny", "base_url": far.url}
+    gateway = start_gateway(models={"chat": model})
+    far.replies["refused"] = [status(401, "bad key sk-far")]
+    far.replies["busy"] = [status(429, "far too many", retry_after="7")]
+    far.replies["broken"] = [status(500, "far away")]
+    expected = {
+        "refused": (502, "false", None),
+        "busy": (429, None, "7"),
+        "broken": (502, None, None),
+    }
+    for prompt, found in expected.items():
+        for is_stream in (False, True):
+            body = {"model": "chat", "prompt": prompt, "stream": is_stream}
+            answer = gateway.post("/v1/completions", body)
+            headers = [answer.headers.get(name) for name in ("x-should-retry", "retry-after")]
+            assert (answer.status_code, *headers) == found
+            assert "the server behind the model" in answer.text
+            assert not re.search(r"127\.0\.0\.1|sk-far|far ", answer.text)
+    assert far.count("refused") == 2
+    assert "bad key sk-far" in gateway.log
+    assert "far too many" in gateway.log

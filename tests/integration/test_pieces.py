@@ -119,6 +119,16 @@ def test_a_job_whose_readers_have_gone_leaves_though_it_makes_no_piece(
     assert pen.refusal() == {work.id: CommitStatus.REVOKED}
 
 
+def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen: Pen) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    pen.results.delete("batchery-reader:job")
+    refusal = wait_for(lambda: pen.writer.write({work.id: ["b"]}), "it is refused")
+    assert refusal == {work.id: CommitStatus.REVOKED}
+
+
 def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:
     work = pen.work()
     pen.writer.read(work)

@@ -19,6 +19,7 @@ from batchery_worker.simulator.workload import read_trace
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, wait_for
+from support.redis_places import with_database
 
 CLASSES = ("high", "normal", "low")
 
@@ -168,7 +169,7 @@ def test_a_worker_that_is_killed_is_named(
 
 
 def test_where_no_worker_answers_it_says_so(redis_url: str, tmp_path: Path) -> None:
-    url = redis_url.removesuffix("/0") + "/7"
+    url = with_database(redis_url, 7)
     path = tmp_path / "trace.jsonl"
     with start(url, "batchery", "stats", "-A", "apps.shop", "--record", str(path)) as process:
         assert process.stderr is not None

@@ -10,8 +10,9 @@ import pytest
 from batchery.cli.app import check_redis, masked
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
-from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import wait_for
+from support.redis_places import with_password
 from support.roles import probing
 
 
@@ -27,7 +28,7 @@ def test_a_redis_that_answers_is_fine(redis_url: str) -> None:
 
 
 def test_a_valkey_url_is_as_good(redis_url: str) -> None:
-    check_redis(redis_url.replace("redis://", "valkey://"))
+    check_redis(redis_url.replace("redis", "valkey", 1))
 
 
 def test_nobody_there_is_said_at_once_with_the_password_masked() -> None:
@@ -46,11 +47,9 @@ def test_a_host_that_accepts_and_never_answers_is_given_up() -> None:
     assert "imeout" in said
 
 
-def test_a_wrong_and_a_missing_password_are_told_apart_from_no_redis(
-    redis_server: EmbeddedRedis,
-) -> None:
-    for password in ("", ":wrong@"):
-        said = refusal(f"redis://{password}127.0.0.1:{redis_server.port}/0")
+def test_a_wrong_and_a_missing_password_are_told_apart_from_no_redis(redis_url: str) -> None:
+    for password in ("", "wrong"):
+        said = refusal(with_password(redis_url, password))
         assert "check user and password" in said
         assert "wrong" not in said.lower().replace("wrongpass", "")
 

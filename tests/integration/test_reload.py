@@ -14,14 +14,15 @@ from batchery.cli.explain import explain
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
+from support.roles import acting_as
 from support.served_models import save_writer
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
 
 TIMEOUT_S = patient(60)
 
-#: How often the model is replaced under load; `tests/faults` does it more often.
-RELOADS = 6
+#: How often the model is replaced under load.
+RELOADS = 50
 
 SETTINGS = """
 [models.mood]
@@ -70,7 +71,8 @@ def _app(redis_url: str) -> None:
 
 
 def run(command: Any, *arguments: object) -> Result:
-    return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
+    with acting_as(shop.app, "operator"):
+        return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
 
 
 def load(name: str, *options: object) -> Result:

@@ -143,6 +143,22 @@ def test_celerys_own_calls_answer_for_one_item_of_a_batch(queue: str) -> None:
     assert [answer(job) for job in jobs] == ["a 0", "retry 2", "REPLACED", "b 0"] * 3
 
 
+def test_other_tasks_called_eagerly_answer_as_within_an_ordinary_task(batching: Worker) -> None:
+    own_id, *stock = answer(canvas.calls_of_a_task.delay())
+    answers = [42, "A", 42, 42, None, "eager"]
+    assert stock == [*answers, own_id, own_id]
+    # An unbound function sees no job that could be the parent; nor does one that has several.
+    jobs = canvas.calls_of_unbound.submit_many(map(str, range(50)))
+    seen = [answer(job) for job in jobs]
+    assert {size for size, *_ in seen} != {1}
+    assert all(others == [*answers, "eager", None] for _, *others in seen)
+    alone = canvas.calls_of_bound.delay("a")
+    assert answer(alone) == [[alone.id], *answers, alone.id, alone.id]
+    for ids, *others in map(answer, canvas.calls_of_bound.submit_many(map(str, range(50)))):
+        parents = [ids[0]] * 2 if len(ids) == 1 else ["eager", None]
+        assert others == [*answers, *parents]
+
+
 def test_retry_with_unsupported_options_is_refused_in_a_batch(batching: Worker) -> None:
     with pytest.raises(BatchArgumentError, match=r"Replace\("):
         answer(canvas.stock_calls.delay("too much"))

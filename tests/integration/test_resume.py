@@ -2,19 +2,21 @@
 
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import redis
 from celery import Celery
 
-from batchery import DatasetError
-from batchery_producer import Ending, Snapshot, submit_file
+from batchery import DatasetError, RedisUnavailable
+from batchery.transport.redis_schema import Keys
+from batchery_producer import Ending, Snapshot, Summary, submit_file
 from conftest import StartWorker
 from support.bulk_runs import Command, read_rows, write_rows
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
+from support.roles import acting_as, has_roles, take_refusals
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
@@ -41,6 +43,34 @@ def recomputed(trace: Path) -> int:
     return sum(count - 1 for count in Counter(trace.read_text().splitlines()).values())
 
 
+def kill(command: Command) -> None:
+    command.process.kill()
+    command.end()
+
+
+def resume(folder: Path, redis_url: str, arguments: Sequence[str]) -> None:
+    code, _, stderr = Command(folder, redis_url, *arguments).end()
+    assert (code, "were done before" in stderr) == (0, True), stderr
+
+
+def go_on(
+    client: Celery, source: Path, task: str, folder: Path, progress: Callable[[Snapshot], None]
+) -> Summary:
+    """Takes a run up again, whose output and trace are in a folder."""
+    with acting_as(client, "operator"):
+        return submit_file(
+            source,
+            task,
+            folder / "out.jsonl",
+            app=client,
+            queue=QUEUE,
+            keywords={"path": str(folder / "trace")},
+            resume=True,
+            timeout_s=patient(60),
+            progress=progress,
+        )
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
     tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis", name: str
@@ -54,16 +84,35 @@ def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
     ]
     first = Command(tmp_path, redis_url, *arguments)
     wait_for(lambda: lines_of(trace) > 0.3 * count and output.stat().st_size, "30 %")
-    first.process.kill()
-    first.end()
-    code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
-    assert (code, "were done before" in stderr) == (0, True), stderr
+    kill(first)
+    resume(tmp_path, redis_url, arguments)
     assert_each_row_once(output, count)
     assert recomputed(trace) == 0
     assert not (tmp_path / f"{name}.journal").exists()
     # Once more: there is nothing to do, and nothing is sent.
     code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
     assert (code, f"{count:,} were done before" in stderr) == (0, True), stderr
+    assert recomputed(trace) == 0
+
+
+def test_jobs_that_were_sorted_by_tenant_are_not_sent_again(
+    tmp_path: Path, redis_url: str, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    count = 1500
+    source, output = write_rows(tmp_path / "in.jsonl", count), tmp_path / "out.jsonl"
+    trace = tmp_path / "trace"
+    arguments = [str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)]
+    arguments += ["--option", f'path="{trace}"', "--option", "pause_s=0.2", "--resume"]
+    first = Command(tmp_path, redis_url, *arguments)
+    wait_for(lambda: output.exists() and output.stat().st_size, "the first results")
+    keywords = {"path": str(tmp_path / "others"), "pause_s": 0.2}
+    for number in range(5):
+        headers = {"batchery_tenant": "acme"}
+        client.send_task(TASK, [f"{number}"], keywords, queue=QUEUE, headers=headers)
+    wait_for(lambda: int(store.hget(Keys().tenants, QUEUE) or 0) > 500, "the jobs to be sorted")
+    kill(first)
+    resume(tmp_path, redis_url, arguments)
+    assert_each_row_once(output, count)
     assert recomputed(trace) == 0
 
 
@@ -98,8 +147,7 @@ def test_jobs_that_wait_run_or_have_ended_are_not_sent_again(
     first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
     wait_for(lambda: str(gate) in (trace.read_text() if trace.exists() else ""), "a busy device")
     wait_for(lambda: unsettled(redis_url) + int(store.llen(QUEUE)) == 100, "the jobs to be sent")
-    first.process.kill()
-    first.end()
+    kill(first)
     seen: list[int] = []
 
     def open_gate(run: Snapshot) -> None:
@@ -107,17 +155,7 @@ def test_jobs_that_wait_run_or_have_ended_are_not_sent_again(
         if run.in_flight == 100:
             gate.touch()
 
-    summary = submit_file(
-        source,
-        TASK,
-        output,
-        app=client,
-        queue=QUEUE,
-        keywords={"path": str(trace)},
-        resume=True,
-        timeout_s=patient(60),
-        progress=open_gate,
-    )
+    summary = go_on(client, source, TASK, tmp_path, open_gate)
     assert (summary.ending, summary.submitted, summary.succeeded) == (Ending.SUCCEEDED, 0, 100)
     assert recomputed(trace) == 0
     assert sorted(row["line"] for row in read_rows(output)) == list(range(1, 101))
@@ -134,24 +172,13 @@ def test_an_ordinary_task_s_jobs_are_found_where_they_run(
     arguments = [str(source), "-A", APP, "--task", task, "--queue", QUEUE, "-o", str(output)]
     first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
     wait_for(trace.exists, "the job to run")
-    first.process.kill()
-    first.end()
+    kill(first)
 
     def open_gate(run: Snapshot) -> None:
         if run.in_flight:
             gate.touch()
 
-    summary = submit_file(
-        source,
-        task,
-        output,
-        app=client,
-        queue=QUEUE,
-        keywords={"path": str(trace)},
-        resume=True,
-        timeout_s=patient(60),
-        progress=open_gate,
-    )
+    summary = go_on(client, source, task, tmp_path, open_gate)
     assert (summary.submitted, summary.succeeded) == (0, 1)
 
 
@@ -162,8 +189,7 @@ def begun(tmp_path: Path, redis_url: str, store: "redis.Redis") -> Iterator[list
     arguments = [str(source), "--redis", redis_url, "--queue", "nobody", "-o", str(output)]
     first = Command(tmp_path, redis_url, *arguments, "--task", TASK)
     wait_for(lambda: store.llen("nobody") == 3, "the jobs to be sent")
-    first.process.kill()
-    first.end()
+    kill(first)
     yield arguments
     store.delete("nobody")
 
@@ -207,6 +233,16 @@ def test_without_resume_the_output_stays_and_resume_is_named(
     code, _, stderr = Command(tmp_path, redis_url, *begun, "--task", TASK).end()
     assert code == 2
     assert "already there; --resume submits the missing rows" in stderr
+
+
+@pytest.mark.skipif(not has_roles(), reason="whoever has no users may do all")
+def test_who_may_only_send_jobs_is_told_who_goes_on(
+    tmp_path: Path, redis_url: str, client: Celery, begun: list[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(RedisUnavailable, match="use the user `operator` of `batchery acl`"):
+        submit_file(tmp_path / "in.jsonl", TASK, output, app=client, queue="nobody", resume=True)
+    assert take_refusals(redis_url) == {("tests-producer", "nobody", "toplevel")}
 
 
 def test_an_output_without_a_journal_is_not_added_to(tmp_path: Path, client: Celery) -> None:

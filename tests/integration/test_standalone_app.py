@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
+from support.redis_places import with_password
 
 
 def only(variables: Mapping[str, str]) -> dict[str, str]:
@@ -96,12 +96,14 @@ def test_worker_outlives_its_redis_with_one_line_in_the_log(
 
 
 def test_wrong_password_is_one_line_that_says_what_to_set(
-    start_worker: StartWorker, tmp_path: Path, model_toml: str, redis_server: EmbeddedRedis
+    start_worker: StartWorker, tmp_path: Path, model_toml: str, redis_url: str
 ) -> None:
     (tmp_path / "batchery.toml").write_text(model_toml)
-    url = f"redis://:wrong@127.0.0.1:{redis_server.port}/0"
+    url = with_password(redis_url, "wrong")
     urls = ("BATCHERY_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
-    worker = start_worker("batchery.app", ready=False, env=dict.fromkeys(urls, url))
+    # No device loads the model meanwhile.
+    queue = ("-Q", "elsewhere")
+    worker = start_worker("batchery.app", *queue, ready=False, env=dict.fromkeys(urls, url))
     wait_for(lambda: worker.has_logged("for batchery.app in BATCHERY_REDIS_URL", 1), "it says", 90)
     assert worker.log.count("Cannot connect to") == 1
     assert "wrong@" not in worker.log

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from conftest import flush
-from support.harness import TESTS
+from support.harness import PYTHONPATH
 from support.patience import patient
+from support.roles import as_role
 
 TIMEOUT_S = patient(60)
 
@@ -80,8 +81,8 @@ def test_a_worker_in_a_test_runs_batches_in_the_process_of_the_test(
 ) -> None:
     flush(redis_url)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TEST, redis_url, pool, case],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "WORKER_LOGLEVEL": "error"},
+        [sys.executable, "-W", "error", "-c", TEST, as_role(redis_url, "worker"), pool, case],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "WORKER_LOGLEVEL": "error"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

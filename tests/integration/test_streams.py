@@ -22,6 +22,7 @@ from batchery import (
     NoResult,
     Partial,
     SettingsError,
+    UnknownJob,
     UnserialisableResult,
     install,
 )
@@ -285,9 +286,32 @@ def test_a_caller_for_whom_nothing_comes_is_told_why(caller: Client, worker: Wor
     nothing = caller.task("unserved").stream(1, timeout_s=0.2)
     with pytest.raises(NoResult, match=r"nothing within 0.2 s: 1 waiting in queue 'unserved'"):
         next(nothing)
-    unknown = caller.follow("no-such-job", timeout_s=0.1)
-    with pytest.raises(NoResult, match="batchery stats"):
-        next(unknown)
+
+
+def test_a_job_that_nothing_is_known_of_cannot_be_followed(
+    redis_url: str, caller: Client, client: Celery, worker: Worker, tmp_path: Path
+) -> None:
+    text = "job no-such-job: there is no stream of it, and no result"
+    for after in (None, "3-0"):
+        with pytest.raises(UnknownJob, match=text):
+            next(caller.follow("no-such-job", after))
+
+    async def scene() -> None:
+        async with AsyncClient(redis_url) as other:
+            with pytest.raises(UnknownJob, match=text):
+                await anext(other.follow("no-such-job"))
+
+    asyncio.run(scene())
+    # One that waits in the queue is known, and so is one that has only a result.
+    waiting = caller.task("nobody").stream(1)
+    with pytest.raises(NoResult, match="batchery stats") as caught:
+        next(caller.follow(waiting.id, timeout_s=0.3))
+    assert not isinstance(caught.value, UnknownJob)
+    waiting.close()
+    plain = client.send_task("speller", ("ab",), queue="speller")
+    assert plain.get(timeout=TIMEOUT_S)["text"] == "ab"
+    followed = caller.follow(plain.id, timeout_s=TIMEOUT_S)
+    assert (list(followed), followed.result["text"]) == ([], "ab")
 
 
 def test_a_stream_without_pieces_costs_a_command_a_second(own_redis: OwnRedis) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def test_failures_and_bad_lines_are_told_with_line_and_reason(
         "line": 2,
         "error": {"type": "LookupError", "message": "lost"},
     }
-    assert failures[3]["error"]["message"] == "the id is already used in line 1"
+    assert failures[3]["error"]["message"] == "the id 1 is already used in line 1"
     assert failures[4]["error"]["message"] == "no field 'item'; fields: 'id'"
     assert failures[5]["error"]["message"].startswith("not JSON")
     assert failures[5]["error"]["type"] == "InvalidLine"
@@ -246,3 +247,17 @@ def test_rows_at_a_url_become_results_at_a_url(client: Celery, worker: Worker) -
         assert memory.cat("memory://shop/out.csv") == b"id,line,result\n1,1,ONE\n2,2,TWO\n"
     finally:
         memory.rm("memory://shop", recursive=True)
+
+
+def test_run_that_ends_early_writes_nothing_to_a_url_and_names_its_results(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    url = f"file://{tmp_path}/out.parquet"
+    command = ["-", "-A", APP, "--task", f"{APP}.shout", "--format", "text", "-o", url]
+    command += ["--on-error", "stop", "--window", "1"]
+    code, _, stderr = Command(tmp_path, redis_url, *command).end(b"one\n\xff\n" + b"two\n" * 20)
+    assert (code, (tmp_path / "out.parquet").exists()) == (1, False), stderr
+    assert f"nothing was written to {url}, as some rows are not done" in stderr
+    (part,) = re.findall(r"results in (\S+)", stderr)
+    assert read_rows(Path(part))[0]["result"] == "ONE"
+    Path(part).unlink()

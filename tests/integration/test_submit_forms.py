@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from celery import Celery
 
 from batchery import DatasetError
 from batchery_producer import Ending, submit_file
+from batchery_producer.cli.submit import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker
 from support.patience import patient
@@ -58,6 +61,23 @@ def test_openai_s_requests_become_openai_s_responses(
         "out.errors.jsonl",
         "out.jsonl",
     ]
+
+
+def test_openai_s_requests_come_by_a_pipe_and_name_their_model(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    arguments = ["-", "--format", "openai", "-A", APP, "--queue", QUEUE, "-o", "out.jsonl"]
+    lines = ["{broken", *(json.dumps(request(f"{n}", f"text {n}")) for n in range(300))]
+    data = "".join(f"{line}\n" for line in lines).encode()
+    code, _, stderr = Command(tmp_path, redis_url, *arguments).end(data)
+    assert code == 1, stderr
+    assert "300 succeeded, 1 failed" in stderr
+    assert {each["custom_id"] for each in read_rows(tmp_path / "out.jsonl")} == {
+        f"{n}" for n in range(300)
+    }
+    code, _, stderr = Command(tmp_path, redis_url, *arguments, "--dry-run", "--overwrite").end(data)
+    assert code == 1, stderr
+    assert "300 rows can be sent, 1 cannot" in stderr
 
 
 def test_many_parquet_files_become_one_csv_file_in_their_order(
@@ -113,6 +133,11 @@ def test_failures_can_be_tried_again(tmp_path: Path, client: Celery, worker: Wor
     assert (again.ending, again.submitted) == (Ending.SUCCEEDED, 2)
     rows = sorted(read_rows(tmp_path / "b.jsonl"), key=lambda row: row["line"])
     assert [(row["line"], row["result"]) for row in rows] == [(2, "RAISE"), (4, "RAISE")]
+    source.write_text("".join(json.dumps({"text": item}) + "\n" for item in items[:2]))
+    options["retry_failed"] = tmp_path / "a.errors.jsonl"
+    less = submit_file(source, f"{APP}.shout", tmp_path / "c.jsonl", **options)
+    assert (less.ending, less.submitted) == (Ending.SOME_FAILED, 1)
+    assert "1 of 2 failures are of no row of the input, such as id 4; is it of an" in less.message
 
 
 @pytest.mark.parametrize("bad", ['{"id": 3}', '{"text": "raise"}'], ids=["line", "job"])
@@ -127,6 +152,7 @@ def test_the_first_failure_can_end_the_run(
     code, _, stderr = command.end()
     assert code == 1
     assert f"stopped at {source}, line 3: " in stderr
+    assert "--resume goes on from here" in stderr
     assert len(read_rows(tmp_path / "out.errors.jsonl")) == 1
     assert len(read_rows(tmp_path / "out.jsonl")) < 2000
     code, _, stderr = Command(tmp_path, redis_url, *arguments, "--resume").end()
@@ -165,6 +191,27 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
         assert (code, why in stderr) == (2, True), stderr
 
 
+def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 3)
+    task = ["-A", APP, "--task", f"{APP}.shout", "--queue", "nobody"]
+    task += ["--priority", "6", "--tenant", "acme"]
+    before = datetime.now(UTC)
+    command = Command(tmp_path, redis_url, str(source), *task, "-o", "out.jsonl", "--dry-run")
+    code, _, stderr = command.end()
+    assert code == Ending.GAVE_UP.value, stderr
+    assert re.search(r"probe: no result within 1\d s: 3 waiting in queue 'nobody'; ", stderr)
+    assert "answers, but consumes another queue: start a worker with `-Q nobody`" in stderr
+    messages = [json.loads(each) for each in store.lrange("nobody\x06\x166", 0, -1)]
+    assert len(messages) == 3
+    for message in messages:
+        assert message["headers"]["batchery_tenant"] == "acme"
+        expires = datetime.fromisoformat(message["headers"]["expires"])
+        left_s = (expires - before).total_seconds()
+        assert PROBE_S < left_s < PROBE_S + patient(30)
+
+
 def test_without_a_task_the_options_that_name_one_are_told(
     tmp_path: Path, redis_url: str, worker: Worker
 ) -> None:
@@ -181,7 +228,7 @@ def test_an_output_that_vanishes_ends_the_run_and_says_so(
     def remove(run: Any) -> None:
         output.unlink(missing_ok=True)
 
-    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: the file was removed"):
+    with pytest.raises(DatasetError, match=r"file was removed; --resume goes on"):
         submit_file(
             write_rows(tmp_path / "in.jsonl", 50),
             f"{APP}.shout",

@@ -120,3 +120,23 @@ def test_scripts_may_be_flushed(both: StartConsumer, url: str, bare: Any) -> Non
     bare.script_flush()
     consumer.messages[0].requeue()
     assert consumer.get(2) == ["1", "1"]
+
+
+def test_lost_connections_leave_nothing_on_the_event_loop(
+    consume: StartConsumer, url: str, bare: Any
+) -> None:
+    """Else a worker keeps a transport for each, and calls it in each turn of its loop."""
+    consumer = consume("q", hub=True)
+    ticks = len(consumer.hub.on_tick)
+    for number in range(1, 4):
+        consumer.break_connection()
+        assert not consumer.hub.on_tick
+        consumer.open("q")
+        assert len(consumer.hub.on_tick) == ticks
+        send(url, "q", str(number))
+        assert consumer.get(1) == [str(number)]
+        consumer.messages.pop().ack()
+        consumer.until(lambda: leases(bare) == 0)
+    # The same transport may come to its loop again, as Celery's worker lets it.
+    consumer.connection.register_with_event_loop(consumer.hub)
+    assert len(consumer.hub.on_tick) == ticks

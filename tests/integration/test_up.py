@@ -45,6 +45,30 @@ def nap(file: str, seconds: float = 3) -> str:
     return "rested"
 """
 
+#: Its tasks go to several queues, one of them where nobody can tell before there is a call.
+ROUTED = """
+from shop import BatchTask, app
+
+@app.task(base=BatchTask, name="fast", queue="fast")
+def fast(texts: list[str]) -> list[str]:
+    return [text.upper() for text in texts]
+
+@app.task(name="routed")
+def routed() -> str:
+    return "routed"
+
+@app.task(name="picky")
+def picky(number: int) -> str:
+    return "picky"
+
+def route(name: str, args: list, kwargs: dict, options: dict, task: object = None) -> object:
+    if name == "picky":
+        return {"queue": f"picky-{args[0]}"}
+    return {"queue": "other"} if name == "routed" else None
+
+app.conf.task_routes = [route]
+"""
+
 #: Also on a slow machine that is busy with other tests, in seconds.
 START_S = patient(90.0)
 
@@ -354,6 +378,26 @@ def test_a_stack_runs_inside_a_program_on_a_redis_that_is_there(
     assert not worker.is_running()
     assert {name for name, _ in lines} == {"worker"}
     assert any("shop" in line for _, line in lines)
+
+
+@pytest.mark.usefixtures("app_path")
+def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> None:
+    Path("more.py").write_text(ROUTED)
+    with Stack("more", redis_url=redis_url, flower=False, loglevel="WARNING") as stack:
+        assert stack.remote.queues() == ["celery", "fast", "other"]
+        app = Celery(broker=redis_url, backend=redis_url, set_as_current=False)
+        try:
+            jobs = [
+                app.send_task("fast", ["a"], queue="fast"),
+                app.send_task("shout", ["b"]),
+                app.send_task("routed", queue="other"),
+            ]
+            answers = [job.get(timeout=patient(30)) for job in jobs]
+        finally:
+            backend: Any = app.backend
+            backend.result_consumer.stop()
+            app.close()
+    assert answers == ["A", "B", "routed"]
 
 
 @pytest.mark.usefixtures("app_path")

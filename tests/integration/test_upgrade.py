@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from redis import Redis
 
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker, flush
@@ -174,7 +173,7 @@ def test_a_rolling_upgrade_under_load_loses_nothing(
         for load in loads:
             kill_all(load)
     assert unsettled(versions.url) == queue_length(versions.url) == 0
-    with closing(Redis.from_url(versions.url)) as store:
+    with probing(versions.url) as store:
         assert not store.exists(Keys().dead, Keys().workers, Keys().worker_info)
         assert store.get(Keys().schema) == b"1"
 

@@ -72,6 +72,7 @@ def gateway(start_gateway: StartGateway, worker: Worker, redis_url: str) -> Gate
         "tasks": ["apps.shop.*"],
         "webhook_hosts": ["127.0.0.0/8"],
         "keys": {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH}},
+        "worker": True,
     }
     return start_gateway(
         "-A",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
-from support.harness import TESTS, wait_for
+from support.harness import PYTHONPATH, wait_for
 from support.patience import patient
 from support.roles import as_command
 
@@ -45,7 +45,7 @@ class Command:
             stderr=subprocess.PIPE,
             env={
                 **os.environ,
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": PYTHONPATH,
                 "CELERY_BROKER_URL": redis_url,
                 "CELERY_RESULT_BACKEND": redis_url,
             },

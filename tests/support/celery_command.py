@@ -1,4 +1,4 @@
-"""`celery` with what a worker needs: Flower and a shell are a third of the start of a worker."""
+"""`celery` with what a worker needs: a shell and colours are a third of the start of a worker."""
 
 import sys
 from types import SimpleNamespace
@@ -7,10 +7,11 @@ from typing import Any
 from celery.__main__ import main
 
 #: Name of a module -> what stands in for it: Celery goes without a command that cannot be imported,
-#: and makes a shell of `celery amqp` by the other one.
+#: makes a shell of `celery amqp` by the second, and writes without colours without the third.
 LEFT_OUT: dict[str, Any] = {
     "flower": None,
     "click_repl": SimpleNamespace(register_repl=lambda _: None),
+    "pygments.lexers": None,
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.harness import TESTS
+from support.harness import PYTHONPATH
 from support.patience import patient
 from support.roles import as_command
 
@@ -17,7 +17,7 @@ TIMEOUT_S = patient(60)
 
 def start(redis_url: str, *command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     """Starts a Python module as a command, on a Redis and with the tests' apps."""
-    redis_url, words = as_command(redis_url, command)
+    redis_url, words = as_command(redis_url, command, cwd)
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", *words],
         stdout=subprocess.PIPE,
@@ -26,7 +26,7 @@ def start(redis_url: str, *command: str, cwd: Path | None = None) -> "subprocess
         cwd=cwd,
         env={
             **os.environ,
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHONPATH,
             "PYTHONUNBUFFERED": "1",
             "CELERY_BROKER_URL": redis_url,
             "CELERY_RESULT_BACKEND": redis_url,
@@ -59,7 +59,7 @@ def run_code(redis_url: str, code: str, **environment: str) -> Any:
         env={
             **os.environ,
             **environment,
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHONPATH,
             "CELERY_BROKER_URL": redis_url,
             "CELERY_RESULT_BACKEND": redis_url,
         },

@@ -18,7 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 from batchery import Settings
 from support.docs_commands import check_commands, read_commands, search_path
-from support.harness import START_S, TESTS, wait_for
+from support.harness import PYTHONPATH, START_S, STARTUP, TESTS, wait_for
 from support.patience import patient
 
 #: What stands behind the opening fence: the language, and how the block is tested.
@@ -64,6 +64,9 @@ MAX_LOG_CHARS = 10_000
 
 #: Exit code of a page that was followed to its end. A block that ends Python must not look like it.
 FOLLOWED = 42
+
+#: Kinds of blocks that nothing of is run: a page with no others needs no process of its own.
+LOOKED_AT = {"bash", "console", "json", "jsonl", "mermaid", "text", "toml", "yaml"}
 
 PYTHON = PythonEvaluator()
 DOCTESTS = DocTestStringParser(DocTestEvaluator(doctest.ELLIPSIS))
@@ -176,8 +179,14 @@ class Reader:
                     stop(process)
 
 
+def is_only_looked_at(page: Path) -> bool:
+    """Whether nothing of a page is run."""
+    blocks = BLOCKS(Document(page.read_text(encoding="utf-8"), str(page)))
+    return all(each.lexemes["info"] in LOOKED_AT for each in blocks)
+
+
 def follow(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
-    """Tests the blocks of a page in a process of its own.
+    """Tests the blocks of a page, in a process of its own where any of it is run.
 
     Args:
         page: The page.
@@ -185,11 +194,15 @@ def follow(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
         environment: Additional variables: they say which Redis and which models there are.
 
     Raises:
-        AssertionError: A block does not do what the page says; has all that was printed.
+        Exception: A block does not do what the page says; has all that was printed.
     """
+    if is_only_looked_at(page):
+        with chdir(folder):
+            Reader().follow(page)
+        return
     # Celery warns of being root, as tests in containers are. The page's own Python is strict.
     own = {"PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "PATH": search_path()}
-    own["PYTHONPATH"] = f"{TESTS}{os.pathsep}{TESTS.parent}"
+    own["PYTHONPATH"] = f"{PYTHONPATH}{os.pathsep}{TESTS.parent}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-W", "error", "-m", "support.docs_page", str(page)],
@@ -273,7 +286,7 @@ def place(example: Example) -> Iterator[None]:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(PAGE_S, exit=True)
-    # It was for this process alone.
-    os.environ.pop("PYTHONPATH", None)
+    # The rest of it was for this process alone.
+    os.environ["PYTHONPATH"] = STARTUP
     Reader().follow(Path(sys.argv[1]))
     sys.exit(FOLLOWED)

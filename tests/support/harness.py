@@ -14,12 +14,19 @@ import psutil
 from celery import Celery
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from batchery.gateway_settings import JOBS_QUEUE
 from support.patience import patient
 from support.roles import as_role, grant, probing
 
 T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parents[1]
+
+#: Has processes of tests start faster.
+STARTUP = str(TESTS / "support" / "startup")
+
+#: Python's path in processes of tests that need apps of tests.
+PYTHONPATH = os.pathsep.join([STARTUP, str(TESTS)])
 
 #: Generous, for a slow machine that compiles everything for the first time, and loads torch.
 START_S = patient(90.0)
@@ -131,8 +138,9 @@ class Worker:
         command += ["-n", f"{self.log_file.stem}@test"]
         if is_alone:
             command += ["--without-mingle", "--without-gossip"]
-        grant(redis_url, ["-A", app, *arguments], env or {})
-        redis_url = as_role(redis_url, "worker")
+        grant(redis_url, ["-A", app, *arguments], env or {}, cwd)
+        role = "gateway-worker" if JOBS_QUEUE in arguments else "worker"
+        redis_url = as_role(redis_url, role)
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments],
@@ -142,13 +150,13 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(TESTS),
+                    "PYTHONPATH": PYTHONPATH,
                     # Tests may run as root in containers, of which Celery warns.
                     "PYTHONWARNINGS": "ignore",
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
                     "BATCHERY_REDIS_URL": redis_url,
-                    **{name: as_role(value, "worker") for name, value in (env or {}).items()},
+                    **{name: as_role(value, role) for name, value in (env or {}).items()},
                 },
             )
 

@@ -83,10 +83,10 @@ async def echo(call: Call) -> None:
     await call.done()
 
 
-def status(code: int, message: str = "no", **headers: str) -> Reply:
+def status(number: int, message: str = "no", code: str | None = None, **headers: str) -> Reply:
     async def reply(call: Call) -> None:
-        await call.head(code, "application/json", **headers)
-        await call.part(json.dumps({"error": {"message": message}}).encode())
+        await call.head(number, "application/json", **headers)
+        await call.part(json.dumps({"error": {"message": message, "code": code}}).encode())
         await call.part(b"")
 
     return reply

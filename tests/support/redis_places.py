@@ -28,6 +28,13 @@ def with_database(url: str, number: int) -> str:
     return urlsplit(url)._replace(path=f"/{number}").geturl()
 
 
+def with_password(url: str, password: str) -> str:
+    """The URL for whoever has no name and this password; for whoever has none, if it is empty."""
+    parts = urlsplit(url)
+    login = f":{password}@" if password else ""
+    return parts._replace(netloc=f"{login}{parts.hostname}:{parts.port}").geturl()
+
+
 class Certificate(NamedTuple):
     """One that signs itself, for 127.0.0.1."""
 

@@ -34,10 +34,11 @@ ADMIN = f"{PREFIX}admin"
 #: What may be refused: what a server tells of itself, of which a role can do without.
 TOLERATED = {"client|setinfo", "client"}
 
-#: The role of a command of Batchery or Celery; whoever is not named is a producer.
+#: The role of a command of Batchery or Celery, or of its option; who is not named is a producer.
 COMMAND_ROLES = {
-    **dict.fromkeys(("stats", "explain", "models", "exporter", "health"), "monitor"),
-    **dict.fromkeys(("dead", "doctor", "purge"), "operator"),
+    **dict.fromkeys(("stats", "explain", "models", "placement", "exporter", "health"), "monitor"),
+    # A run that goes on reads the messages that wait, and those that workers hold.
+    **dict.fromkeys(("dead", "doctor", "drain", "reload", "purge", "--resume"), "operator"),
     **dict.fromkeys(("worker", "beat"), "worker"),
     "flower": "flower",
     "serve": "gateway",
@@ -48,7 +49,7 @@ QUEUES = (
     *("aside", "nobody", "later", "there", "embed", "chat", "loud", "any", "next", "extra"),
     *("limited", "unlimited", "included", "pickled", "faults", "shop", "other", "bodies", "full"),
     *("devices", "elsewhere", "countdown", "apart", "speller", "doubles", "files", "traced"),
-    *("unserved", "late", "slow", "first", "stock", "any", "one", "two", "queue", "gone"),
+    *("unserved", "late", "slow", "first", "stock", "embde", "one", "two", "queue", "gone"),
 )
 
 #: What the tests' apps keep in Redis for themselves, as tasks of users may.
@@ -65,7 +66,7 @@ _WORDS = re.compile(r"\([^)]*\)|\S+")
 #: What users have, by their server.
 _spaces: dict[str, list[KeySpace]] = {}
 
-_LOGIN = re.compile(rf"//{PREFIX}[a-z]+:[a-z]+@")
+_LOGIN = re.compile(rf"//{PREFIX}[a-z-]+:[a-z-]+@")
 
 
 def has_roles() -> bool:
@@ -83,11 +84,11 @@ def as_admin(url: str) -> str:
     return _LOGIN.sub(_write_login("admin"), url)
 
 
-def as_command(url: str, command: Sequence[str]) -> tuple[str, list[str]]:
+def as_command(url: str, command: Sequence[str], cwd: Path | None = None) -> tuple[str, list[str]]:
     """The URL of the role that runs a command, and the command with it; its app is granted."""
     usual = "monitor" if command[0] == "celery" and "batchery" in command else "producer"
     role = next((COMMAND_ROLES[word] for word in command if word in COMMAND_ROLES), usual)
-    grant(url, command, {})
+    grant(url, command, {}, cwd)
     return as_role(url, role), [as_role(word, role) for word in command]
 
 
@@ -101,8 +102,10 @@ def acting_as(app: Celery, role: str) -> Iterator[None]:
     """Runs a block, such as a command within this process, as a role."""
     before = str(app.conf.broker_url)
     app.conf.update(broker_url=as_role(before, role))
-    yield
-    app.conf.update(broker_url=before)
+    try:
+        yield
+    finally:
+        app.conf.update(broker_url=before)
 
 
 @contextlib.contextmanager
@@ -115,19 +118,22 @@ def probing(url: str, **options: Any) -> Iterator[Any]:
         yield client
 
 
-def grant(url: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+def grant(
+    url: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None
+) -> None:
     """Gives the users what an app needs besides.
 
     Args:
         url: Of the Redis.
         arguments: Of a command, which name the app and its queues.
         environment: What the command has in its environment besides.
+        cwd: Where it is run, and finds its settings.
     """
     if as_admin(url) == url:
         return
     found = dict(itertools.pairwise(arguments))
     app = found.get("-A", DEFAULT_APP)
-    if space := _read_key_space(url, app, tuple(sorted(environment.items()))):
+    if space := _read_key_space(url, app, tuple(sorted(environment.items())), cwd):
         queues = [*space.queues, *found.get("-Q", "").split(",")]
         _add_space(url, replace(space, queues=[each for each in queues if each]))
 
@@ -186,13 +192,16 @@ print(json.dumps(asdict(read_key_space(load_app(sys.argv[1])))))
 
 
 @functools.cache
-def _read_key_space(url: str, app: str, environment: Sequence[Any]) -> KeySpace | None:
+def _read_key_space(
+    url: str, app: str, environment: Sequence[Any], cwd: Path | None
+) -> KeySpace | None:
     """As `batchery acl` reads it, in a process of its own; None where there is no such app."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _SHOW, app],
         capture_output=True,
         text=True,
         check=False,
+        cwd=cwd,
         env={
             **os.environ,
             "PYTHONPATH": TESTS,

@@ -22,6 +22,7 @@ from batchery.cli.app import check_broker
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
+from batchery.model_task import ModelTask
 from batchery.settings import (
     FILE_VARIABLE,
     Settings,
@@ -29,7 +30,7 @@ from batchery.settings import (
     nearest_name,
     settings_file,
 )
-from batchery.task import SIGNED, BatchTask, ModelTask
+from batchery.task import SIGNED, BatchTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
@@ -237,14 +238,14 @@ def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
 
 
 def find_queue(task: Any) -> str | None:
-    """The queue that a task is routed to; None if it has no route, or none that can be told."""
-    if isinstance(task, ModelTask):
-        return str(task.model_queue)
-    try:
-        route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
-    except Exception:  # noqa: BLE001 - it is the app's own code
-        return None
-    queue = (route or {}).get("queue")
+    """The queue of a task's own options, or of its route; None if it has none that can be told."""
+    queue = task._get_exec_options()["queue"]
+    if queue is None:
+        try:
+            route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
+        except Exception:  # noqa: BLE001 - it is the app's own code
+            return None
+        queue = (route or {}).get("queue")
     return None if queue is None else str(getattr(queue, "name", queue))
 
 

@@ -79,8 +79,13 @@ class DispatchedBatch:
     urgent: bool = False
     #: Whether it reached the hard limit.
     expired: bool = False
+    #: Whether all of its jobs were terminated, so that it must end soon.
+    is_unwanted: bool = False
     #: Whether its model is being loaded, which counts for none of its limits.
     is_loading: bool = False
+    #: When the load of its model began, and how long it took, in seconds.
+    load_began_s: float = 0.0
+    load_s: float = 0.0
     #: When it began, less the time of urgent batches since then; its time limit counts from here.
     #: A batch begins when it is the first one of its device, an urgent one when the device says so.
     began_s: float | None = None
@@ -99,6 +104,10 @@ class DispatchedBatch:
     def is_reserved(self) -> bool:
         """Whether its jobs may kill a worker, so that no other job may run."""
         return self.batch.jobs[0].recovered
+
+    def ran_s(self, now_s: float) -> float:
+        """For how long it has run, in seconds; 0 if it has not begun."""
+        return 0.0 if self.began_s is None else max(0.0, now_s - self.began_s)
 
     def left_s(self, now_s: float) -> float:
         """How much of its hard limit is left; only for a batch that has one and has begun."""

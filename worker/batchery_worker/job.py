@@ -73,6 +73,14 @@ class Job(Generic[T]):
     #: Maximum number of such jobs in its next batch, or in slots: half of those that were on that
     #: device.
     among: int = 1
+    #: How long it had waited before it came, in seconds, as far as its message says; since its ETA,
+    #: if it has one.
+    waited_s: float = 0.0
+
+    @property
+    def sent_s(self) -> float:
+        """Since when it waits, on the clock of `arrived_s`, as far as is known."""
+        return self.arrived_s - self.waited_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from celery.worker import state as worker_state
 
 from batchery.transport.inbox import Capacity
 from batchery.transport.leases import HeldJob
-from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.request import get_lease
 
 logger = logging.getLogger("batchery.worker")
@@ -52,6 +51,9 @@ class BatchBacklog(Backlog, Protocol):
 
     def offer_stranded(self, give: Give) -> int:
         """Offers the jobs that no device here will begin; returns how many went."""
+
+    def is_stranded(self, task: str) -> bool:
+        """Whether no device here will begin jobs of a task; from any thread."""
 
     @property
     def held(self) -> int:
@@ -141,7 +143,15 @@ class LateBinding:
         self._batches: BatchBacklog | None = None
         self._ordinary = ordinary
         self._kinds = kinds
+        #: Those of a queue that is not named.
+        self._all_kinds = QueueKinds(
+            {name: size for each in kinds.values() for name, size in each.batch.items()},
+            any(each.ordinary for each in kinds.values()),
+        )
         self._ordinary_prefetch = ordinary_prefetch
+        #: Answers of `find_jobs`, which is asked with each fetch.
+        self._jobs = {queue: self._name_jobs(each) for queue, each in kinds.items()}
+        self._all_jobs = self._name_jobs(self._all_kinds)
         self._channel: Any = None
         self._hub: Any = None
         self._is_look_planned = False
@@ -172,19 +182,36 @@ class LateBinding:
         kinds = self._kinds.get(queue)
         return 3 if kinds is None else bool(kinds.batch) + 2 * kinds.ordinary
 
+    def find_jobs(self, queue: str) -> tuple[frozenset[str], bool] | None:
+        """The batch tasks whose jobs come by a queue, and whether ordinary jobs come, too.
+
+        Returns:
+            None where no limit but the prefetch is for them.
+        """
+        return self._jobs.get(queue, self._all_jobs)
+
+    def _name_jobs(self, kinds: QueueKinds) -> tuple[frozenset[str], bool] | None:
+        is_limited = kinds.batch and (self._ordinary_prefetch or not kinds.ordinary)
+        return (frozenset(kinds.batch), kinds.ordinary) if is_limited else None
+
+    def serves(self, queue: str) -> bool:
+        """Whether jobs of a queue begin here, now or later; from any thread."""
+        kinds, batches = self._kinds.get(queue), self._batches
+        if kinds is None or kinds.ordinary or batches is None:
+            return True
+        return not all(map(batches.is_stranded, kinds.batch))
+
     def limit_for(self, queue: str, level: int) -> int | None:
         """How many more jobs of a queue and of the class that begins at a priority to take.
 
         Returns:
             None for no other limit than the prefetch.
         """
-        kinds = self._kinds.get(queue)
-        if kinds is None or not kinds.batch or self._batches is None:
+        if self._batches is None or self.find_jobs(queue) is None:
             return None
+        kinds = self._kinds.get(queue, self._all_kinds)
         if not kinds.ordinary:
             return self._batches.limit(kinds.batch, level)
-        if not self._ordinary_prefetch:
-            return None
         others = self._ordinary_prefetch - len(worker_state.reserved_requests)
         return self._batches.limit(kinds.batch, level, others + self._batches.held)
 
@@ -203,8 +230,6 @@ class LateBinding:
         if self._hub is not None and not self._is_look_planned:
             self._is_look_planned = True
             self._hub.call_later(self._pause_s, self._look)
-            # This turn of the loop has looked at its timers already.
-            begin_next_turn(self._hub)
 
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 from batchery.errors import DeadlineExceeded, counted
@@ -15,11 +15,11 @@ from batchery.protocol.figures import (
     BatchSums,
     CacheFigures,
     TaskFigures,
+    TextFigures,
 )
-from batchery.protocol.headers import MAX_AGE_S, SENT_AT
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.in_flight import DispatchedBatch
-from batchery_worker.ipc.messages import Done
+from batchery_worker.ipc.messages import Done, TextTimes
 
 logger = logging.getLogger("batchery.pool")
 
@@ -53,15 +53,7 @@ class Metrics(BatchFigures):
             waited_ms: How long its jobs together waited from arrival to dispatch.
         """
         jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
-        oldest_s = (left_s := time() - monotonic() + dispatched_s) - MAX_AGE_S
-        # From being sent; from its arrival here where a job does not say when that was.
-        waits_s = [
-            left_s - sent_s
-            if type(sent_s := job.payload.message.get(SENT_AT)) is float
-            and oldest_s < sent_s < left_s
-            else dispatched_s - job.arrived_s
-            for job in jobs
-        ]
+        waits_s = [dispatched_s - job.sent_s for job in jobs]
         task = jobs[0].key.task
         if (own := self.devices.get(device)) is None:
             own = self.devices[device] = BatchSums()
@@ -85,6 +77,11 @@ class Metrics(BatchFigures):
         self.batch_sizes[size] += 1
         kind.batch_sizes[size] += 1
         kind.outcomes["succeeded"] += list(map(_get_status, done.jobs)).count("committed")
+        for text in done.texts:
+            # A job in slots is a batch of its own.
+            times = TextTimes(*text)
+            texts = self.texts.setdefault(task, TextFigures())
+            texts.add(*times._replace(first_token_s=waits_s[0] + times.first_token_s))
         kind.waited_s += sum(waits_s)
         waits_s.sort()
         counted_before = 0

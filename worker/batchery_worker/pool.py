@@ -24,7 +24,8 @@ from batchery_worker.device_pool.process import (
 )
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.demand import BatchDemand
-from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
+from batchery_worker.dispatch.dispatcher import Dispatcher
+from batchery_worker.event_loop import is_cold_shutdown
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest
 
@@ -207,17 +208,17 @@ class HybridPool:
         self._on_loop(partial(control.reload, number, task, **options))
         return control.report(number)
 
-    def drain(self, device: str, *, undo: bool) -> dict[str, str] | None:
-        """Lets a device leave, or starts it again, and says how all devices are.
+    def drain(self, number: str, device: str, *, undo: bool) -> dict[str, Any] | None:
+        """Lets a device leave, or starts it again; for `DeviceControl`.
 
         Returns:
-            None before the start and after the end.
+            How devices are, and why some were given up; None before the start and after the end.
         """
         if self._dispatcher is None:
             return None
         control = self._dispatcher.control
-        self._on_loop(partial(control.drain, device, undo=undo))
-        return control.states()
+        self._on_loop(partial(control.drain, number, device, undo=undo))
+        return {"devices": control.states(), "errors": control.errors()}
 
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now; returns when the results are stored.
@@ -235,7 +236,7 @@ class HybridPool:
             self._ordinary.terminate_job(pid, signal)
 
     def cancel_job(self, job_id: str) -> None:
-        """Has a job that was revoked while it runs leave its slots, if it has any."""
+        """Ends what a job that was terminated while it runs has for itself: slots, or a batch."""
         if self._dispatcher is not None:
             self._on_loop(partial(self._dispatcher.cancel, job_id))
 

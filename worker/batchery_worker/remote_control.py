@@ -63,14 +63,14 @@ def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]
 
 
 @control_command(name=DRAIN)
-def drain(state: Any, device: str, *, undo: bool = False) -> dict[str, Any]:
+def drain(state: Any, number: str, device: str, *, undo: bool = False) -> dict[str, Any]:
     """Lets a device leave, or starts it again; asked again, it says how far that is."""
     order = getattr(state.consumer.pool, "drain", None)
-    states = None if order is None else order(device, undo=undo)
+    states = None if order is None else order(number, device, undo=undo)
     binding = getattr(state.consumer.controller, "late_binding", None)
     if binding is not None:
         binding.plan_look()
-    return NO_DEVICE if states is None else {"devices": states}
+    return states or NO_DEVICE
 
 
 def _queues(consumer: Any) -> list[str]:

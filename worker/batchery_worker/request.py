@@ -1,8 +1,10 @@
 """Celery's request, which also knows its lease, and in which batch it ran."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import redis
 from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
@@ -91,8 +93,13 @@ class BatchRequest(_Request):  # type: ignore[misc]
             super().cancel(pool, signal, emit_retry)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Drops the job while it runs; in slots it also ends there."""
+        """Drops the job while it runs; it also ends if its batch has no others."""
+        lease = self.lease
         super().terminate(pool, signal)
+        if lease is not None:
+            # Its device may be about to store the result. Once the lease has ended, it cannot.
+            with suppress(redis.RedisError):
+                lease.store.flush()
         cancel_job = getattr(pool, "cancel_job", None)
         if cancel_job is not None and self._already_revoked:
             cancel_job(self.id)

@@ -24,16 +24,18 @@ PASSWORD_BYTES = 32
 
 HELP = """Print users for Redis, each with the least that its role needs.
 
-ROLE is producer, worker, gateway, monitor, flower or operator; all of them by default. The lines
-are those of Redis's aclfile, for the keys and queues of your app. Nothing is asked of Redis.
+ROLE is one of those below; all of them by default. The lines are those of Redis's aclfile, for the
+keys and queues of your app. Nothing is asked of Redis.
 
 \b
-producer  sends jobs and reads results: web servers, `batchery submit`
-worker    `celery worker`; knows all queues, as it gives back what dead workers held
-gateway   `batchery serve`, with the worker that it starts
-monitor   `batchery stats`, `explain`, `models` and `exporter`
-flower    Flower
-operator  `batchery dead` and `doctor`, `celery purge`, `batchery submit` where it goes on
+producer        sends jobs and reads results: web servers, `batchery submit`
+worker          `celery worker`; knows all queues, as it gives back what dead workers held
+gateway         `batchery serve`, with the worker that it starts
+gateway-worker  the workers of the gateway's jobs where it starts none
+monitor         `batchery stats`, `explain`, `models`, `placement` and `exporter`
+flower          Flower
+operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`, and
+                `batchery submit` where it goes on
 """
 
 

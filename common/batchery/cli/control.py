@@ -11,9 +11,14 @@ from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors
-from batchery.cli.survey import ask_workers, find_installed, registered_workers
+from batchery.cli.survey import (
+    ask_workers,
+    find_installed,
+    name_live_workers,
+    registered_workers,
+)
 from batchery.errors import StartError
-from batchery.protocol.figures import DRAIN, RELOAD
+from batchery.protocol.figures import DRAIN, GIVEN_UP, RELOAD
 
 #: How long one look waits for the workers' answers, in seconds.
 ANSWER_TIMEOUT_S = 1.0
@@ -44,12 +49,13 @@ Exit codes:
 DRAIN_HELP = """Empty a device: it finishes what it has, gets no more, and frees its memory.
 
 Where the last device of a task is drained, the worker takes no more of its jobs. DEVICE is a name
-that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too.
+that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too. With --undo, a device that was
+given up is started once more, too, as after the repair of a driver.
 
 \b
 Exit codes:
   0    the device is drained, or ready again
-  1    no worker has such a device, or it stopped answering
+  1    no worker has such a device, it does not start, or it stopped answering
   2    could not start: no such app, or its broker does not answer
   130  interrupted; the workers go on
 """
@@ -118,25 +124,34 @@ def drain(
     timeout_s: float,
 ) -> None:
     """Runs the command; see `DRAIN_HELP`."""
-    wanted = "ready" if undo else "drained"
+    # What was given up holds nothing of its device.
+    ends = {"ready" if undo else "drained", GIVEN_UP}
 
     def is_over(answer: Mapping[str, Any]) -> bool:
-        return all(state == wanted for state in choose(answer["devices"], device).values())
+        return ends.issuperset(choose(answer["devices"], device).values())
 
     app = load_app(app_path, redis_url)
-    answers = follow(app, worker, timeout_s, is_over, DRAIN, device=device, undo=undo)
-    lines = [
-        f"{name}: {each} is {state}"
-        for name, answer in sorted(answers.items())
-        for each, state in choose(answer.get("devices", {}), device).items()
-    ]
+    order = {"number": uuid.uuid4().hex, "device": device, "undo": undo}
+    answers = follow(app, worker, timeout_s, is_over, DRAIN, **order)
+    lines, is_done = describe_drain(device, answers)
     there = sorted({each for answer in answers.values() for each in answer.get("devices", {})})
     for line in lines or [f"no worker has a device {device!r}; there are {', '.join(there)}"]:
         click.echo(line)
     silent = _describe_silent(answers)
     for line in silent:
         click.echo(line)
-    context.exit(0 if lines and not silent else NOT_DONE)
+    context.exit(0 if lines and not silent and (is_done or not undo) else NOT_DONE)
+
+
+def describe_drain(device: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
+    """How the devices are that a name stands for, a line each; and whether none is given up."""
+    lines, given_up = list[str](), 0
+    for worker, answer in sorted(answers.items()):
+        for each, state in choose(answer.get("devices", {}), device).items():
+            why = answer.get("errors", {}).get(each)
+            lines.append(f"{worker}: {each} is {state}" + (f": {why}" if why else ""))
+            given_up += state == GIVEN_UP
+    return lines, not given_up
 
 
 def choose(devices: Mapping[str, str], name: str) -> dict[str, str]:
@@ -175,6 +190,8 @@ def follow(
     check_broker(app)
     with broker_errors():
         open_ = {worker} if worker else find_workers(app, timeout_s)
+    # Of workers that are found one may be dead without anybody knowing it yet.
+    unheard = set() if worker else set(open_)
     answers: dict[str, Mapping[str, Any]] = {}
     heard_s = dict.fromkeys(open_, time.monotonic())
     while open_:
@@ -183,6 +200,10 @@ def follow(
         answers |= {name: each for name, each in found.items() if "devices" in each}
         now_s = time.monotonic()
         heard_s |= dict.fromkeys(found, now_s)
+        unheard &= open_ - set(found)
+        if unheard:
+            with broker_errors():
+                open_ -= unheard - find_workers(app, timeout_s)
         for name in open_ & set(found):
             if "devices" not in found[name] or found[name].get("error") or is_over(found[name]):
                 open_.discard(name)
@@ -197,15 +218,14 @@ def follow(
 
 
 def find_workers(app: Celery, timeout_s: float) -> set[str]:
-    """Names of the workers that may have devices.
+    """Names of the workers that may have devices, without those that are known to be dead.
 
     Raises:
         redis.RedisError: Redis does not answer.
     """
-    registered = {each.name for each in registered_workers(app).values() if each.name is not None}
-    if registered:
-        return registered
-    # Another broker than Redis knows of none.
+    if names := name_live_workers(registered_workers(app)):
+        return names
+    # Another broker than Redis knows of none, and one that has just begun not by name.
     return {name for name, is_there in find_installed(app, timeout_s).items() if is_there}
 
 

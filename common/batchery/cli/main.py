@@ -5,6 +5,7 @@ it cannot be imported, it says so, and the others work.
 """
 
 import difflib
+import os
 import signal
 import sys
 import traceback
@@ -28,7 +29,8 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
     """Ends the process after an error with one line on stderr and an exit code.
 
     Raises:
-        SystemExit: With the error's exit code, or 130 after Ctrl-C.
+        SystemExit: With the error's exit code, or 130 after Ctrl-C. After any other error, which is
+            a defect, with 70 and a traceback, as commands say something else by 1.
     """
     try:
         yield
@@ -41,6 +43,11 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
         if with_traceback:
             traceback.print_exc()
         sys.exit(INTERRUPTED)
+    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise  # click's own, and the end of a pager.
+    except Exception:  # noqa: BLE001 (whatever it is)
+        traceback.print_exc()
+        sys.exit(os.EX_SOFTWARE)
 
 
 class CommandGroup(click.Group):

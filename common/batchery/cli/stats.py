@@ -19,6 +19,7 @@ from batchery.cli.recording import record
 from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
 from batchery.errors import StartError, counted
 from batchery.protocol.figures import (
+    GIVEN_UP,
     CacheFigures,
     DeviceSnapshot,
     LearnedCosts,
@@ -182,6 +183,9 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
         parts.append(Text(f"{text}: celery -A APP worker"))
     if now.queues:
         parts.append(queue_table(now.queues))
+    if orphaned := sum(now.orphaned.values()):
+        text = "of these jobs are held by dead workers, until one that lives gives them back"
+        parts.append(Text(f"{orphaned:,} {text}", "red"))
     if now.dead_letters:
         parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)
@@ -261,6 +265,8 @@ def percent(share: float | None) -> str:
 def _device(device: DeviceSnapshot) -> Text:
     if device.state == "drained":
         return Text("drained, see `batchery drain`")
+    if device.state == GIVEN_UP:
+        return Text(f"given up, see `batchery drain --undo`: {device.error}", "bold red")
     return Text.assemble(
         (device.state, STATE_STYLES.get(device.state, "")),
         f", pid {device.pid}, loaded in {device.load_s:.1f} s,"

@@ -15,11 +15,13 @@ from celery.app.control import flatten_reply
 from kombu.transport import redis as kombu_redis
 
 from batchery.cli.console import broker_errors
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.figures import FIGURES, WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
-from batchery.transport.dead_letters import DeadLetters
+from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
+from batchery.transport.redis_schema import Keys, transport_scripts
 
 #: How long workers that were found are asked alone, in seconds; then all are looked through again.
 DISCOVERY_S = 5.0
@@ -64,14 +66,15 @@ class Survey:
     Attributes:
         workers: Answers by worker, as from `celery inspect batchery`; `{"error": why}` from a
             worker that runs no batches.
-        queues: Messages that wait in the broker, by name of each queue that a worker consumes, or
-            that was asked for.
+        queues: Messages that wait, by name of each queue that a worker consumes, or that was asked
+            for: those that no worker holds, and those of dead workers.
         dead_letters: Number of dead letters; None if the broker is not a Redis.
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
-        leased: Messages that workers hold, by queue; none where the broker is not a Redis.
+        leased: Messages that live workers hold, by queue; none where the broker is not a Redis.
         scheduled: How many of them wait for their time; None if the broker is not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
+        orphaned: How many of the messages that wait are in the leases of dead workers, by queue.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -81,6 +84,7 @@ class Survey:
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int | None = None
     memory: RedisMemory | None = None
+    orphaned: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -277,7 +281,7 @@ def survey_registered(
     """
     with broker_errors():
         registered = registered_workers(app)
-        names = [each.name for each in registered.values() if each.name is not None]
+        names = sorted(name_live_workers(registered))
         workers = ask_workers(app, FIGURES, timeout_s, names) if names and asks else {}
         consumed = {queue for each in registered.values() for queue in each.queues or ()}
         return _look_at_broker(app, workers, {*consumed, *queues}, registered)
@@ -289,10 +293,16 @@ def _look_at_broker(
     queues: set[str],
     registered: Mapping[str, RegisteredWorker],
 ) -> Survey:
-    waiting = waiting_in(app, queues)
+    # Leases first: what goes back meanwhile is counted twice for a moment, and never overlooked.
+    orphaned = find_orphaned(app, registered)
+    waiting = {
+        name: each.add(orphaned.get(name, Waiting(0)))
+        for name, each in waiting_in(app, queues | set(orphaned)).items()
+    }
     letters = dead_letters(app)
-    leased = dict.fromkeys(sorted(queues), 0) if letters is not None else {}
-    for each in registered.values():
+    leased = dict.fromkeys(waiting, 0) if letters is not None else {}
+    live = [each for each in registered.values() if not each.is_dead]
+    for each in live:
         for queue, count in each.leased.items():
             leased[queue] = leased.get(queue, 0) + count
     return Survey(
@@ -301,8 +311,9 @@ def _look_at_broker(
         letters,
         {name: each.oldest_s for name, each in waiting.items()},
         leased,
-        None if letters is None else sum(each.scheduled for each in registered.values()),
+        None if letters is None else sum(each.scheduled for each in live),
         read_memory(app),
+        {name: each.jobs for name, each in orphaned.items()},
     )
 
 
@@ -338,6 +349,53 @@ def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
             return {}
         client = redis.Redis(connection_pool=channel.pool)
         return LiveWorkers(client, channel.global_keyprefix).registered()
+
+
+def name_live_workers(registered: Mapping[str, RegisteredWorker]) -> set[str]:
+    """Names of the workers that may answer: not the dead, and not those beside gateways.
+
+    Args:
+        registered: By id.
+    """
+    return {
+        each.name
+        for each in registered.values()
+        if each.name is not None and not each.is_dead and each.queues != {JOBS_QUEUE}
+    }
+
+
+def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> dict[str, Waiting]:
+    """What dead workers hold, by queue: it waits until a worker that lives gives it back.
+
+    Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
+    there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
+
+    Raises:
+        redis.RedisError: Redis does not answer, or refuses this user.
+    """
+    dead = [worker for worker, each in registered.items() if each.is_dead]
+    found: dict[str, Waiting] = {}
+    if not dead:
+        return found
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        client, prefix = redis.Redis(connection_pool=channel.pool), channel.global_keyprefix
+        calls = [([Keys(prefix).lease(worker)], ()) for worker in dead]
+        # One after the other: no command may have Redis for long.
+        answers = transport_scripts(client).run_many("count_leased", calls)
+    for worker, answer in zip(dead, answers, strict=True):
+        if isinstance(answer, Exception):
+            raise answer
+        held, *lists = answer
+        rows = list(zip(lists[::3], lists[1::3], lists[2::3], strict=True))
+        parts = [(find_queue(key.decode(), prefix), n, sent_at) for key, n, sent_at in rows]
+        if held and not parts:
+            parts = [(name, n, b"") for name, n in registered[worker].leased.items() if n > 0]
+        read = sum(n for _, n, _ in parts)
+        for queue, n, sent_at in parts:
+            waiting = Waiting.read(round(held * n / read), sent_at)
+            found[queue] = found.get(queue, Waiting(0)).add(waiting)
+    return found
 
 
 def app_queues(app: Celery) -> set[str]:

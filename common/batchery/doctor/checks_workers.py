@@ -22,6 +22,14 @@ def _find_no_worker(facts: Facts) -> list[Symptom]:
     return when(not is_there, "no worker answers, and none is registered")
 
 
+def _find_orphaned(facts: Facts) -> list[Symptom]:
+    # A worker that lives gives them back within seconds.
+    by_queue = facts.survey.orphaned
+    jobs, queues = sum(by_queue.values()), ", ".join(map(repr, sorted(by_queue)))
+    text = f"dead workers hold {jobs:,} jobs of {queues}, and no worker lives"
+    return when(jobs and not facts.registered, text)
+
+
 def _find_not_installed(facts: Facts) -> list[Symptom]:
     problems = facts.survey.problems(None)
     return [Symptom(f"{name} {why}") for name, why in problems.items() if why == NOT_INSTALLED]
@@ -173,6 +181,7 @@ def _find_fp32(facts: Facts, name: str, device: DeviceSnapshot) -> list[Symptom]
 
 CHECKS: Mapping[str, Find] = {
     "worker-none": _find_no_worker,
+    "jobs-orphaned": _find_orphaned,
     "worker-not-installed": _find_not_installed,
     "worker-stock": _find_stock_workers,
     "worker-versions": _find_versions,

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,8 +32,8 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.queue_limits import find_destination
 from batchery.task import BatchTask
-from batchery.transport.channel import LeasingChannel
-from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
+from batchery.transport.live_workers import LiveWorkers
+from batchery.transport.redis_schema import Keys, find_tenant_lists
 from batchery.valkey import redis_url
 
 #: PINGs of which the median counts.
@@ -215,18 +215,8 @@ def _list_redis_sources(client: Any, channel: Any) -> Sources:
         "slow_commands": lambda: [_read_slow(each) for each in client.slowlog_get(SLOWLOG_ENTRIES)],
         "round_trip_ms": lambda: statistics.median(_time_ping(client) for _ in range(PINGS)),
         "redis_ahead_s": lambda: _read_clock(client),
-        "registered": lambda: _list_live(client, workers.registered().values()),
+        "registered": lambda: [each for each in workers.registered().values() if not each.is_dead],
     }
-
-
-def _list_live(client: Any, registered: Iterable[RegisteredWorker]) -> list[RegisteredWorker]:
-    """Those whose last heartbeat is younger than their leases live, on Redis's own clock."""
-    now_s, _ = client.time()
-    return [
-        each
-        for each in registered
-        if now_s - each.heartbeat / 1e3 < (each.expiry_s or LeasingChannel.lease_expiry_s)
-    ]
 
 
 def _read_slow(entry: Mapping[str, Any]) -> SlowCommand:
@@ -250,5 +240,9 @@ def _read_clock(client: Any) -> float:
 def _weigh_job(client: Any, prefix: str, queues: Mapping[str, int]) -> float:
     """Bytes of a job in the longest queue, on average; 0 where nothing waits."""
     longest = max(queues, key=lambda name: queues[name], default="")
-    jobs = client.llen(f"{prefix}{longest}")
-    return client.memory_usage(f"{prefix}{longest}", samples=20) / jobs if jobs else 0.0
+    # Where they are sorted by tenant, the list itself still has an entry for each.
+    own = f"{prefix}{longest}"
+    jobs: int = client.llen(own)
+    lists = [own, *find_tenant_lists(client, Keys(prefix), own)] if jobs else []
+    sizes_bytes: list[int] = [client.memory_usage(key, samples=20) or 0 for key in lists]
+    return sum(sizes_bytes) / max(jobs, 1)

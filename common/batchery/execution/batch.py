@@ -21,6 +21,7 @@ from kombu.utils.compat import detect_environment
 
 from batchery.errors import ONE_JOB_EACH, BatchArgumentError, UnserialisableResult, counted
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
+from batchery.execution.item_models import ItemModels
 from batchery.model import Model
 from batchery.outcomes import Failed, Partial
 
@@ -31,11 +32,11 @@ Limit = Callable[[], AbstractContextManager[Any]]
 Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 #: Makes a context manager that is entered around each call; takes the positions of its items.
-Around = Callable[[range], AbstractContextManager[Any]]
+Around = Callable[[Sequence[int]], AbstractContextManager[Any]]
 
 #: Is told of each call before it begins, by the positions of its items; returns what takes the
 #: partial results of that call.
-Receive = Callable[[range], Callable[[Partial], None]]
+Receive = Callable[[Sequence[int]], Callable[[Partial], None]]
 
 
 def max_lookahead(model: Model) -> int:
@@ -121,6 +122,7 @@ def run_function(
     resolve: Callable[[Any], Any] | None = None,
     around: Around = lambda _: nullcontext(),
     receive: Receive = lambda _: lambda _: None,
+    models: ItemModels | None = None,
 ) -> list[Any]:
     """Runs a batch function, plain, `async def` or a generator, over one batch.
 
@@ -131,6 +133,7 @@ def run_function(
         resolve: Runs a coroutine to its end; by default on an event loop of its own.
         around: Entered around each call of the function.
         receive: Takes the partial results of a generator.
+        models: Validates items before the function gets them, and dumps outcomes.
 
     Returns:
         One outcome per item, in order. After an exception the batch is split, until the item that
@@ -138,7 +141,6 @@ def run_function(
     """
 
     def call(part: Sequence[int]) -> Any:
-        assert isinstance(part, range)
         own_items = [items[position] for position in part]
         take = partial(_take, name, len(part), receive(part))
         try:
@@ -158,7 +160,12 @@ def run_function(
             raise
 
     name = getattr(function, "__name__", type(function).__name__)
-    return isolate(call, range(len(items)), name=name)
+    if models is None:
+        return isolate(call, range(len(items)), name=name)
+    items = isolate(lambda part: [*map(models.validate, part)], items, name=name, convert=as_failed)
+    fit = [position for position, item in enumerate(items) if not isinstance(item, Failed)]
+    found = iter(isolate(call, fit, name=name, convert=models.dump))
+    return [item if isinstance(item, Failed) else next(found) for item in items]
 
 
 def _collect(generator: Iterator[Any], take: Callable[[Any], bool]) -> Any:

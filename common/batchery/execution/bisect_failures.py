@@ -47,7 +47,8 @@ def isolate(
     if not items:
         return []
     try:
-        outcomes = [(convert or _plain)(each) for each in _outcomes(call(items), len(items), name)]
+        answer = _outcomes(call(items), len(items), name)
+        outcomes = [(convert or to_plain)(each) for each in answer]
     except WrongLength as error:
         return [Failed(error) for _ in items]
     except BaseException as error:
@@ -91,7 +92,7 @@ def as_failed(outcome: Any) -> Any:
     return outcome
 
 
-def _plain(outcome: Any) -> Any:
+def to_plain(outcome: Any) -> Any:
     """Turns rows of arrays and tensors into lists, which JSON can write."""
     outcome = as_failed(outcome)
     if isinstance(outcome, NON_VALUES):

@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from batchery.cli.survey import Survey
 from batchery.protocol.figures import (
+    TOKEN_BOUNDS_S,
     WAIT_BOUNDS_S,
     BatchFigures,
     WorkerFigures,
@@ -39,6 +40,16 @@ SIZE_BOUNDS = (*(float(1 << power) for power in range(11)), float("inf"))
 
 #: Maximum number of workers of which `RunningTotals` knows what it has counted.
 MAX_WORKERS = 1000
+
+#: Metrics of the first token and of the pauses, and their label: ours, then OpenTelemetry's.
+TEXT_NAMES = (
+    ("batchery_first_token_seconds", "batchery_token_seconds", "task"),
+    (
+        "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_request_model",
+    ),
+)
 
 OF_TASK: Table = (
     ("batches_total", "Batches that ran.", lambda task: task.batches),
@@ -77,6 +88,11 @@ OF_DEVICE: Table = (
     ("ready", "Whether it takes batches.", lambda device: device.state == "ready"),
     ("batches_in_flight", "Batches that it holds.", lambda device: device.batches_in_flight),
     (
+        "oldest_batch_seconds",
+        "How long its oldest batch runs.",
+        lambda device: device.oldest_batch_s,
+    ),
+    (
         *("resident_memory_bytes", "Main memory of its process."),
         lambda device: device.resident_kib and device.resident_kib * 1024,
     ),
@@ -89,6 +105,10 @@ OF_MODEL: Table = (
     ("batch_tokens", "Token budget of a pass.", lambda model: model.max_batch_tokens or None),
     ("flops_total", "FLOPs without padding.", lambda model: model.flops or None),
     ("out_of_memory_total", "Passes without memory.", lambda model: model.out_of_memory),
+    ("loaded", "Whether its device has it loaded.", lambda model: model.state == "loaded"),
+    ("loads_total", "Loads, also from main memory.", lambda model: model.loads or None),
+    ("load_seconds", "How long the last load took.", lambda model: model.load_s),
+    ("memory_bytes", "Memory that it takes there.", lambda model: model.held_bytes),
     ("slots", "Items that may run at once.", lambda model: model.slots or None),
     ("slots_taken", "Items that run.", lambda model: model.slots_taken if model.slots else None),
     ("steps_total", "Steps of the model.", lambda model: model.steps if model.slots else None),
@@ -133,6 +153,7 @@ def collect_sums(batches: BatchFigures) -> Iterator[Metric]:
     tasks = [((name,), task) for name, task in batches.tasks.items()]
     yield from _families("", OF_TASK, ("task",), tasks)
     yield from _collect_distributions(batches)
+    yield from _collect_texts(batches)
     yield _family(
         *("batchery_stage_seconds_total", "Time of batches.", ("stage",)),
         [
@@ -165,6 +186,26 @@ def _collect_distributions(batches: BatchFigures) -> Iterator[Metric]:
         sizes.add_metric([name], _cumulate(SIZE_BOUNDS, counts), task.items)
         waits.add_metric([name], _cumulate(WAIT_BOUNDS_S, task.waits), task.waited_s)
     yield from (sizes, waits)
+
+
+def _collect_texts(batches: BatchFigures) -> Iterator[Metric]:
+    yield _family(
+        *("batchery_text_tokens_total", "Tokens of prompts and texts.", ("task", "type")),
+        [
+            (task, kind, count)
+            for task, text in batches.texts.items()
+            for kind, count in (("input", text.tokens_in), ("output", text.tokens_out))
+        ],
+    )
+    for first_name, pause_name, label in TEXT_NAMES:
+        text = "From sending a job to the first token of its text."
+        first = HistogramMetricFamily(first_name, text, labels=[label])
+        pauses = HistogramMetricFamily(pause_name, "Between two tokens.", labels=[label])
+        for task, found in batches.texts.items():
+            counts = _cumulate(WAIT_BOUNDS_S, found.first_tokens)
+            first.add_metric([task], counts, found.first_tokens_s)
+            pauses.add_metric([task], _cumulate(TOKEN_BOUNDS_S, found.pauses), found.pauses_s)
+        yield from (first, pauses)
 
 
 def _cumulate(bounds: Iterable[float], counts: Mapping[float, int]) -> list[tuple[str, float]]:
@@ -284,8 +325,8 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     ages = [(name, _find_oldest_s(survey, name)) for name in survey.queues]
     for name, text, labels, rows in (
         ("workers", "Workers with devices that answered.", (), [(workers,)]),
-        ("queue_waiting_jobs", "Messages that no worker holds.", queue, survey.queues.items()),
-        ("queue_leased_jobs", "Messages that workers hold.", queue, survey.leased.items()),
+        ("queue_waiting_jobs", "Messages that no live worker holds.", queue, survey.queues.items()),
+        ("queue_leased_jobs", "Messages that live workers hold.", queue, survey.leased.items()),
         ("queue_oldest_job_seconds", "Age of the oldest job not begun.", queue, ages),
         ("scheduled_jobs", "Held until their time.", (), [(survey.scheduled,)]),
         ("dead_letters", "Dead letters.", (), [(survey.dead_letters,)]),

@@ -4,8 +4,9 @@ The worker counts in these classes, and whoever asks reads its answer into them.
 out here alone.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self
@@ -23,12 +24,22 @@ RECORD = "batchery_record"
 #: The ones that reload a model, and that drain a device or undo that.
 RELOAD, DRAIN = "batchery_reload", "batchery_drain"
 
+#: The state of a device that failed to start too often, as its worker reports it.
+GIVEN_UP = "given up"
+
 #: Digits of what is reported behind the point.
 DIGITS = 3
 
 #: Upper bounds of the waits that are counted apart, in seconds.
 WAIT_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
+    float("inf"),
+)
+
+
+#: The same for the pauses between two tokens of a text.
+TOKEN_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
     float("inf"),
 )
 
@@ -141,6 +152,54 @@ class CacheFigures:
 
 
 @dataclass(slots=True)
+class TextFigures:
+    """Sums over the texts of one task, which a model with slots has written."""
+
+    tokens_in: int = 0
+    tokens_out: int = 0
+    #: Number of texts by how long their first token took, from when the job was sent: by the least
+    #: of `WAIT_BOUNDS_S` that is not below it. Then all these times together.
+    first_tokens: Counter[float] = field(default_factory=Counter)
+    first_tokens_s: float = 0.0
+    #: The same of the mean pause between two tokens of a text, by `TOKEN_BOUNDS_S`.
+    pauses: Counter[float] = field(default_factory=Counter)
+    pauses_s: float = 0.0
+
+    def add(
+        self, first_token_s: float, pause_s: float | None, tokens_in: int, tokens_out: int
+    ) -> None:
+        """Counts a text.
+
+        Args:
+            first_token_s: When its first token was there, in seconds from when the job was sent.
+            pause_s: Mean time between two tokens; None for a text of one token.
+            tokens_in: Tokens of the prompt.
+            tokens_out: Tokens of the text.
+        """
+        self.tokens_in += tokens_in
+        self.tokens_out += tokens_out
+        self.first_tokens[find_bound(WAIT_BOUNDS_S, first_token_s)] += 1
+        self.first_tokens_s += first_token_s
+        if pause_s is not None:
+            self.pauses[find_bound(TOKEN_BOUNDS_S, pause_s)] += 1
+            self.pauses_s += pause_s
+
+    def report(self) -> dict[str, Any]:
+        """The same for JSON, which has texts as keys."""
+        counted = {"first_tokens": self.first_tokens, "pauses": self.pauses}
+        counts = {
+            name: {str(bound_s): count for bound_s, count in sorted(each.items())}
+            for name, each in counted.items()
+        }
+        return {**asdict(self), **counts}
+
+
+def find_bound(bounds: Sequence[float], value: float) -> float:
+    """The least of some bounds, of which the last one is infinite, that is not below a value."""
+    return bounds[bisect_left(bounds, value)]
+
+
+@dataclass(slots=True)
 class TaskFigures(BatchSums):
     """Sums over the batches of one task."""
 
@@ -190,6 +249,8 @@ class BatchFigures(BatchSums):
     #: Counts of the caches, by task.
     caches: dict[str, CacheFigures] = field(default_factory=dict)
     tasks: dict[str, TaskFigures] = field(default_factory=dict)
+    #: What texts took, by task.
+    texts: dict[str, TextFigures] = field(default_factory=dict)
 
     RATIOS: ClassVar[tuple[str, ...]] = (
         *("mean_batch_size", "padding_waste", "mean_waited_ms"),
@@ -213,6 +274,7 @@ class BatchFigures(BatchSums):
             "tracer_jobs": dict(self.tracer_jobs.most_common()),
             "caches": {task: each.report() for task, each in sorted(self.caches.items())},
             "tasks": {task: each.report() for task, each in sorted(self.tasks.items())},
+            "texts": {task: each.report() for task, each in sorted(self.texts.items())},
         }
 
 
@@ -284,6 +346,10 @@ class DeviceSnapshot:
 
     state: str
     batches_in_flight: int
+    #: For how long the batch that began first has run; older workers do not report it.
+    oldest_batch_s: float | None = None
+    #: Why it was given up.
+    error: str = ""
     pid: int | None = None
     load_s: float = 0.0
     #: Main memory of its process.

@@ -243,6 +243,19 @@ MAX_ITEMS = 10_000
 Form = bool | Literal["values"]
 
 
+def check_map(count: int) -> None:
+    """Makes sure that `map`, `starmap` or `chunks` may put so many items into one message.
+
+    Raises:
+        InvalidItem: They are too many.
+    """
+    if count > MAX_ITEMS:
+        raise InvalidItem(
+            f"map, starmap and each of chunks send their items in one message, and {count:,} are"
+            f" more than the maximum of {MAX_ITEMS:,}: use submit_many, or smaller chunks"
+        )
+
+
 def read_items(argument: Any, header: Any) -> tuple[list[Any], Form]:
     """Reads what a job carries.
 
@@ -266,6 +279,8 @@ def read_items(argument: Any, header: Any) -> tuple[list[Any], Form]:
     count = header.get("n")
     if count is None:
         return [argument], False
+    if isinstance(count, int) and header.get("values") is True:
+        check_map(count)
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_ITEMS:
         raise InvalidItem(f"header {HEADER!r}: n is {count!r:.80}; expected 1 to {MAX_ITEMS} items")
     if not isinstance(argument, list) or len(argument) != count:

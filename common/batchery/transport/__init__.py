@@ -35,6 +35,8 @@ class Transport(_Transport):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cycle = Poller()
+        #: What the loop calls in each of its turns for this transport.
+        self._ticks = set[Any]()
 
     def establish_connection(self) -> Any:
         """Connects.
@@ -54,6 +56,8 @@ class Transport(_Transport):  # type: ignore[misc]
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Adds the transport to Celery's event loop."""
+        self._leave_loop()
+        before = set(loop.on_tick)
         super().register_with_event_loop(connection, loop)
         self._loop = loop
         cycle = self.cycle
@@ -62,6 +66,20 @@ class Transport(_Transport):  # type: ignore[misc]
             timer.cancel()
         cycle._sweep_tref = loop.call_repeatedly(SWEEP_INTERVAL_S, cycle.sweep)
         loop.on_tick.add(cycle.flush)
+        self._ticks = loop.on_tick - before
+
+    def close_connection(self, connection: Any) -> None:
+        """Closes a connection and its channels.
+
+        Kombu would leave its calls on the loop: for each connection that a worker has ever lost, a
+        transport that is kept, and two calls in each turn.
+        """
+        super().close_connection(connection)
+        self._leave_loop()
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.on_tick -= self._ticks
 
     def wake(self) -> None:
         """Lets the worker ask for messages once more before it sleeps; from any thread."""

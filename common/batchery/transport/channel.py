@@ -262,6 +262,12 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     #: Whether the last fetch brought nothing although a key was there.
     _fruitless = False
 
+    @property
+    def served_queues(self) -> list[str]:
+        """The queues that are consumed, unless their devices are drained; from any thread."""
+        workload, queues = self.workload, sorted(self.active_queues)
+        return [queue for queue in queues if workload is None or workload.serves(queue)]
+
     def _purge(self, queue: str) -> int:
         """Removes all messages that wait in a queue; returns how many."""
         count = int(super()._purge(queue))

@@ -8,7 +8,7 @@ import contextlib
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
@@ -44,7 +44,7 @@ class FetchRequest(NamedTuple):
     worker: str
     #: Maximum number of messages.
     free: int
-    limits: tuple[tuple[Part, int], ...]
+    limits: tuple[tuple[Sequence[Part], int], ...]
     #: What the worker could begin; nothing where nobody tells of its jobs.
     capacity: Capacity
     #: Whether Redis is asked to tell of changes, too.
@@ -170,14 +170,14 @@ class Fetcher:
     ) -> SentFetch | None:
         """Works a question out; None if no queue may give anything."""
         all_limits = self._limits(free, queues)
-        limits = {part: limit for part, limit in all_limits.items() if limit > 0}
+        limits = self._join({part: limit for part, limit in all_limits.items() if limit > 0})
         if not limits:
             return None
         capacity = self._capacity()
         question = FetchRequest(
             self._lease_store.worker,
             free,
-            tuple(limits.items()),
+            limits,
             capacity,
             watches,
             notes=may_note and capacity.batch > 0,
@@ -191,9 +191,9 @@ class Fetcher:
             question,
             spelled,
             queues,
-            left_some_out=len(limits) < len(all_limits),
+            left_some_out=sum(len(parts) for parts, _ in limits) < len(all_limits),
             is_idle=not self._lease_store.leases,
-            messages=min(free, sum(limits.values())),
+            messages=min(free, sum(limit for _, limit in limits)),
         )
 
     def _capacity(self) -> Capacity:
@@ -202,7 +202,9 @@ class Fetcher:
 
     def _encode(self, question: FetchRequest) -> EncodedFetch:
         channel, keys = self._channel, self._lease_store.keys
-        numbers = {part: number for number, (part, _) in enumerate(question.limits, 1)}
+        numbers = {
+            part: number for number, (parts, _) in enumerate(question.limits, 1) for part in parts
+        }
         queues = list(dict.fromkeys(part.queue for part in numbers))
         lists = [
             (keys.queue(channel._q_for_pri(queue, step)), number)
@@ -219,7 +221,7 @@ class Fetcher:
             *fixed,
             *names,
             *(question.worker, question.free, MAX_FETCH_BYTES, entry, int(question.notes)),
-            *(len(numbers), *(limit for _, limit in question.limits)),
+            *(len(question.limits), *(limit for _, limit in question.limits)),
             *(number for _, number in lists),
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
@@ -306,6 +308,17 @@ class Fetcher:
                 if (limit := workload.limit_for(part.queue, part.level)) is not None:
                     limits[part] = min(known, limit)
         return limits
+
+    def _join(self, limits: Mapping[Part, int]) -> tuple[tuple[Sequence[Part], int], ...]:
+        """Puts parts together whose limit is the same, as the same jobs come by them."""
+        workload, joint = self._channel.workload, dict[Any, list[Part]]()
+        for part, limit in limits.items():
+            jobs = None
+            if workload is not None and part.queue not in self._channel.queue_prefetch:
+                jobs = workload.find_jobs(part.queue)
+            key = part if jobs is None else (jobs, part.level, limit)
+            joint.setdefault(key, []).append(part)
+        return tuple((tuple(parts), limits[parts[0]]) for parts in joint.values())
 
     def _find_parts(self, queue: str) -> Sequence[Part]:
         if queue not in self._parts:

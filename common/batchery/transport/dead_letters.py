@@ -11,6 +11,7 @@ from typing import Any
 import redis
 from kombu.transport.redis import Channel, Transport
 
+from batchery.errors import InvalidItem
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import Keys, transport_scripts
 
@@ -171,11 +172,15 @@ def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, An
     }
 
 
-def check_size(message: bytes) -> None:
-    """Raises ValueError for a message that is too large to be read."""
+def check_size(message: bytes | str) -> None:
+    """Checks the size of a message, or of its body, which is nearly all of it.
+
+    Raises:
+        InvalidItem: No worker would read it.
+    """
     if len(message) > MAX_MESSAGE_BYTES:
-        raise ValueError(
-            f"it has {len(message):,} bytes, and the maximum is {MAX_MESSAGE_BYTES:,};"
+        raise InvalidItem(
+            f"the message has {len(message):,} bytes, and the maximum is {MAX_MESSAGE_BYTES:,};"
             " send where the data are, in the place of the data"
         )
 

@@ -99,7 +99,7 @@ class LeaseStore:
             scheduled: How many of them wait for their time.
         """
         holder = self.holder
-        queues, name = getattr(holder, "active_queues", None), getattr(holder, "node_name", None)
+        queues, name = getattr(holder, "served_queues", None), getattr(holder, "node_name", None)
         return self._registration.info(queues, name, leased, scheduled)
 
     def figures(self) -> dict[str, Any]:

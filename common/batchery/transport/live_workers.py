@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchery.transport import Transport
+from batchery.transport.channel import LeasingChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
 from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_text
 
@@ -35,6 +36,8 @@ class RegisteredWorker:
         version: That of its Batchery.
         leased: How many messages of each queue it held at its last heartbeat.
         scheduled: How many of them waited for their time.
+        silent_s: For how long it had sent no heartbeat, in seconds, on the clock of Redis. Just
+            after an outage of Redis all workers were silent.
     """
 
     heartbeat: int
@@ -45,6 +48,12 @@ class RegisteredWorker:
     version: str | None = None
     leased: Mapping[str, int] = field(default_factory=dict)
     scheduled: int = 0
+    silent_s: float = 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it was silent for as long as its leases live: others may give back its jobs."""
+        return self.silent_s >= (self.expiry_s or LeasingChannel.lease_expiry_s)
 
 
 class LiveWorkers:
@@ -87,10 +96,12 @@ class LiveWorkers:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.zrange(self._keys.workers, 0, -1, withscores=True)
             pipe.hgetall(self._keys.worker_info)
-            heartbeats, infos = pipe.execute()
+            pipe.time()
+            heartbeats, infos, (now_s, now_us) = pipe.execute()
+        now_s += now_us / 1e6
         return {
-            worker.decode(): read_worker(int(heartbeat), infos.get(worker))
-            for worker, heartbeat in heartbeats
+            worker.decode(): read_worker(int(beat), infos.get(worker), now_s - beat / 1e3)
+            for worker, beat in heartbeats
         }
 
     def may_be_others(self) -> bool:
@@ -118,8 +129,8 @@ class LiveWorkers:
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
 
 
-def read_worker(heartbeat: int, about: bytes | None) -> RegisteredWorker:
-    """A worker by its last heartbeat and its entry in worker-info."""
+def read_worker(heartbeat: int, about: bytes | None, silent_s: float) -> RegisteredWorker:
+    """A worker by its last heartbeat, its entry in worker-info, and the time since the former."""
     texts = {name: read_text(about, name) for name in ("name", "host", "version")}
     leased, scheduled = read_held(about)
     return RegisteredWorker(
@@ -129,6 +140,7 @@ def read_worker(heartbeat: int, about: bytes | None) -> RegisteredWorker:
         **texts,
         leased=leased,
         scheduled=scheduled,
+        silent_s=silent_s,
     )
 
 

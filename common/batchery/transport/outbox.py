@@ -9,6 +9,7 @@ from kombu.utils.json import dumps
 
 from batchery.completion import HeldMessage, Outbox, current_completion
 from batchery.redis_scripts import RedisScripts
+from batchery.transport.dead_letters import check_size
 from batchery.transport.redis_schema import Keys, transport_scripts
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
     """Publishes through the outbox of a job's completion; mixed into kombu's Redis channels."""
 
     def _put(self, queue: str, message: Mapping[str, Any], **kwargs: Any) -> None:
+        check_size(message.get("body") or "")
         completion = current_completion()
         outbox = None if completion is None else completion.outbox
         is_plain = kwargs.get("_publish_batch") is None and queue not in (self._expires or ())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -100,3 +101,15 @@ class Keys:
             self.suspects,
             self.waiting,
         ]
+
+
+def find_tenant_lists(client: Any, keys: Keys, queue_list: str) -> list[bytes]:
+    """The lists to which messages of a queue's list were sorted by tenant; see lua/tenants.lua.
+
+    Args:
+        client: Of the broker's database, without kombu's key prefix; it decodes nothing.
+        keys: Those of the database.
+        queue_list: Key of the queue's list of one priority step.
+    """
+    turns = client.zrange(f"{keys.tenants}:turns:{queue_list}", 0, -1)
+    return [f"{keys.tenants}:of:{queue_list}\0".encode() + tenant for tenant in turns]

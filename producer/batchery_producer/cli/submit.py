@@ -22,11 +22,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from batchery.cli.app import app_options, load_app
 from batchery.cli.console import Interrupt
 from batchery.cli.main import main, one_line_errors
-from batchery_producer.files.dataset import Dataset, begin_reading
+from batchery.priority_class import LOWEST_PRIORITY
+from batchery.retry import Interrupted
+from batchery_producer.diagnosis import explain_stall
+from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import FORMATS, STANDARD_STREAM
-from batchery_producer.run.file_run import FileRun, submit_file
+from batchery_producer.files.source import FORMATS, STANDARD_STREAM, is_url
+from batchery_producer.run.file_run import FileRun, begin_run, submit_file
 from batchery_producer.run.options import WINDOW, Ending, Snapshot, SubmitOptions, Summary, duration
 from batchery_producer.run.output import Output
 from batchery_producer.run.report import Report
@@ -37,9 +40,10 @@ LINE_EVERY_S = 5.0
 #: Maximum number of kinds of failures that are named.
 MAX_KINDS = 3
 
-#: Number of jobs in the probe, and its maximum duration in seconds.
+#: Number of jobs in the probe, its maximum duration, and after how long they expire, in seconds.
 PROBE_JOBS = 512
 PROBE_S = 15.0
+PROBE_EXPIRES_S = PROBE_S + 5
 
 #: Maximum number of broken rows that are shown.
 MAX_SHOWN = 5
@@ -69,9 +73,11 @@ flight in the queue, where workers still run them. The second Ctrl-C ends the ru
 \b
 Exit codes:
   0    every row has a result
-  1    some rows failed, or --on-error=stop met the first; they are in the file of failures
+  1    some rows failed, or --on-error=stop met the first; they are in the file of failures.
+       Or some that --retry-failed names are not in SOURCE
   2    could not start, or the output can no longer be written: the disk is full, for example
   3    gave up: no result for --timeout, or Redis stayed away for two minutes
+  70   a defect of Batchery: the traceback says where
   130  interrupted
 """
 
@@ -166,6 +172,7 @@ class DryRun:
         shown: The first broken rows, each with file, line and reason.
         probe: Summary of the probe; None if there were no rows to try.
         left_s: Estimated duration for all rows, in seconds; None if the probe had no result.
+        reason: Why the probe had no result; empty if it had one, or was interrupted.
     """
 
     description: str
@@ -174,6 +181,7 @@ class DryRun:
     shown: Sequence[str]
     probe: Summary | None
     left_s: float | None
+    reason: str = ""
 
     @property
     def ending(self) -> Ending:
@@ -208,15 +216,23 @@ def try_file(
         window=min(options.window, PROBE_JOBS),
         queue=options.queue,
         keywords=options.keywords,
+        priority=options.priority,
+        tenant=options.tenant,
+        # Those that no worker has begun by then wait for nobody.
+        expires_s=PROBE_EXPIRES_S,
         stop=lambda: stop() or time.monotonic() > end_s,
     )
-    run = FileRun(app, dataset, task, probe_options)
-    all_rows = begin_reading(dataset, stop) or ()
+    try:
+        run, all_rows = begin_run(app, dataset, task, probe_options)
+    except Interrupted:
+        return DryRun("interrupted", 0, 0, (), None, None)
     first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), all_rows), dataset)
     end_s = time.monotonic() + PROBE_S
     probe = _probe(run, dataset, first) if first else None
     left_s = rows[0] / probe.rate if probe and probe.rate else None
-    return DryRun(dataset.description, *rows, shown, probe, left_s)
+    has_failed = probe is not None and left_s is None and not stop()
+    reason = explain_stall(app, run.task, {"queue": run.queue}) if has_failed else ""
+    return DryRun(dataset.description, *rows, shown, probe, left_s, reason)
 
 
 def _read(
@@ -262,7 +278,8 @@ def describe_dry_run(run: DryRun, name: str) -> str:
             f" failed; all rows would take about {duration(run.left_s)}"
         )
     elif run.probe is not None:
-        lines.append(f"probe: no result within {run.probe.seconds:.0f} s; is there a worker?")
+        reason = f": {run.reason}" if run.reason else ""
+        lines.append(f"probe: no result within {run.probe.seconds:.0f} s{reason}")
     return "\n".join(lines)
 
 
@@ -358,6 +375,13 @@ def _options(
     metavar="SECONDS",
     help="Fail jobs that no worker has begun by then.",
 )
+@click.option(
+    "--priority",
+    type=click.IntRange(0, LOWEST_PRIORITY),
+    metavar="N",
+    help="Celery's priority of all jobs: in Redis, 0 is the highest, 9 the lowest.",
+)
+@click.option("--tenant", metavar="NAME", help="For whom the jobs run.")
 @click.option("--report", metavar="FILE.html", help="A page with figures and plots of the run.")
 @click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
@@ -393,8 +417,7 @@ def submit(
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:
-        can_resume = Path(f"{output}.journal").exists()
-        click.echo(describe(summary, can_resume=can_resume), err=True)
+        click.echo(describe(summary, output), err=True)
     sys.exit(summary.ending.value)
 
 
@@ -408,8 +431,8 @@ def as_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def describe(summary: Summary, *, can_resume: bool = False) -> str:
-    """A summary in one to five lines."""
+def describe(summary: Summary, output: str = "") -> str:
+    """A summary in one to six lines, of a run with such an output."""
     done = summary.succeeded + summary.failed
     first = (
         f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
@@ -429,9 +452,14 @@ def describe(summary: Summary, *, can_resume: bool = False) -> str:
             f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"
             " workers will run them; their results stay in the backend until they expire"
         )
-    ended_early = summary.ending in (Ending.INTERRUPTED, Ending.GAVE_UP)
-    if ended_early and can_resume:
+    ended_early = bool(summary.message)
+    if ended_early and Path(f"{output}.journal").exists():
         lines.append("the same command with --resume goes on from here")
+    if is_url(output) and summary.results != output:
+        lines.append(
+            f"nothing was written to {output}, as some rows are not done: the same command begins"
+            " anew; -o FILE writes to a file, with which --resume can go on"
+        )
     return "\n".join(lines)
 
 

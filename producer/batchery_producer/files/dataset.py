@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from batchery.errors import DatasetError
+from batchery.retry import Interrupted
 from batchery_producer.files.journal import FinishedLines, read_lines
 from batchery_producer.files.openai_batch import RequestPicker, is_request
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
@@ -84,7 +85,13 @@ def choose_sample(rows: Iterable[Row], size: int) -> Sequence[int]:
 
 
 class Failures:
-    """The rows that a file of failures names, in our form or in that of OpenAI's error files."""
+    """The rows that a file of failures names, in our form or in that of OpenAI's error files.
+
+    A failure names its row by the id; one without an id, by the line.
+
+    Attributes:
+        not_found: Which failures are of no row of the input; empty until all rows were read.
+    """
 
     def __init__(self, path: str | Path, names: Sequence[str]) -> None:
         """Checks that the file exists; `names` are those of the input's files.
@@ -93,7 +100,8 @@ class Failures:
             DatasetError: It does not.
         """
         self.path = Path(path)
-        self._names = names
+        self.not_found = ""
+        self._lines = FinishedLines(names)
         if not self.path.is_file():
             raise DatasetError(f"{path}: there is no such file of failures")
 
@@ -103,29 +111,39 @@ class Failures:
         Raises:
             DatasetError: The file has another form, or belongs to another input.
         """
-        lines, count = FinishedLines(self._names), 0
-        with SeenIds() as ids:
+        with SeenIds() as ids, SeenIds() as places:
             for entry, _ in read_lines(self.path):
-                count += 1
-                self._note(entry, lines, ids)
-            if not count:
+                self._note(entry, ids, places)
+            total = ids.count()[0] + places.count()[0]
+            if not total:
                 raise DatasetError(f"{self.path}: no failures; there is nothing to try again")
             for row in rows:
-                if (row.source, row.line) in lines or ids.has(row.id):
+                if ids.forget(row.id) or places.forget((row.source, row.line)):
                     yield row
+            (more_ids, id_), (more_places, place) = ids.count(), places.count()
+        if count := more_ids + more_places:
+            which = f"id {id_}" if more_ids else f"file and line {place}"
+            self.not_found = (
+                f"{self.path}: {count:,} of {total:,} failures are of no row of the input, such as"
+                f" {which}; is it of another input?"
+            )
+        if count == total:
+            raise DatasetError(self.not_found)
 
-    def _note(self, entry: Any, lines: FinishedLines, ids: SeenIds) -> None:
-        if "custom_id" in entry:
-            # A line that was no request has no id, and would fail again.
-            if entry["custom_id"] is not None:
-                ids.first_line(entry["custom_id"], 0, 0)
-            return
-        if "error" not in entry:
+    def _note(self, entry: Any, ids: SeenIds, places: SeenIds) -> None:
+        """Remembers the id of a failure or, without one, file and line."""
+        if "custom_id" not in entry and "error" not in entry:
             raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
-        try:
-            lines.note(entry)
-        except DatasetError as error:
-            raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
+        id_, place = entry.get("custom_id", entry.get("id")), entry.get("id")
+        if "custom_id" not in entry:
+            try:
+                place = self._lines.locate(entry)
+            except DatasetError as error:
+                raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
+        if id_ is None:
+            places.first_line(place, 0, 0)
+        else:
+            ids.first_line(id_, 0, 0)
 
 
 class Dataset:
@@ -223,6 +241,11 @@ class Dataset:
         }
 
     @property
+    def not_found(self) -> str:
+        """Which failures to retry are of no row; empty if none is, or not all rows were read."""
+        return self._failures.not_found if self._failures else ""
+
+    @property
     def description(self) -> str:
         """How its rows are read, in one line; known once the first row was read."""
         if self.is_openai or self._first is None:
@@ -278,15 +301,19 @@ class Dataset:
         return f"{self.names[source]}, line {line}"
 
     def _detect_requests(self) -> None:
-        """Detects whether the first row is a request, and its model."""
+        """Detects whether the first row that can be read is a request, and the model."""
         source = self.sources[0]
         if source.format not in ("jsonl", "openai"):
             return
-        with suppress(*decompression_errors(), InvalidLine), source.open() as raw:
-            row = next(LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name))), None)
-            if isinstance(row, Mapping) and is_request(row):
-                self.is_openai = True
-                self._settle(str(row["body"].get("model") or ""))
+        with suppress(*decompression_errors()), source.open() as raw:
+            rows = LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name)))
+            for _ in range(FIRST_ROWS):
+                with suppress(InvalidLine):
+                    if is_request(row := next(rows, None)):
+                        self.is_openai = True
+                        self._settle(str(row["body"].get("model") or ""))
+                    if self.model or not self.is_openai or row is None:
+                        return
 
     def _settle(self, model: str) -> str:
         self.model = self.model or model
@@ -294,7 +321,7 @@ class Dataset:
 
     def _picker(self, number: int, seen: SeenIds) -> Picker:
         if self.is_openai:
-            requests = RequestPicker(None, None, seen, number, self.names)
+            requests = RequestPicker(None, "custom_id", seen, number, self.names)
             requests.settle = self._settle
             requests.is_own_name = self.is_own_name
             return requests
@@ -475,13 +502,14 @@ class Feed(Generic[T]):
         return False
 
 
-def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record | Broken] | None:
+def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record | Broken]:
     """Reads the first rows, so that a wrong field, format or encoding is noticed early.
 
     Returns:
-        All rows, with those that were read; None if `stop` returned True.
+        All rows, with those that were read.
 
     Raises:
+        Interrupted: `stop` returned True.
         DatasetError: The input is unusable, or none of the first rows has the fields, or most of
             them cannot be read.
     """
@@ -489,7 +517,7 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
     with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
         while not feed.exhausted:
             if stop():
-                return None
+                raise Interrupted("asked to stop")
             first += feed.take(FIRST_ROWS, HANDOVER_S)
     row = first[-1] if first else None
     is_usable = any(isinstance(each, Record) for each in first)

@@ -6,6 +6,7 @@ the ids of the jobs. An id follows from the run and the line. So another process
 the first one left in the queue, with a worker, or in the result backend.
 """
 
+import base64
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from stat import S_ISREG
@@ -166,12 +168,23 @@ class JsonLines:
 
 
 def encoded(entry: Mapping[str, Any]) -> bytes:
-    """An entry as JSON, without a line end."""
+    """An entry as JSON, without a line end; what is no finite number is null."""
     try:
-        # An id from a table may be of a type that JSON lacks, such as a date.
-        return json.dumps(entry, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:  # JSON can spell a lone surrogate, UTF-8 cannot.
-        return json.dumps(entry, default=str).encode()
+        text = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=_simplify)
+        return text.encode()
+    except UnicodeEncodeError:  # JSON can escape a lone surrogate, UTF-8 cannot.
+        return json.dumps(entry, default=_simplify).encode()
+    except ValueError:
+        text = json.dumps(entry, default=_simplify)
+        return encoded(json.loads(text, parse_constant=lambda _: None))
+
+
+def _simplify(value: Any) -> Any:
+    """A value of a type that JSON lacks: of an id from a table, or of a result."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    convert = getattr(value, "isoformat", getattr(value, "tolist", partial(str, value)))
+    return convert()
 
 
 def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
@@ -308,7 +321,9 @@ class Journal:
             if now.settings.get(name) != value:
                 raise DatasetError(_changed(name, value, now.settings.get(name)))
         if len(now.files) != len(self.files):
-            raise DatasetError(_changed("number of files", len(self.files), len(now.files)))
+            new = next((name for name in now.files if name not in self.files), "")
+            what = f"number of files ({new} is new)" if new else "number of files"
+            raise DatasetError(_changed(what, len(self.files), len(now.files)))
         changed = [
             name
             for name, before, after in zip(
@@ -371,16 +386,21 @@ class FinishedLines:
         bits = self._bits[source]
         return line >> 3 < len(bits) and bool(bits[line >> 3] & 1 << (line & 7))
 
+    def locate(self, entry: Mapping[str, Any]) -> tuple[int, int]:
+        """The file, counted from 0, and the line that an entry belongs to; raises as `note`."""
+        line = entry.get("line")
+        source = self._numbers.get(entry["file"]) if "file" in entry else 0
+        if source is None or type(line) is not int or not 0 <= line < MAX_LINES:
+            raise DatasetError(f"id {entry.get('id')!r}: not a line that this run wrote")
+        return source, line
+
     def note(self, entry: Mapping[str, Any]) -> bool:
         """Notes an entry of the output or the failures; True if it is the first of its row.
 
         Raises:
             DatasetError: The entry belongs to no line of the input.
         """
-        line = entry.get("line")
-        source = self._numbers.get(entry["file"]) if "file" in entry else 0
-        if source is None or type(line) is not int or not 0 <= line < MAX_LINES:
-            raise DatasetError(f"id {entry.get('id')!r}: not a line that this run wrote")
+        source, line = self.locate(entry)
         if (source, line) in self:
             return False
         bits = self._bits[source]

@@ -11,14 +11,19 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
 from batchery_producer.answers import Answer
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Picker, Record
-from batchery_producer.openai_generation import REQUESTS, build_completion, read_line
+from batchery_producer.openai_generation import (
+    REQUESTS,
+    TOO_LONG_CODE,
+    build_completion,
+    read_line,
+)
 
 URL = "/v1/embeddings"
 
@@ -26,7 +31,7 @@ URL = "/v1/embeddings"
 URLS = (URL, *REQUESTS)
 
 #: Types of errors that get status 400, because the request was wrong; all others get 500.
-CLIENT_ERRORS = ("InvalidItem", "BatchArgumentError", "ValueError", "TypeError")
+CLIENT_ERRORS = ("InvalidItem", "PromptTooLong", "BatchArgumentError", "ValueError", "TypeError")
 
 #: Type of error of jobs that no worker began in time.
 EXPIRED = "TaskRevokedError"
@@ -61,7 +66,7 @@ LENGTH_TOLERANCE = 1e-3
 INVALID_LINE = "InvalidLine"
 
 
-def is_request(row: Any) -> bool:
+def is_request(row: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a row is a request of a batch file."""
     return (
         isinstance(row, Mapping)
@@ -97,7 +102,7 @@ class RequestPicker(Picker):
             return self.broken(line, "a bare string; expected a request: custom_id, url, body")
         id_, body = row.get("custom_id"), row.get("body", {})
         error = self.find_error(line, row)
-        if error and not (isinstance(id_, str) and id_):
+        if error and error.code in ("missing_custom_id", "duplicate_custom_id"):
             return self.broken(line, error.text)
         try:
             if error:
@@ -288,7 +293,8 @@ class OpenAIFormat:
             return self._line(entry, None, {"code": "batch_expired", "message": message})
         status = 400 if type_ in CLIENT_ERRORS else 500
         kind = "invalid_request_error" if status == 400 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": type_}
+        code = TOO_LONG_CODE if type_ == "PromptTooLong" else type_
+        error = {"message": message, "type": kind, "param": None, "code": code}
         return self._line(entry, status, {"error": error})
 
     def _line(
@@ -332,7 +338,8 @@ class OpenAIFormat:
             return self._unpack(vector) if self._unpack and encoding == "float" else vector
         if encoding == "float":
             return vector
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        numbers = [math.nan if each is None else each for each in vector]
+        return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
 
 
 def _is_vector(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Records: rows of the input, reduced to an item and an id."""
 
 import json
+import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class Record:
 class Broken:
     """A row that cannot become a job; `reason` says why.
 
-    Its id is the caller's only if that could be read. `lacks_field` says that it has not the field
-    which the caller named. All else is as in a record.
+    Its id is the caller's only if that could be read, and is no other row's. `lacks_field` says
+    that it has not the field which the caller named. All else is as in a record.
     """
 
     line: int
@@ -57,16 +58,16 @@ class Broken:
 class SeenIds:
     """The ids seen so far, in a temporary database on disk, so that memory does not grow.
 
-    For use by one thread at a time.
+    For use by one thread at a time. Each method raises `DatasetError` if the disk is full.
     """
 
     def __init__(self) -> None:
         self._base = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._base.execute("PRAGMA journal_mode = OFF")
-        self._base.execute(
+        self._execute("PRAGMA journal_mode = OFF")
+        self._execute(
             "CREATE TABLE seen (id TEXT PRIMARY KEY, source INTEGER, line INTEGER) WITHOUT ROWID"
         )
-        self._base.execute("BEGIN")
+        self._execute("BEGIN")
 
     def __enter__(self) -> Self:
         return self
@@ -77,16 +78,37 @@ class SeenIds:
     def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:
         """Remembers the id of a line; returns source and line that had this id first."""
         key = json.dumps(id_, sort_keys=True, default=str)
-        values = (key, source, line)
-        if self._base.execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", values).rowcount:
+        inserted = self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line)
+        if inserted.rowcount:
             return source, line
-        found = self._base.execute("SELECT source, line FROM seen WHERE id = ?", (key,)).fetchone()
+        found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
         return int(found[0]), int(found[1])
 
-    def has(self, id_: Any) -> bool:
-        """Whether the id was remembered."""
+    def forget(self, id_: Any) -> bool:
+        """Removes an id; returns whether it was remembered."""
         key = json.dumps(id_, sort_keys=True, default=str)
-        return self._base.execute("SELECT 1 FROM seen WHERE id = ?", (key,)).fetchone() is not None
+        return self._execute("DELETE FROM seen WHERE id = ?", key).rowcount > 0
+
+    def count(self) -> tuple[int, str]:
+        """How many ids are remembered, and one of them as JSON; empty if there is none."""
+        found = self._execute("SELECT COUNT(*), IFNULL(MIN(id), '') FROM seen").fetchone()
+        return int(found[0]), str(found[1])
+
+    def _execute(self, command: str, *values: Any) -> sqlite3.Cursor:
+        try:
+            return self._base.execute(command, values)
+        except sqlite3.Error as error:
+            raise DatasetError(
+                f"the ids cannot be kept in {find_temporary_folder()}: {error}; make room there, or"
+                " name another folder in the environment variable SQLITE_TMPDIR"
+            ) from error
+
+
+def find_temporary_folder() -> str:
+    """The folder in which SQLite keeps temporary databases: the first of those it looks for."""
+    named = (os.environ.get(name, "") for name in ("SQLITE_TMPDIR", "TMPDIR"))
+    folders = (*named, "/var/tmp", "/usr/tmp", "/tmp")
+    return next((each for each in folders if os.access(each, os.W_OK | os.X_OK)), ".")
 
 
 class Picker:
@@ -145,7 +167,7 @@ class Picker:
                 return self._lacking(line, self._own_id(line), reason)
             id_ = self._own_id(line)
         elif used := self.used(id_, line):
-            return Broken(line, id_, used, self.source)
+            return self.broken(line, used)  # The id is another row's.
         item = lookup(row, self.field or ITEM_FIELD)
         if item is MISSING:
             reason = f"no field {self.field!r}; {_fields(row)}"
@@ -168,12 +190,12 @@ class Picker:
     def used(self, id_: Any, line: int) -> str:
         """Says where the id was used before; remembers a new id and returns an empty text."""
         if type(id_) is int and 0 < id_ <= self._numbered_lines and len(self._names) == 1:
-            return f"the id is the number of an earlier line, line {id_}, which has no id"
+            return f"the id {id_} is the number of an earlier line, which has no id"
         first_source, first_line = self._seen.first_line(id_, self.source, line)
         if (first_source, first_line) == (self.source, line):
             return ""
         where = "" if first_source == self.source else f"{self._names[first_source]}, "
-        return f"the id is already used in {where}line {first_line}"
+        return f"the id {id_!r:.100} is already used in {where}line {first_line}"
 
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
         if self.is_determined:
@@ -200,9 +222,11 @@ def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
     texts = [name for name, value in row.items() if isinstance(value, str) and name != id_field]
     if len(texts) == 1:
         return texts[0]
+    is_request = {"custom_id", "url", "body"} <= row.keys()
+    hint = "; --format openai reads OpenAI's requests" if is_request else ""
     raise DatasetError(
         f"no field {ITEM_FIELD!r} in the first row, and {len(texts) or 'no'} others that can be"
-        f" the text; name one with --field: {_fields(row)}"
+        f" the text; name one with --field: {_fields(row)}{hint}"
     )
 
 

@@ -206,7 +206,9 @@ class CsvRows(LineRows):
             try:
                 values = next(self._reader)
             except csv.Error as error:
-                raise InvalidLine(f"not CSV: {error}") from None
+                is_old = str(error).startswith("new-line character")
+                why = "old Mac line ends; make them line feeds: tr '\\r' '\\n'" if is_old else error
+                raise InvalidLine(f"not CSV: {why}") from None
             except UnicodeDecodeError:
                 raise self._not_encoded() from None
         try:
@@ -437,6 +439,7 @@ def _column(field: Any, batch: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()

@@ -325,7 +325,8 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
         raise DatasetError("no input; name a file, a pattern, or - for standard input")
     if STANDARD_STREAM in found and len(found) > 1:
         raise DatasetError("standard input cannot be read together with files; choose one of them")
-    path, count = Counter(found).most_common(1)[0]
+    places = Counter(path if is_url(path) else os.path.realpath(path) for path in found)
+    path, count = places.most_common(1)[0]
     if count > 1:
         raise DatasetError(f"{path}: named twice; its rows would be submitted twice")
     sources = [_source(path, format_) for path in found]

@@ -82,7 +82,12 @@ def _check_headers(request: Request) -> None:
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        return await parse(await self.body())
+        found = await parse(await self.body())
+        model = self.query_params.get("model")
+        # Bodies of OpenAI's API always name a model, if only as "dummy".
+        if model and isinstance(found, dict) and self.url.path.startswith("/v1/"):
+            found["model"] = model
+        return found
 
 
 async def parse(body: bytes) -> Any:

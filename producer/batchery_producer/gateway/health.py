@@ -101,7 +101,8 @@ class Absence:
             raise Problem(
                 Kind.UNAVAILABLE,
                 f"model {model!r}: no worker has consumed its queue {queue!r} for"
-                f" {self._grace_s:g} s; start one: celery -A batchery.app worker -Q {queue}",
+                f" {self._grace_s:g} s; unless one still loads its models, start one:"
+                f" celery -A batchery.app worker -Q {queue}",
                 code="no_worker",
                 retry_after_s=NO_WORKER_RETRY_S,
             )

@@ -24,6 +24,7 @@ from celery import Celery, shared_task
 from celery.signals import worker_ready, worker_shutdown
 from kombu.exceptions import OperationalError
 
+from batchery.cli.main import one_line_errors
 from batchery.errors import BatcheryError, SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
@@ -48,8 +49,10 @@ RETRY_S = 5.0
 #: Jobs that the worker beside a gateway runs at once; most of them wait.
 SLOTS = 16
 
-#: After how long a worker that has ended is started again, in seconds.
+#: After how long a worker that has ended is started again, in seconds; and at most, where it ends
+#: again and again. One that ran for longer than that could start.
 RESTART_S = 1.0
+MAX_RESTART_S = 60.0
 
 #: Options of all tasks: a job whose worker died runs again.
 OPTIONS: dict[str, Any] = {
@@ -201,11 +204,13 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
     Args:
         load: Gives the app, in the other process; can be pickled.
     """
-    ending = threading.Event()
+    ending, replacing = threading.Event(), threading.Event()
     processes: list[Any] = []
 
     def keep() -> None:
+        pause_s = RESTART_S
         while not ending.is_set():
+            began_s = time.monotonic()
             # Not forked: threads and connections of ours must not be there.
             process = multiprocessing.get_context("spawn").Process(
                 target=run_worker, args=(load,), daemon=True
@@ -213,9 +218,17 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
             process.start()
             processes[:] = [process]
             process.join()
-            ending.wait(RESTART_S)
+            if replacing.is_set() or time.monotonic() - began_s > MAX_RESTART_S:
+                pause_s = RESTART_S
+            if process.exitcode and not replacing.is_set():
+                text = "the worker beside ended (%s); another one starts in %g s"
+                logger.warning(text, process.exitcode, pause_s)
+            replacing.wait(pause_s)
+            replacing.clear()
+            pause_s = min(pause_s * 2, MAX_RESTART_S)
 
     def replace() -> None:
+        replacing.set()
         for process in processes:
             process.terminate()
 
@@ -229,6 +242,7 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
         keeper.join()
 
 
+@one_line_errors()
 def run_worker(load: Callable[[], Celery]) -> None:
     """Runs the gateway's jobs until the process that started this one ends."""
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
@@ -23,14 +24,30 @@ from batchery.errors import (
     GaveUp,
     InvalidItem,
     NoResult,
+    PromptTooLong,
     QueueFull,
+    ServerBusy,
     ServerFailed,
+    ServerRefused,
+    UnknownJob,
 )
+from batchery_producer.openai_generation import TOO_LONG_CODE
 
 logger = logging.getLogger("uvicorn.error")
 
 #: What callers get to know of a Redis that is away. The log has its address and the reason.
 REDIS_AWAY = "Redis does not answer"
+
+#: What callers get to know of a server behind a model, by the name of the error. The logs have its
+#: address and its words.
+SERVER_TEXTS = {
+    "ServerFailed": "the server behind the model failed",
+    "ServerBusy": "the server behind the model takes no more requests for now; come again later",
+    "ServerRefused": "the server behind the model refuses its worker, whose log says why",
+}
+
+#: The keyword, or the part of an item, that an error of a job begins with.
+PARAM = re.compile(r"(?:keyword (\w+)|((?:messages|prompt|tools)[^ :]*))(?=:| =)")
 
 #: In how many seconds to come again then.
 AWAY_RETRY_S = 1.0
@@ -87,6 +104,7 @@ class Problem(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        detail: str = "",
     ) -> None:
         """Says what is wrong.
 
@@ -97,6 +115,7 @@ class Problem(Exception):
             param: The field of the request.
             retry_after_s: In how many seconds to come again.
             headers: More headers of the answer.
+            detail: What the log has in place of the message, as it is not for callers.
         """
         super().__init__(message)
         self.kind = kind
@@ -105,6 +124,7 @@ class Problem(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
+        self.detail = detail
 
 
 def build_problem(error: BaseException) -> Problem:
@@ -115,9 +135,13 @@ def build_problem(error: BaseException) -> Problem:
         return Problem(Kind.OVERLOADED, str(error), retry_after_s=error.retry_after_s)
     text = str(error) or type(error).__name__
     if isinstance(error, InvalidItem | BatchArgumentError):
-        return Problem(Kind.INVALID, text)
+        code = TOO_LONG_CODE if isinstance(error, PromptTooLong) else None
+        found = PARAM.match(text)
+        return Problem(Kind.INVALID, text, code=code, param=found and (found[1] or found[2]))
     if isinstance(error, ServerFailed):
-        return Problem(Kind.BAD_GATEWAY, text)
+        return _build_server_problem(error)
+    if isinstance(error, UnknownJob):
+        return Problem(Kind.NOT_FOUND, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
     if isinstance(error, DatasetError):
@@ -125,6 +149,16 @@ def build_problem(error: BaseException) -> Problem:
     if isinstance(error, GaveUp | BrokerRefused | OperationalError | RedisError):
         return redis_problem(error)
     return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
+
+
+def _build_server_problem(error: ServerFailed) -> Problem:
+    text, detail = SERVER_TEXTS[type(error).__name__], str(error)
+    if isinstance(error, ServerBusy):
+        retry_after_s = error.retry_after_s
+        return Problem(Kind.OVERLOADED, text, retry_after_s=retry_after_s, detail=detail)
+    # OpenAI's clients heed it.
+    headers = {"X-Should-Retry": "false"} if isinstance(error, ServerRefused) else None
+    return Problem(Kind.BAD_GATEWAY, text, headers=headers, detail=detail)
 
 
 def redis_problem(error: Exception) -> Problem:
@@ -271,8 +305,8 @@ LOGGED = (Kind.FAILED, Kind.BAD_GATEWAY, Kind.TIMEOUT)
 
 def log_failure(scope: Scope, problem: Problem) -> None:
     """Logs that a request fails, with the id that its caller sees."""
-    if problem.kind in LOGGED:
-        why = " ".join(problem.message.split())
+    if problem.kind in LOGGED or problem.detail:
+        why = " ".join((problem.detail or problem.message).split())
         request = (scope["state"]["request_id"], scope["method"], scope["path"])
         logger.warning("request %s: %s %.200r: %s: %.500s", *request, problem.kind, why)
 

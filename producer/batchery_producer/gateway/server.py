@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
 from batchery.cli.app import load_app
+from batchery.cli.main import one_line_errors
 from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
+from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.connection import GRACE_S, Connection
 from batchery_producer.gateway.guard import is_loopback
 from batchery_producer.gateway.jobs import app_settings, end_with_parent, worker_beside
@@ -46,6 +49,9 @@ LAST_WORDS_S = 5
 #: Number of looks, two a second, after which a process that does not answer is replaced. The parent
 #: counts its own looks, because on a machine that stands still both of them do.
 STUCK_LOOKS = 240
+
+#: After how long a process that found a mistake as it started is tried again, in seconds.
+START_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,25 @@ class ServeOptions:
         """
         return load_app(self.app_path, self.redis_url)
 
+    def load_tasks(self) -> Celery:
+        """The app, and its tasks, as a worker has them: where one goes is said in its code.
+
+        Raises:
+            StartError: The app cannot be imported, or a module of its tasks, or a setting is wrong.
+        """
+        app = self.load()
+        loader: Any = app.loader
+        try:
+            loader.import_default_modules()
+        except StartError:
+            raise
+        except Exception as error:
+            raise AppNotImportable(
+                f"app {self.app_path!r}: its tasks cannot be imported:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        return app
+
     def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
 
@@ -105,40 +130,47 @@ def application(
 
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
+        SettingsError: A setting is wrong.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
-    app: Any = options.load()
-    try:
-        # As a worker does: where a task goes is said in its code.
-        app.loader.import_default_modules()
-    except Exception as error:
-        raise AppNotImportable(
-            f"app {options.app_path!r}: its tasks cannot be imported:"
-            f" {type(error).__name__}: {error}"
-        ) from error
+    app = options.load_tasks()
     web = make_app(app, options.settings(), options.metrics_folder)
 
     def take_up_keys() -> None:
-        try:
-            settings = options.settings(anew=True)
-            check_host(settings.gateway)
+        settings = read_anew(options)
+        if settings is not None:
             web.state.callers.read(settings)
-        except StartError as error:
-            logger.error("SIGHUP: the keys stay as they are: %s", error)
-            return
-        logger.info("SIGHUP: there are %d keys", len(settings.gateway.keys))
-        replace_worker()
+            logger.info("SIGHUP: there are %d keys", len(settings.gateway.keys))
+            replace_worker()
 
     if not os.isatty(0):  # As Celery's worker: the end of a terminal ends what runs in it.
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, take_up_keys)
     return web
 
 
+@one_line_errors()
+def one_of_several(options: ServeOptions) -> FastAPI:
+    """As `application`, in a process of its own, which ends with one line where it cannot start."""
+    return application(options)
+
+
+def read_anew(options: ServeOptions) -> Settings | None:
+    """The settings as they are now; None if they cannot be taken up, which is logged."""
+    try:
+        settings = options.settings(anew=True)
+        check_host(settings.gateway)
+        Callers(settings)
+    except StartError as error:
+        logger.error("SIGHUP: nothing changes: %s", error)
+        return None
+    return settings
+
+
 def serve(options: ServeOptions) -> None:
     """Serves until a signal comes.
 
     Raises:
-        StartError: It cannot listen there, or must not.
+        StartError: It cannot listen there, or must not, or its processes cannot start.
     """
     gateway = options.settings().gateway
     check_host(gateway)
@@ -149,7 +181,7 @@ def serve(options: ServeOptions) -> None:
         signal.signal(number, _end)
     url = f"http://{_format(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
-    beside = worker_beside(options.load) if gateway.worker else nullcontext(lambda: None)
+    beside = worker_beside(options.load_tasks) if gateway.worker else nullcontext(lambda: None)
     with sock, beside as replace_worker:
         if gateway.processes == 1:
             config = configuration(partial(application, options, replace_worker), options, gateway)
@@ -157,8 +189,11 @@ def serve(options: ServeOptions) -> None:
             return
         with metrics_folder() as folder:
             options = replace(options, metrics_folder=folder)
-            config = configuration(partial(application, options), options, gateway)
-            Processes(config, [sock], folder, replace_worker).run()
+            config = configuration(partial(one_of_several, options), options, gateway)
+            processes = Processes(config, [sock], options, replace_worker)
+            processes.run()
+            if processes.cannot_start:
+                raise StartError("a process of the gateway cannot start; see what it said above")
 
 
 def configuration(
@@ -204,12 +239,16 @@ class Processes(Multiprocess):
         self,
         config: uvicorn.Config,
         sockets: list[socket.socket],
-        folder: str,
+        options: ServeOptions,
         replace_worker: Callable[[], None],
     ) -> None:
         super().__init__(config, sockets)
-        self._folder = folder
+        self._options = options
         self._replace_worker = replace_worker
+        #: Whether the gateway stops because a process could not start.
+        self.cannot_start = False
+        self._has_served = False
+        self._retry_s = 0.0
         #: Looks since a process was asked whether it lives, and has not answered; by its id.
         self._unanswered: dict[int | None, int] = {}
 
@@ -223,12 +262,20 @@ class Processes(Multiprocess):
                 return
             if process.process.is_alive() and not self._is_stuck(process):
                 continue
+            found_mistake = process.exitcode == StartError.exit_code
+            if found_mistake and self._has_served:
+                # The others go on until somebody has mended it.
+                if time.monotonic() < self._retry_s:
+                    continue
+                self._retry_s = time.monotonic() + START_AGAIN_S
             process.kill()
             process.join()
             self._unanswered.pop(process.pid, None)
-            mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]
-            if process.exitcode == STARTUP_FAILURE:
+            folder = self._options.metrics_folder
+            mark_process_dead(process.pid, folder)  # type: ignore[no-untyped-call]
+            if process.exitcode == STARTUP_FAILURE or (found_mistake and not self._has_served):
                 logger.error("process %s cannot start, so the gateway stops", process.pid)
+                self.cannot_start = True
                 self.should_exit.set()
                 return
             logger.warning("process %s ended (%s): replaced", process.pid, process.exitcode)
@@ -236,15 +283,22 @@ class Processes(Multiprocess):
             self.processes[index].start()
 
     def handle_hup(self) -> None:
-        """Has others take the place of all processes, one after the other, with new settings."""
-        self._replace_worker()
+        """Has others take the place of all processes, one after the other, with new settings.
+
+        Nothing ends before somebody can take its place, the worker beside last.
+        """
+        if read_anew(self._options) is None:
+            return
+        before = set(self.processes)
         super().handle_hup()
+        if before.isdisjoint(self.processes):
+            self._replace_worker()
 
     def _is_stuck(self, process: Process) -> bool:
         """Asks a process whether it lives, unless it owes an answer."""
         with suppress(OSError, EOFError):  # It is ending, and then `is_alive` says so.
             while process.parent_conn.poll():
-                process.parent_conn.recv()
+                self._has_served |= process.parent_conn.recv()
                 self._unanswered.pop(process.pid, None)
             if process.pid not in self._unanswered:
                 process.parent_conn.send(b"ping")

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from batchery.retry import Interrupted, RetryPolicy
 from batchery_producer.answers import describe
 from batchery_producer.collector import Collector, collector_for
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
 from batchery_producer.gateway.store import Store
 
 #: How long sending may take, in seconds; then a repeated request sends the task again.
@@ -164,7 +164,7 @@ class TaskRecords:
             state["results" if record.count else "result"] = result
         elif status in states.READY_STATES:
             kind, message = describe(result)
-            state["error"] = {"type": kind, "message": message}
+            state["error"] = {"type": kind, "message": SERVER_TEXTS.get(kind, message)}
         elif record.revoked:
             status = states.REVOKED
             state["error"] = {"type": "TaskRevokedError", "message": "revoked"}

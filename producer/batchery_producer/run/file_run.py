@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,18 @@ from celery.result import AsyncResult
 from celery.utils.functional import chunks
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
+from redis.exceptions import NoPermissionError
 
 from batchery.cli.app import check_backend, check_broker
-from batchery.errors import BatcheryError, DatasetError, GaveUp, SettingsError
+from batchery.errors import (
+    BatcheryError,
+    DatasetError,
+    GaveUp,
+    RedisUnavailable,
+    SettingsError,
+)
 from batchery.retry import Interrupted, RetryPolicy
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import Keys, find_tenant_lists
 from batchery_producer.answers import Answer, joined
 from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
@@ -97,13 +105,12 @@ class InFlightRecovery:
         Raises:
             Interrupted: The caller asked to stop.
             GaveUp: Redis stays away.
+            RedisUnavailable: Its user may not read messages.
         """
         if self._missing_in_a_row >= self._max_in_flight:
             return list(task_ids)
         if self._in_flight is None:
-            self._in_flight = self._retries.call(
-                lambda: set(_find_in_flight(self._app, self._queue, self._pattern)), ERRORS
-            )
+            self._in_flight = self._retries.call(self._search, ERRORS)
         absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
         ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
         missing = [task_id for task_id in absent if task_id not in ended]
@@ -111,6 +118,15 @@ class InFlightRecovery:
             self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
         )
         return missing
+
+    def _search(self) -> set[str]:
+        try:
+            return set(_find_in_flight(self._app, self._queue, self._pattern))
+        except NoPermissionError as error:
+            raise RedisUnavailable(
+                "the broker does not let its user look for jobs that wait or run, as a run that"
+                f" goes on must: {error}; use the user `operator` of `batchery acl`"
+            ) from error
 
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
@@ -133,18 +149,22 @@ def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> It
 def _messages(channel: Any, queue: str) -> Iterator[bytes]:
     """Messages in the queue, then those of workers: Batchery's leases, and Celery's unacked."""
     # kombu's own client would add its key prefix to some keys only.
-    client = redis.Redis(connection_pool=channel.pool)
-    prefix = channel.global_keyprefix
+    client: Any = redis.Redis(connection_pool=channel.pool)
+    keys = Keys(channel.global_keyprefix)
     for step in channel.priority_steps:
-        yield from _waiting(client, prefix + channel._q_for_pri(queue, step))
-    keys = Keys(prefix)
+        own = keys.queue(channel._q_for_pri(queue, step))
+        yield from _waiting(client, own)
+        for of_tenant in find_tenant_lists(client, keys, own):
+            yield from _waiting(client, of_tenant)
+        # From there, those that go next may have come back.
+        yield from client.lrange(own, -CHUNK, -1)
     held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
-    for key in (*held, prefix + channel.unacked_key):
+    for key in (*held, keys.queue(channel.unacked_key)):
         for _, value in client.hscan_iter(key, count=CHUNK):
             yield value
 
 
-def _waiting(client: Any, key: str) -> Iterator[bytes]:
+def _waiting(client: Any, key: str | bytes) -> Iterator[bytes]:
     """Messages, the newest first, so that none is skipped while the oldest leave."""
     start = 0
     while messages := client.lrange(key, start, start + CHUNK - 1):
@@ -294,14 +314,15 @@ class FileRun:
             missing=self._to_be_sent,
             keep_results=options.keep_results,
             timeout_s=options.timeout_s,
-            explain=lambda: explain_stall(self._app, self.task, self.queue),
+            explain=lambda: explain_stall(self._app, self.task, {"queue": self.queue}),
             notice=options.notice,
         )
         with closing(self._collector), self._publisher, closing(self._feed):
             ending, message = self._run()
             seconds = self._elapsed_s()
             output.finish(complete=self._feed.exhausted and not self._window)
-        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
+        not_found = self._dataset.not_found
+        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed or not_found):
             ending = Ending.SOME_FAILED
         return Summary(
             ending,
@@ -311,7 +332,7 @@ class FileRun:
             len(self._window),
             seconds,
             self.queue,
-            message,
+            message or not_found,
             len(output.done),
             *output.names,
             self._first_failure,
@@ -453,7 +474,7 @@ def submit_file(
         task: Name of the task, or alias of a model; None for OpenAI's batch files, whose model
             names it.
         output: Gets one line per result, in the order of completion; `-` is standard output. A
-            URL gets them at the end.
+            URL gets them when every row is done.
         app: App to which jobs are sent and in which results are stored.
         options: All other options.
         changes: Single options, which override those in `options`: `submit_file(..., limit=10)`.
@@ -474,22 +495,44 @@ def submit_file(
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
     report = Report(options.report, dataset, output, options.errors) if options.report else None
-    run = FileRun(app, dataset, task, options)
+    try:
+        run, rows = begin_run(app, dataset, task, options)
+    except Interrupted:
+        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
     settings = {
         "kwargs": dict(options.keywords or {}),
         **dataset.settings,
         "ordered": options.ordered,
     }
-    rows = begin_reading(dataset, options.stop)
-    if rows is None:
-        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, run.queue, "interrupted")
     options.began(dataset.description)
     with files:
         files.open(Journal.of(dataset.sources, run.task, settings, options.window))
-        summary = run.run(files.missing(rows), files, report.figures if report else None)
+        try:
+            summary = run.run(files.missing(rows), files, report.figures if report else None)
+        except DatasetError as error:
+            hint = "; --resume goes on from here" if files.is_begun else ""
+            raise DatasetError(f"{error}{hint}") from error
     if report:
         report.write(run.task, summary)
     return summary
+
+
+def begin_run(
+    app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions
+) -> tuple[FileRun, Iterator[Record | Broken]]:
+    """A run, and all rows, of which the first ones were read; arguments and errors of `FileRun`.
+
+    Raises:
+        DatasetError: The input is unusable.
+        Interrupted: The caller asked to stop.
+    """
+    rows = None
+    if task is None and dataset.is_openai and not dataset.model:
+        # Of a pipe, which is read once: its first rows say what the task is.
+        dataset.is_own_name = cache(lambda name: find_task(app, name, options.queue) == name)
+        rows = begin_reading(dataset, options.stop)
+    run = FileRun(app, dataset, task, options)
+    return run, rows or begin_reading(dataset, options.stop)
 
 
 def choose_task(dataset: Dataset, task: str | None) -> str:
@@ -503,6 +546,6 @@ def choose_task(dataset: Dataset, task: str | None) -> str:
     if not dataset.model:
         raise DatasetError(
             f"{dataset.name}: no task; name one with --task. Only requests of OpenAI's batch API"
-            " name their model themselves"
+            " name their model themselves; in a pipe they need --format openai"
         )
     return dataset.model

@@ -76,7 +76,7 @@ class Summary:
         in_flight: Number of jobs that were left in the queue or with a worker.
         seconds: Duration of the run.
         queue: Queue to which the jobs were sent.
-        message: Why the run ended early; empty if it did not.
+        message: Why the run ended early; or which failures to retry are of no row of the input.
         before: Number of lines that an earlier process of the same run had finished.
         results: Name of the file with the results so far; empty if there is none.
         errors: Name of the file of failures; empty if there is none.
@@ -140,7 +140,8 @@ class SubmitOptions:
         encoding: Of lines and CSV.
         limit: Read only so many rows.
         sample: Only so many rows, chosen at random.
-        retry_failed: Only the rows that this file of failures names.
+        retry_failed: Only the rows that this file of failures names: by their ids, and those
+            without an id by line. Where one is not there, the run does not succeed.
     """
 
     queue: str | None = None

@@ -2,7 +2,7 @@
 
 An output may be sorted, a table, or at a URL. Then it cannot be written line by line: results are
 gathered in a file of JSON lines, the part. When every row is done, the output is written from the
-part, which is kept until the output is complete.
+part, which is kept until the output is complete. So whatever is at a URL is complete.
 """
 
 import csv
@@ -217,10 +217,13 @@ def _sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
 
 
 def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:
-    """Writes a table; a result that is not a text is written as JSON."""
+    """Writes a table; a result that is not a text is written as JSON.
+
+    A lone surrogate, which UTF-8 lacks, is escaped.
+    """
     first = next(iter(entries()), {})
     columns = ["id", *(["file"] if "file" in first else []), "line", "result"]
-    text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="", write_through=False)
+    text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="", write_through=False)
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
     writer.writerow(columns)
     for entry in entries():
@@ -360,12 +363,13 @@ class Output:
         self._resume = resume
         self._source = source
         self._final = Final(path, url=url, ordered=ordered, converted=source.is_openai)
-        self._is_part_needed = False
+        self._is_written = False
         self._final_errors = Final(errors, converted=source.is_openai)
         self._journal_path = None if source.is_stream else get_journal_path(path)
         self._check_resume(overwrite)
-        for file in (path, errors):
-            check_output_path(file, source, replace=overwrite or resume, hint=self._hint())
+        for file, other in ((path, "another file"), (errors, "another with --errors")):
+            hint = self._hint(other)
+            check_output_path(file, source, replace=overwrite or resume, hint=hint)
         if url in source.names:
             raise DatasetError(f"{url}: this is the input; name another file")
         if not overwrite and self._final.is_there:
@@ -375,7 +379,7 @@ class Output:
         if url or path:
             check_extension(url or str(path), OF_RESULTS)
         check_extension(str(errors), OF_LINES)
-        if self._is_begun and not (resume or overwrite):
+        if self.is_begun and not (resume or overwrite):
             raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
         self.results = JsonLines(self._final.part() if self._final.needs_part else path)
         self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
@@ -390,20 +394,20 @@ class Output:
                 "streams, devices and URLs cannot be resumed; read from files, and write to one"
             )
         finished = self._final.needs_part and has_content(self._final.path)
-        if self._resume and finished and not self._is_begun:
+        if self._resume and finished and not self.is_begun:
             raise DatasetError(
                 f"{self._final.path}: complete, or of another program; --overwrite begins anew"
             )
 
     @property
-    def _is_begun(self) -> bool:
+    def is_begun(self) -> bool:
         """Whether the output belongs to an unfinished run."""
         return self._journal_path is not None and self._journal_path.exists()
 
-    def _hint(self) -> str:
-        if self._is_begun:
+    def _hint(self, other: str = "another file") -> str:
+        if self.is_begun:
             return "--resume submits the missing rows, --overwrite begins anew"
-        return "name another file, or use --overwrite"
+        return f"name {other}, or use --overwrite"
 
     def open(self, journal: Journal) -> Journal:
         """Creates the files, or continues existing ones.
@@ -461,15 +465,19 @@ class Output:
         self.results.close()
         self.errors.close()
         is_temporary = self._final.path is None and self._final.needs_part
-        if is_temporary and self.results.path is not None and not self._is_part_needed:
+        is_needed = has_content(self.results.path) and not self._is_written
+        if is_temporary and self.results.path is not None and not is_needed:
             self.results.path.unlink(missing_ok=True)
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the files with results and failures so far; empty for one that is not there."""
-        results = (self._final.path, self.results.path)
-        errors = (self._final_errors.path, self.errors.path)
-        return self._final.url or _first_there(results), _first_there(errors)
+        errors = _first_there((self._final_errors.path, self.errors.path))
+        if self._final.url is None:
+            return _first_there((self._final.path, self.results.path)), errors
+        if self._is_written:
+            return self._final.url, errors
+        return str(self.results.path) if has_content(self.results.path) else "", errors
 
     def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
         """Rows of the input that are not done.
@@ -526,14 +534,15 @@ class Output:
 
         Args:
             complete: Whether every row is done, so that the journal can be removed. Otherwise only
-                standard output and URLs are written, and files wait for the other rows.
+                standard output is written; files wait for the other rows, and nothing is at a URL.
 
         Raises:
             DatasetError: The output cannot be written; no result is lost.
         """
         self.flush()
         parts: list[Path] = []
-        if self._final.needs_part and (complete or self._final.path is None):
+        is_stream = self._final.path is None and self._final.url is None
+        if self._final.needs_part and (complete or is_stream):
             parts = list(self._write_final())
         if complete and self._journal_path is not None:
             self._journal_path.unlink(missing_ok=True)
@@ -548,9 +557,8 @@ class Output:
         if self._source.is_openai:
             openai = OpenAIFormat(self.journal, self._source.model or "", self._source.line_name)
         self.results.close()
-        self._is_part_needed = True  # Until the output is complete.
         self._final.write(self.results.path, files, openai.result if openai else None)
-        self._is_part_needed = False
+        self._is_written = True
         yield self.results.path
         if openai and self.errors.path is not None and self.errors.path.exists():
             self.errors.close()

@@ -11,7 +11,7 @@ from celery import Celery, Task
 from batchery import BatchTask, Model, SettingsError, install, register
 from batchery.installation import get_installation
 from batchery.installer import CONSUMER, STEP
-from batchery.task import ModelTask
+from batchery.model_task import ModelTask
 
 MODELS = {
     "embed": {"kind": "embedding", "model": "x", "max_batch_size": 5, "max_wait_ms": 1.5},

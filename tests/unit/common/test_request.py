@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from celery import Celery, current_task
 from celery.app.task import Context
+from celery.result import denied_join_result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,6 +190,9 @@ def test_replace_in_a_direct_call_runs_the_other_job_here(app: Celery) -> None:
     assert task("a") == "aa"
     assert task.apply(["a"]).get() == "aa"
     assert (task.s("a") | task.s()).apply().get() == "aaaa"
+    # Within a task nobody may wait for another job; but this one runs here.
+    with denied_join_result():
+        assert task("a") == "aa"
 
 
 def test_replace_refuses_anything_but_a_signature() -> None:

@@ -207,6 +207,11 @@ def test_an_unknown_entry_of_the_file_is_refused() -> None:
     assert complaint() == (
         "setting models.embed.dtyp (from batchery.toml): no such setting, the nearest is dtype"
     )
+    # It is named before what is missing because of it.
+    toml('[models.embed]\nkind = "embedding"\nmodle = "x"')
+    assert complaint() == (
+        "setting models.embed.modle (from batchery.toml): no such setting, the nearest is model"
+    )
     toml("[gateway]\nprot = 80")
     assert complaint().endswith("no such setting, the nearest is port")
     toml("[gateway]\nzzz = 80")

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, ClassVar
 
 import celery
+import numpy as np
 import pytest
 from celery import Celery, Task, shared_task, uuid
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
@@ -112,6 +114,13 @@ def test_an_eager_argument_that_json_cannot_write_is_refused_as_by_delay(app: Ce
         with pytest.raises(EncodeError) as eager:
             task.apply(args, keywords)
         assert str(eager.value) == str(refused.value)
+
+
+def test_an_array_is_refused_with_what_to_send(app: Celery) -> None:
+    task = make(app, lambda items, **_: items)
+    for call in (task.delay, partial(task.submit_many, keywords={})):
+        with pytest.raises(EncodeError, match=r"item .*JSON serializable; send its tolist\(\)"):
+            call(np.ones((1, 3)))
 
 
 def test_an_eager_call_gives_and_gets_what_a_worker_would(app: Celery) -> None:

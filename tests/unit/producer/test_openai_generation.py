@@ -30,7 +30,7 @@ def item(**fields: Any) -> Any:
 def test_request_that_says_nothing_has_the_temperature_of_openai_and_leaves_the_rest() -> None:
     assert item() == {"messages": MESSAGES, "options": {"temperature": 1.0}}
     nothing = {"n": 1, "top_p": 1, "presence_penalty": 0, "stop": [], "logit_bias": {}, "top_k": -1}
-    assert item(**nothing, temperature=None, seed=None, tools=None, user="me") == item()
+    assert item(**nothing, temperature=None, seed=None, tools=None, unknown="x") == item()
 
 
 def test_options_have_the_names_that_models_know() -> None:
@@ -45,11 +45,26 @@ def test_options_have_the_names_that_models_know() -> None:
     assert item(presence_penalty=0.5)["options"]["presence_penalty"] == 0.5
 
 
+def test_fields_that_only_a_server_knows_go_to_it_as_they_came() -> None:
+    found = item(max_completion_tokens=5, reasoning_effort="low", parallel_tool_calls=False)
+    assert found["extra_body"] == {
+        "reasoning_effort": "low",
+        "parallel_tool_calls": False,
+        "max_completion_tokens": 5,
+        "max_tokens": None,
+    }
+    assert item(max_completion_tokens=5, max_tokens=9)["extra_body"]["max_tokens"] == 9
+    (text,) = CompletionRequest(prompt="abc", user="me").items()
+    assert text["extra_body"] == {"user": "me"}
+    assert count_item_chars(text) == len('abc{"user": "me"}')
+
+
 def test_tools_go_to_the_template_unless_none_may_be_called() -> None:
     assert item(tools=TOOLS)["tools"] == TOOLS
     assert item(tools=TOOLS, tool_choice="auto") == item(tools=TOOLS)
     assert item(tools=TOOLS, tool_choice="required")["tool_choice"] == "required"
-    assert item(tools=TOOLS, tool_choice="none") == item()
+    none = {"tools": TOOLS, "tool_choice": "none"}
+    assert item(**none) == {**item(), "extra_body": none}
 
 
 def test_messages_keep_further_fields_and_lose_nulls() -> None:
@@ -91,6 +106,11 @@ def test_line_that_is_wrong_says_why(url: str, body: dict[str, Any], text: str) 
 def test_characters_are_those_of_prompts_and_of_chats_with_their_tools() -> None:
     assert count_item_chars("abc") == count_item_chars({"prompt": [1, 2, 3]}) == 3
     assert count_item_chars(item(tools=TOOLS)) > count_item_chars(item()) > len("the cat")
+    # Whatever the alphabet.
+    ascii_, other = (
+        [{"role": "user", "content": text * 100}] for text in "a\N{CJK UNIFIED IDEOGRAPH-732B}"
+    )
+    assert count_item_chars(item(messages=ascii_)) == count_item_chars(item(messages=other))
 
 
 LOGPROBS = [
@@ -121,6 +141,15 @@ def test_logarithms_have_the_form_of_each_route() -> None:
     content = chat["logprobs"]["content"]
     assert content[0]["bytes"] == [0xC3, 0xA9]
     assert [each["token"] for each in content[0]["top_logprobs"]] == ["é", "e"]
+    part = {"token": "\ufffd", "logprob": -1.0, "top": [["\ufffd", 1, -1.0], ["a", 2, -2.0]]}
+    for known, expected in (
+        ([[0xC3], [0xC3], None], [[0xC3], [0xC3], [0x61]]),
+        ([], [None, None, [0x61]]),
+    ):
+        told = ChatForm().logprobs(0, {"logprobs": [{**part, "bytes": known}]})
+        assert told is not None
+        own = told["content"][0]
+        assert [own["bytes"], *(each["bytes"] for each in own["top_logprobs"])] == expected
     form = TextForm()
     first = form.piece(0, {"text": "é a", "logprobs": LOGPROBS})["logprobs"]
     assert first == {

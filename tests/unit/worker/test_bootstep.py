@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from kombu import Queue
 
 from batchery import BatchTask, Model, Settings, SettingsError, install, register
+from batchery.queue_limits import find_destination
 from batchery_worker import bootstep
 from batchery_worker.bootstep import (
     BatchStep,
     check_is_accepted,
+    find_queue,
     is_served,
     kinds_by_queue,
     prefetch_jobs,
@@ -29,6 +31,9 @@ from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import QueueKinds
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
+
+#: For tests of tasks that have a queue of their own.
+OWN_QUEUES = pytest.mark.filterwarnings("ignore:[^']*'queue' task attribute is deprecated")
 
 
 class Worker:
@@ -152,14 +157,20 @@ def test_every_queue_may_bring_jobs_of_a_batch_task_without_a_route() -> None:
     assert app.conf.broker_transport_options["queue_prefetch"] == {}
 
 
+@OWN_QUEUES
 def test_kinds_of_jobs_are_known_by_queue() -> None:
     app = make_app()
     app.conf.task_routes = {"routed": {"queue": "gpu"}}
     app.task(name="ordinary", shared=False)(make_app)
     add_task(app, "routed", max_batch_size=8)
     add_task(app, "unrouted")
+    # The own queue outranks a route, as when Celery sends a job.
+    app.conf.task_routes["own"] = {"queue": "gpu"}
+    own = add_task(app, "own", queue=Queue("own queue"))
+    assert find_destination(app, own.name, {}).queue == find_queue(own) == "own queue"
     register(app, "embed", Model)
     assert kinds_by_queue(app, 64) == {
+        "own queue": QueueKinds({"own": 64}, ordinary=False),
         "celery": QueueKinds({"unrouted": 64}, ordinary=True),
         "gpu": QueueKinds({"routed": 8}, ordinary=False),
         "embed": QueueKinds({"embed": 64}, ordinary=False),
@@ -216,12 +227,13 @@ def test_only_ordinary_jobs_wait_for_a_process() -> None:
     assert (worker.processed, worker.waited) == (["batch"], ["ordinary"])
 
 
+@OWN_QUEUES
 @pytest.mark.parametrize(
     ("consumed", "served"),
     [
-        (None, {"free", "routed", "embed"}),
+        (None, {"free", "routed", "own", "embed"}),
         (["celery"], {"free"}),
-        (["theirs", "embed"], {"free", "routed", "embed"}),
+        (["theirs", "embed"], {"free", "routed", "own", "embed"}),
     ],
 )
 def test_task_routed_to_another_worker_s_queue_is_not_served(
@@ -229,7 +241,8 @@ def test_task_routed_to_another_worker_s_queue_is_not_served(
 ) -> None:
     app = make_app()
     app.conf.task_routes = {"routed": {"queue": "theirs"}}
-    tasks = [add_task(app, "free"), add_task(app, "routed"), register(app, "embed", Model)]
+    tasks = [add_task(app, "free"), add_task(app, "routed"), add_task(app, "own", queue="theirs")]
+    tasks.append(register(app, "embed", Model))
     queues: Any = app.amqp.queues
     queues.select_add("embed")
     if consumed is None:
@@ -461,7 +474,10 @@ def pay() -> None:
     """Any task."""
 
 
-@pytest.mark.parametrize(("queue", "is_warned_of"), [("embde", True), ("reports", False)])
+@OWN_QUEUES
+@pytest.mark.parametrize(
+    ("queue", "is_warned_of"), [("embde", True), ("reports", False), ("embed2", False)]
+)
 def test_a_misspelt_queue_is_warned_of_where_other_tasks_have_no_route(
     queue: str, is_warned_of: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,6 +486,7 @@ def test_a_misspelt_queue_is_warned_of_where_other_tasks_have_no_route(
         app.conf.task_routes = {"embed": {"queue": "embed"}}
         for name in ("embed", "pay"):
             app.task(name=name, shared=False, lazy=False)(pay)
+        app.task(name="own", shared=False, lazy=False, queue="embed2")(pay)
         app.amqp.queues.select([queue])
         warn_of_unused_queues(app)
     assert ("the nearest is embed" in caplog.text) is is_warned_of

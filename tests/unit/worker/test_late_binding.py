@@ -104,7 +104,10 @@ class Backlog:
         self.waiting: list[tuple[float, Any]] = []
         self.gathered: list[str] = []
         self.room = 0
-        self.is_stranded = False
+        self.stranded: set[str] = set()
+
+    def is_stranded(self, task: str) -> bool:
+        return task in self.stranded
 
     def add(self, *tokens: str) -> None:
         for token in tokens:
@@ -132,7 +135,7 @@ class Backlog:
         return self.waiting[0][0] if self.waiting else None
 
     def offer_stranded(self, give: Give) -> int:
-        return self.offer(self._clock.now_s, give) if self.is_stranded else 0
+        return self.offer(self._clock.now_s, give) if self.stranded else 0
 
     def offer(self, before_s: float, give: Give) -> int:
         old = [request for since_s, request in self.waiting if since_s <= before_s]
@@ -240,12 +243,19 @@ def test_jobs_whose_devices_are_drained_go_back_though_nobody_waits(house: House
     house.channel.lease_store.suspects.add("1")
     (_, mixed), (_, request) = house.backlog.waiting[1:3]
     mixed.delivery_info = {"routing_key": "mixed"}
-    house.backlog.is_stranded = True
+    house.backlog.stranded = {"embed"}
     house.binding.plan_look()
     house.clock.pass_time(HELD_S)
     assert house.channel.lease_store.requeued == [(["3"], True)]
     assert house.backlog.tokens == ["1", "2", "not-leased"]
     assert (request.acknowledged, mixed.acknowledged) == (True, False)
+
+
+def test_queues_are_served_unless_all_their_jobs_are_for_drained_devices(house: House) -> None:
+    queues = ("models", "mixed", "unknown")
+    assert [house.binding.serves(queue) for queue in queues] == [True, True, True]
+    house.backlog.stranded = {"embed"}
+    assert [house.binding.serves(queue) for queue in queues] == [False, True, True]
 
 
 def test_a_job_that_went_back_is_settled_for_celery(house: House) -> None:
@@ -270,8 +280,10 @@ def test_what_comes_by_a_queue_decides_how_much_is_taken(
     # As many ordinary jobs as Celery would hold may be among them.
     monkeypatch.setattr(worker_state, "reserved_requests", set(range(7)))
     assert house.binding.limit_for("mixed", 0) == 32 + 4 - (7 - 5)
-    # Nothing limits a queue by which anything may come.
-    assert house.binding.limit_for("unnamed", 0) is None
+    # Anything may come by a queue that no task names.
+    assert house.binding.limit_for("unnamed", 0) == 32 + 4 - (7 - 5)
+    assert house.binding.find_jobs("unnamed") == house.binding.find_jobs("mixed")
+    assert house.binding.find_jobs("models") == (frozenset({"embed"}), False)
     assert [house.binding.find_kinds(each) for each in ("models", "mixed", "unnamed")] == [1, 3, 3]
 
 

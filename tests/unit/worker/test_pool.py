@@ -56,7 +56,8 @@ def test_a_device_whose_neighbour_is_given_up_still_gets_fresh_code(
     worker.devices.get_ready = True
     worker.work_off()
     assert first.code == 0
-    assert list(worker.info()["devices"]) == ["cuda:0"]
+    states = {name: each["state"] for name, each in worker.info()["devices"].items()}
+    assert states == {"cuda:0": "ready", "cuda:1": "given up"}
 
 
 def test_a_batch_that_the_pipe_cannot_take_at_once_arrives_whole(start_pool: StartPool) -> None:

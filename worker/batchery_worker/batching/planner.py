@@ -19,9 +19,11 @@ PASS_TOKENS = {"cpu": 32, "mps": 1_024, "cuda": 4_096}
 #: always win, and 512 are a thirtieth of one.
 MAX_PASS_TOKENS_FACTOR = 8
 
-#: Minimum mean tokens of passes that a batch is cut into only to have one for each stream: smaller
-#: passes cost more besides their tokens than is won.
-MIN_STREAM_TOKENS = 128
+#: Minimum mean tokens of passes that a batch is cut into only to have one for each stream, by kind
+#: of device: smaller passes cost more besides their tokens than is won. Cards have streams in a
+#: pipeline alone. They read the weights of a model that large in the time of some 200 tokens, by
+#: their data sheets.
+MIN_STREAM_TOKENS = {"cpu": 128, "mps": 128, "cuda": 1_024}
 
 
 def plan(
@@ -32,6 +34,7 @@ def plan(
     pads: bool = True,
     pass_tokens: int = PASS_TOKENS["cpu"],
     streams: int = 1,
+    min_stream_tokens: int = MIN_STREAM_TOKENS["cpu"],
 ) -> list[list[int]]:
     """Cuts a window of items into micro-batches, at the lowest cost.
 
@@ -47,7 +50,8 @@ def plan(
         pads: Whether items are padded to the longest of their micro-batch.
         pass_tokens: Fixed cost of a forward pass, in tokens.
         streams: Passes that are computed side by side. With several, there are as many
-            micro-batches as keep all streams busy to the end, if each has `MIN_STREAM_TOKENS`.
+            micro-batches as keep all streams busy to the end, if each has `min_stream_tokens`.
+        min_stream_tokens: Minimum mean tokens of micro-batches that are cut for streams.
 
     Returns:
         Indices into `lengths`: each index exactly once, longest items first (so that memory peaks
@@ -58,17 +62,19 @@ def plan(
     ordered = [max(1, lengths[index]) for index in order]
     if pads:
         if streams > 1:
-            share = max(MIN_STREAM_TOKENS, -(-sum(ordered) // streams))
+            share = max(min_stream_tokens, -(-sum(ordered) // streams))
             max_batch_tokens = min(max_batch_tokens, share)
         starts = _padded_starts(ordered, max_batch_tokens, max_batch_size, pass_tokens)
     elif streams > 1:
-        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, streams)
+        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, streams, min_stream_tokens)
     else:
         starts = _packed_starts(ordered, max_batch_tokens, max_batch_size)
     return [order[start:end] for start, end in pairwise([*starts, len(order)])]
 
 
-def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, streams: int) -> list[int]:
+def _even_starts(
+    lengths: Sequence[int], max_tokens: int, max_size: int, streams: int, min_tokens: int
+) -> list[int]:
     """Cuts into as few micro-batches as possible, rounded up to whole rounds of all streams.
 
     Among all cuts into so many, it takes the one whose largest micro-batch is the smallest.
@@ -76,7 +82,7 @@ def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, streams
     starts = _packed_starts(lengths, max_tokens, max_size)
     total = sum(lengths)
     rounds = -(-len(starts) // streams)
-    parts = max(len(starts), min(rounds * streams, total // MIN_STREAM_TOKENS))
+    parts = max(len(starts), min(rounds * streams, total // min_tokens))
     if parts < 2 or max_tokens <= lengths[0]:
         return starts
     # The more tokens a micro-batch may have, the fewer micro-batches there are.

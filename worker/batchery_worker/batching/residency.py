@@ -3,13 +3,20 @@
 Loading a model takes as long as hundreds of batches, and the device computes nothing meanwhile. So
 jobs whose model is loaded keep their turn, and others wait until that is worth a load:
 
-1. Until the oldest of them has waited for as long as the load takes. The time counts by shares: a
-   class with twice the share of those whose turn it is waits half as long.
+1. Until the oldest of them has waited for as long as the load takes, in its queue or here. The time
+   counts by shares: a class with twice the share of those whose turn it is waits half as long. One
+   that has half of all time waits twice as long at most, however many models it has: it pays for
+   its loads (see `shares.py`), so they are its own affair.
 2. Until the device has worked for as long since its last load; and for `WORK_WHEN_BEHIND` times as
    long while a full batch waits for what is loaded. Otherwise two models that take turns would
    spend all its time on loads, and it would never catch up.
-3. A device that has nothing else to do loads at once, unless another device of this worker has the
-   model: then the first rule holds.
+3. A device that has nothing else to do loads at once, unless other devices of this worker have the
+   model. Then the first rule holds, and no more devices load it at once than have it: those with
+   nothing to do would all come for the same jobs, and be missed where they were. After a full batch
+   it waits for more of the same for as long as a load, as that may be on its way from the queue.
+4. A device that has other work loads a model that others have only if it is on so few devices that
+   it would still have fewer than the model of that work, by their shares. Otherwise devices would
+   change places, and nobody would have more than before.
 
 Who makes room is the model that was used least recently, as measured in times that it takes to load
 it; before it those for which no job waits.
@@ -96,6 +103,8 @@ class DeviceModels:
     loading: set[str] = field(default_factory=set)
     #: When the last load ended, or will end; minus infinity before the first.
     loaded_s: float = -inf
+    #: When it last got a full batch: more of the same is probably on its way from the queue.
+    full_s: float = -inf
     #: When a model may be loaded that could not be by the last answer of `choose`.
     wake_s: float = inf
     #: Whether its process runs and has said what it has.
@@ -124,7 +133,7 @@ class DeviceModels:
 
     def forget(self) -> None:
         """Notes that the process has ended."""
-        self.is_known, self.cold, self.loaded_s = False, {}, -inf
+        self.is_known, self.cold, self.loaded_s, self.full_s = False, {}, -inf, -inf
         self.loading.clear()
 
     def begin(self, task: str, now_s: float) -> bool:
@@ -145,6 +154,9 @@ class DeviceModels:
         waiting: Collection[KeyFlows[T]],
         now_s: float,
         weigh: Callable[[KeyFlows[T]], float],
+        find_part: Callable[[KeyFlows[T]], float],
+        *,
+        is_idle: bool = True,
     ) -> Collection[KeyFlows[T]]:
         """Leaves out those that must wait for their model.
 
@@ -152,46 +164,62 @@ class DeviceModels:
             waiting: What this device may run.
             now_s: The time.
             weigh: The share of those that wait there.
+            find_part: The part of the time that their classes and tenants have, who pay for loads.
+            is_idle: Whether it runs nothing.
         """
         self.wake_s = inf
         if not self.cold:
             return waiting
-        warm = [each for each in waiting if self._is_warm(each)]
+        warm = [each for each in waiting if each.key.task not in self.cold]
         share = max(map(weigh, warm), default=0.0)
+        devices = max((self._count(each.key.task) for each in warm), default=0)
         is_behind = any(each.items >= each.limits.max_batch_size for each in warm)
         chosen = warm
         for each in waiting:
-            if self._is_warm(each):
+            if each.key.task not in self.cold:
                 continue
-            begin_s = self._begin_s(each, share / weigh(each), is_behind)
+            # More jobs for what a busy device has may be here by the time that it is done.
+            if not (warm or is_idle) and self._count(each.key.task):
+                continue
+            ratio = share / weigh(each)
+            begin_s = self._begin_s(each, ratio, find_part(each), devices, is_behind)
             if now_s >= begin_s:
                 chosen.append(each)
             else:
                 self.wake_s = min(self.wake_s, begin_s)
         return chosen
 
-    def _is_warm(self, waiting: KeyFlows[T]) -> bool:
-        return waiting.key.task not in self.cold
-
-    def _begin_s(self, waiting: KeyFlows[T], ratio: float, is_behind: bool) -> float:
+    def _begin_s(
+        self, waiting: KeyFlows[T], ratio: float, part: float, devices: int, is_behind: bool
+    ) -> float:
         """When a model may be loaded for some jobs.
 
         Args:
             waiting: The jobs.
             ratio: Share of those that could run at once, in terms of theirs; 0 if there are none.
+            part: The part of the time that their classes and tenants have.
+            devices: How many devices have the model of those.
             is_behind: Whether a full batch of those waits.
         """
         task = waiting.key.task
-        load_s = self.cold[task]
-        if ratio:
-            load_s *= ratio
-            work_s = WORK_WHEN_BEHIND * load_s if is_behind else load_s
-            return max(waiting.oldest_s + load_s, self.loaded_s + work_s)
-        return waiting.oldest_s + load_s if self._is_warm_elsewhere(task) else -inf
+        load_s, elsewhere = self.cold[task], self._count(task)
+        if not ratio:
+            if not elsewhere:
+                return -inf
+            loading = sum(task in each.loading for each in self.fleet)
+            ready = max(1, elsewhere - loading)
+            wait_s = load_s * max(1.0, (loading + 1) / ready)
+            return max(waiting.oldest_sent_s + wait_s, self.full_s + load_s)
+        if elsewhere and (elsewhere + 1) * ratio >= devices:
+            return inf
+        load_s *= min(ratio, 1 / part)
+        work_s = WORK_WHEN_BEHIND * load_s if is_behind else load_s
+        return max(waiting.oldest_sent_s + load_s, self.loaded_s + work_s)
 
-    def _is_warm_elsewhere(self, task: str) -> bool:
-        return any(
-            each.is_known and each.serves(task) and task not in each.cold
+    def _count(self, task: str) -> int:
+        """How many devices have a model, or load it; one that loads may lose its others."""
+        return sum(
+            task in each.loading if each.loading else task not in each.cold
             for each in self.fleet
-            if each is not self
+            if each.is_known and each.serves(task)
         )

@@ -306,7 +306,9 @@ class Scheduler(Generic[T]):
         best, chosen = inf, None
         candidates = self._for_device(task, models)
         if models is not None:
-            candidates = models.choose(candidates, now_s, self._weigh)
+            candidates = models.choose(
+                candidates, now_s, self._weigh, self._find_part, is_idle=is_idle
+            )
         for waiting in candidates:
             limit = self._max_items(waiting)
             is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
@@ -331,7 +333,10 @@ class Scheduler(Generic[T]):
             )
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
-        return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
+        batch = self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
+        if models is not None and batch.items >= limit:
+            models.full_s = now_s
+        return batch
 
     def _urgent_place(self, turn: tuple[int, float], now_s: float) -> float:
         """The lowest place of the flows that may go before others; infinity for none."""
@@ -437,6 +442,12 @@ class Scheduler(Generic[T]):
         """The share of all flows of a key."""
         return sum(map(self._shares[waiting.key.task].weight, waiting.flows.values()))
 
+    def _find_part(self, waiting: KeyFlows[T]) -> float:
+        """The part of the time that the classes and tenants have whose jobs wait there."""
+        lanes = {lane[:2]: flow for lane, flow in waiting.flows.items()}
+        shares = self._shares[waiting.key.task]
+        return sum(map(shares.weigh_lane, lanes.values())) / shares.total
+
     def _is_late(self, task: str, now_s: float) -> Callable[[Job[T]], bool]:
         """Says of a job of a task whether it cannot make its deadline any more."""
         margin_s = self._margin_s(task)
@@ -470,17 +481,21 @@ class Scheduler(Generic[T]):
         for charge in batch.charges:
             self._shares[charge.flow.key.task].progress(charge, had_s, slots)
 
-    def ended(self, batch: Batch[T], run_s: float | None) -> None:
+    def ended(self, batch: Batch[T], run_s: float | None, load_s: float = 0.0) -> None:
         """Notes that a batch of `next_batch` is back.
 
         Args:
             batch: The batch, perhaps with fewer jobs than it had.
             run_s: How long it had its device, in seconds; None if the device died.
+            load_s: How long its model was loaded before that, in seconds.
         """
         if not batch.charges:
             return
         shares = self._shares[batch.charges[0].flow.key.task]
         shares.ended(batch.charges, run_s)
+        if load_s:
+            waiting = [flow for each in self._for_device("") for flow in each.flows.values()]
+            shares.loaded(batch.charges, load_s, waiting)
         target = self._targets.get(batch.jobs[0].key.task) if batch.jobs else None
         if target is not None and run_s is not None:
             names = {charge.flow.lane.priority_class for charge in batch.charges}

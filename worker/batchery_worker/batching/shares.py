@@ -7,6 +7,10 @@ long a job takes: a batch is charged with an estimate when it leaves, and correc
 A job in slots is charged as it runs, and a little in advance for each slot as long as it has it. So
 lanes that owe each other nothing share the slots themselves.
 
+To load a model takes device time as well. The class and tenant whose batch needs it pay for that
+with all of their tasks, and newly come ones. If only the task paid whose model it is, it would wait
+until their others have had as much, and its model might have to make room before its next batch.
+
 P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. While two lanes both wait for
 one device, what they were given, divided by their weights, differs by a batch of each at most.
 
@@ -17,7 +21,7 @@ with the first batch of each. Virtual time follows them, and passes the lanes th
 behind it owe nothing and are forgotten.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -150,6 +154,12 @@ class KeyFlows(Generic[T]):
         return min(flow.oldest_s for flow in self.flows.values())
 
     @property
+    def oldest_sent_s(self) -> float:
+        """When the oldest of its jobs was sent, as far as is known."""
+        first = (flow.first() for flow in self.flows.values())
+        return min(self.oldest_s, *(job.sent_s for job in first))
+
+    @property
     def due_s(self) -> float:
         """When an idle device stops waiting for more."""
         return self.oldest_s + self.limits.max_wait_s
@@ -185,6 +195,8 @@ class _PriorityClass:
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
     #: The tag with which newcomers start, unless virtual time is ahead of it.
     entry: float = 0.0
+    #: How many groups wait of each tenant.
+    tenants: Counter[str] = field(default_factory=Counter)
     #: How many groups' shares those newcomers have together that wait.
     newcomers: float = 0.0
     #: The same when the last batch left.
@@ -192,6 +204,7 @@ class _PriorityClass:
 
     def count(self, flow: Flow[Any], keys: int, newcomers: int) -> None:
         """Counts a flow that begins or ends to wait, or to be new."""
+        self.tenants[flow.lane.tenant] += flow.group not in self.groups
         group = self.groups.setdefault(flow.group, _Group())
         self.newcomers -= group.newcomers / max(1, group.keys)
         group.keys += keys
@@ -199,8 +212,10 @@ class _PriorityClass:
         self.newcomers += group.newcomers / max(1, group.keys)
         if not group.keys:
             del self.groups[flow.group]
+            self.tenants[flow.lane.tenant] -= 1
         if not self.groups:
             self.newcomers = 0.0
+            self.tenants.clear()
 
 
 class Shares:
@@ -221,6 +236,9 @@ class Shares:
         self._costs = costs
         #: Virtual time: the lowest tag of the batch that left last.
         self._now = 0.0
+        #: Class and tenant -> virtual time at which a flow of theirs begins that had no job: later
+        #: than the present, if they have loads to pay for.
+        self._loaded: dict[tuple[str, str], float] = {}
         #: Empty flows that still owe something, or have batches that are not back.
         self._asleep: dict[tuple[BatchKey, Lane], Flow[Any]] = {}
         #: A heap of them: tag, number, flow. Those that woke meanwhile are passed over.
@@ -239,7 +257,8 @@ class Shares:
         flow = self._asleep.pop((key, lane), None)
         if flow is None:
             flow = Flow(key, lane, own.entry, is_new=True)
-        flow.tag = max(flow.tag, self._now + flow.running * self._in_slots)
+        loaded = self._loaded.get(lane[:2], 0.0)
+        flow.tag = max(flow.tag, loaded, self._now + flow.running * self._in_slots)
         own.count(flow, 1, int(flow.is_new))
         return flow
 
@@ -252,6 +271,7 @@ class Shares:
         for each in self._classes.values():
             each.entry = self._now
         self._owing.clear()
+        self._loaded.clear()
         self._asleep = {place: flow for place, flow in self._asleep.items() if flow.batches}
         for flow in self._asleep.values():
             flow.tag = min(flow.tag, self._now + flow.running)
@@ -284,6 +304,16 @@ class Shares:
         """
         own = self._classes[flow.lane.priority_class]
         return own.share / (len(own.groups) * own.groups[flow.group].keys)
+
+    def weigh_lane(self, flow: Flow[Any]) -> float:
+        """The share of all flows that wait of the class and tenant of one."""
+        own, tenant = self._classes[flow.lane.priority_class], flow.lane.tenant
+        return own.share * own.tenants[tenant] / max(1, len(own.groups))
+
+    @property
+    def total(self) -> float:
+        """The share of all classes whose jobs wait."""
+        return sum([each.share for each in self._classes.values() if each.groups])
 
     def others(self, weight: float, names: Collection[str] = ()) -> float:
         """How many batches of others come in between two of some flows, by their shares.
@@ -375,6 +405,30 @@ class Shares:
             self._remember(flow)
         if run_s is not None:
             self._costs.ran(charges[0].flow.key.task, items, run_s)
+
+    def loaded(
+        self, charges: Sequence[Charge], load_s: float, waiting: Collection[Flow[Any]]
+    ) -> None:
+        """Charges classes and tenants for the load of a model, each for its part of the batch.
+
+        Args:
+            charges: All of the batch.
+            load_s: How long the device has loaded, in seconds.
+            waiting: All flows that wait.
+        """
+        self._loaded = {lane: tag for lane, tag in self._loaded.items() if tag > self._now}
+        added: dict[tuple[str, str], float] = {}
+        item_s = load_s / sum([charge.items for charge in charges])
+        for charge in charges:
+            weight = max(charge.weight, self.weigh_lane(charge.flow))
+            lane = charge.flow.lane[:2]
+            added[lane] = added.get(lane, 0.0) + charge.items * item_s / weight
+        for lane, more in added.items():
+            self._loaded[lane] = max(self._loaded.get(lane, 0.0), self._now) + more
+        for flow in [*waiting, *self._asleep.values()]:
+            if flow.lane[:2] in added:
+                flow.tag += added[flow.lane[:2]]
+                self._remember(flow)
 
 
 class SharesByTask(dict[str, Shares]):

@@ -8,8 +8,8 @@ from batchery.engine_settings import ENGINE_KINDS
 
 HELP = """Make the ONNX file of a model, for engine = "onnx".
 
-Loads the model of FOLDER, of kind embedding or classification, on the CPU, and writes
-FOLDER/onnx/model.onnx in fp32. Needs neither Redis nor a worker.
+Loads the model of FOLDER, of kind embedding, classification or rerank, on the CPU, and
+writes FOLDER/onnx/model.onnx in fp32. Needs neither Redis nor a worker.
 """
 
 

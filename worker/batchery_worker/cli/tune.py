@@ -24,8 +24,8 @@ from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.installation import get_installation
 from batchery.model import Model
-from batchery.task import ModelTask
-from batchery_worker.batching.planner import PASS_TOKENS, plan
+from batchery.model_task import ModelTask
+from batchery_worker.batching.planner import MIN_STREAM_TOKENS, PASS_TOKENS, plan
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.memory import Memory
@@ -151,6 +151,7 @@ class Grid:
         #: Pairs of limits for which there was no time.
         self.left_out = 0
         self._pass_tokens = PASS_TOKENS[device_type(device)]
+        self._min_stream_tokens = MIN_STREAM_TOKENS[device_type(device)]
         self._memory = memory
         self._clock = clock
 
@@ -230,7 +231,8 @@ class Grid:
             case.max_batch_size,
             pads=self._model.pads,
             pass_tokens=self._pass_tokens,
-            streams=getattr(self._model, "cpu_streams", 1),
+            streams=getattr(self._model, "pass_streams", 1),
+            min_stream_tokens=self._min_stream_tokens,
         )
 
 

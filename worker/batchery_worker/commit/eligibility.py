@@ -5,6 +5,7 @@ All other jobs take the slow way, by Celery's own tracer in the main process.
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,16 +77,16 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
 
 def warn_of_tracer(app: Celery, tasks: Iterable[BatchTask]) -> None:
     """Logs which tasks' jobs all need the tracer, why, and what would change it."""
+    by_reason = defaultdict[str, list[str]](list)
     for task in tasks:
-        reason = task_needs_tracer(app, task)
-        if reason is not None:
-            logger.warning(
-                "task %s: each job takes Celery's tracer, which is about ten times slower than a"
-                " commit by the device, because of %s: %s",
-                task.name,
-                reason,
-                FIXES[reason],
-            )
+        if reason := task_needs_tracer(app, task):
+            by_reason[reason].append(task.name)
+    for reason, names in by_reason.items():
+        logger.warning(
+            "each job of %s takes Celery's tracer, which is about ten times slower than a commit by"
+            " the device, because of %s: %s",
+            *(", ".join(names), reason, FIXES[reason]),
+        )
 
 
 def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:

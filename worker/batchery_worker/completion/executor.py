@@ -249,7 +249,7 @@ class CompletionExecutor:
                 logger.warning("%s[%s] is given back: %r", call.task_name, call.task_id, error)
                 _give_back(call)
             finally:
-                completion.on_end(failure)
+                completion.on_end(completion, failure)
 
         self._deliver(end)
 

@@ -22,6 +22,7 @@ from batchery_worker.completion.backend import (
     is_backend_away,
     publish_until_deadline,
 )
+from batchery_worker.completion.tracer import drop_frames
 from batchery_worker.request import give_back
 
 logger = logging.getLogger("batchery.pool")
@@ -49,7 +50,7 @@ def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         Reject: Its result found no backend; the worker gives the job back.
     """
     try:
-        return target(*args, **kwargs)
+        return drop_frames(target(*args, **kwargs))
     except RetryDeadlineExceeded as error:
         raise Reject(str(error), requeue=True) from None
 
@@ -147,7 +148,7 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
 
     def _run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for_completion(self.app.backend)
-        return target(*args, **kwargs)
+        return drop_frames(target(*args, **kwargs))
 
     def _on_done(self, request: Any, future: Future[Any]) -> None:
         """Gives a job back whose result found no backend.

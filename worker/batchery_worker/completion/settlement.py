@@ -135,7 +135,7 @@ class Settlement:
             call=call,
             make_outcome=outcome,
             info=info,
-            on_end=lambda failure: self._settled(completion, failure),
+            on_end=self._settled,
             may_hold=self._executor.tracer.may_hold(call),
         )
         self._executor.submit(completion)

@@ -7,12 +7,12 @@ looks whether an urgent batch has come, and runs it first. The process ends with
 with any of its threads. The parent runs again what the process had not answered.
 """
 
+import gc
 import logging
 import math
 import os
 import pickle
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -25,17 +25,20 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 from celery import Celery, signals
+from celery.result import denied_join_result
 
 from batchery.device_names import main_device
 from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.model import StepModel
+from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery.task import BatchTask, ModelTask
+from batchery.task import BatchTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
+from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
 from batchery_worker.device.loading import (
     EngineModel,
     build_identity,
@@ -55,7 +58,6 @@ from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
 from batchery_worker.device.steps import SlotJob, StepLoop
 from batchery_worker.device_pool.weights import estimate_bytes
-from batchery_worker.devstack.guarded_process import die_with_parent
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.ipc.messages import (
@@ -77,6 +79,9 @@ from batchery_worker.ipc.messages import (
 )
 from batchery_worker.memory import Memory
 from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
+
+#: How seldom Python looks for garbage while a device starts.
+STARTING_GC_THRESHOLDS = (20_000, 20, 20)
 
 logger = logging.getLogger("batchery.device")
 
@@ -109,7 +114,7 @@ class Device:
         #: By name of a task: the settings of its model, where they are not those of the app.
         self._versions: dict[str, ModelSettings] = {}
         self._reloader = Reloader(
-            lambda name: self._models.loaded.get(name),
+            lambda name: self._models.find_dimensions(name),
             self._load_version,
             self._swap,
             lambda: self._memory.release(),
@@ -185,14 +190,19 @@ class Device:
             write_frame(self._end, frame)
 
     def run(self) -> None:
-        """Works until the process is told to leave, which ends it at once."""
+        """Works until the parent has closed the pipe."""
         for stage in (self._intake.run, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
-        if self._steps is not None:
-            self._steps.run(self._intake)
-        loop = EventLoop()
-        while True:
-            self._run_next(loop)
+        try:
+            if self._steps is not None:
+                self._steps.run(self._intake)
+            loop = EventLoop()
+            while True:
+                self._run_next(loop)
+        except EOFError:
+            # It may come from the code of a model.
+            if not self._intake.closed.is_set():
+                raise
 
     def _run_next(self, loop: EventLoop) -> None:
         # A function, so that an idle device holds no batch, and with it a model that was replaced.
@@ -514,10 +524,11 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         descriptor: Of a socket to the parent.
         log_descriptor: Of another one, for what is logged; None writes that to standard error.
     """
-    _leave_signals_to_parent()
+    leave_signals_to_parent()
     end = socket.socket(fileno=descriptor)
     # A parent on green threads has made it non-blocking.
     end.setblocking(True)
+    keep_private(end)
     try:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
@@ -527,24 +538,23 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
         log.setblocking(True)
+        keep_private(log)
         # The batches of an engine have no tasks that lines could name.
         handler = ForwardingHandler(
             setup.name, log, lambda: device.current if setup.model is None else None
         )
     forward_logs(handler, setup.log_levels)
-    if begin(device, setup):
-        _or_die(device.run)
-
-
-def _leave_signals_to_parent() -> None:
-    """Ctrl-C reaches the whole process group, but the parent decides when to end.
-
-    On Linux this process dies with the thread that has started it, so that thread must live on.
-    """
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-        signal.signal(each, signal.SIG_IGN)
-    # The end of the pipe says so, too, but not while a forward pass holds the interpreter.
-    die_with_parent()
+    # As in Celery's own pools: a job that a function awaits may wait for this very device.
+    with denied_join_result():
+        usual = gc.get_threshold()
+        # Imports of a model make 400,000 objects, of which none is garbage; Python would look
+        # among them a thousand times, which takes a tenth of the start.
+        gc.set_threshold(*STARTING_GC_THRESHOLDS)
+        is_ready = begin(device, setup)
+        gc.set_threshold(*usual)
+        if is_ready:
+            _or_die(device.run)
+            end_process(has_app=setup.model is None)
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:

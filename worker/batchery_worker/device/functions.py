@@ -93,17 +93,20 @@ def run_batch(
             resolve=resolve,
             around=partial(_around, task, work, device, start),
             receive=partial(_receive, receive, start),
+            models=task.item_models,
         )
     return outcomes
 
 
-def _receive(receive: Receive, start: int, part: range) -> Callable[[Partial], None]:
-    return receive(range(start + part.start, start + part.stop))
+def _receive(receive: Receive, start: int, part: Sequence[int]) -> Callable[[Partial], None]:
+    return receive([start + position for position in part])
 
 
 @contextmanager
-def _around(task: BatchTask, work: Work, device: str, start: int, part: range) -> Iterator[None]:
-    view = _view(task, work, device, range(start + part.start, start + part.stop))
+def _around(
+    task: BatchTask, work: Work, device: str, start: int, part: Sequence[int]
+) -> Iterator[None]:
+    view = _view(task, work, device, [start + position for position in part])
     # Django keeps its connections as long as between two web requests.
     database = _find_database(task.app)
     if database is not None:
@@ -117,7 +120,7 @@ def _around(task: BatchTask, work: Work, device: str, start: int, part: range) -
             database.close_old_connections()
 
 
-def _view(task: BatchTask, work: Work, device: str, part: range) -> BatchContext:
+def _view(task: BatchTask, work: Work, device: str, part: Sequence[int]) -> BatchContext:
     """`self.request` of the call that is given a part of the batch's items."""
     if not task.sees_request:
         return BatchContext(partial(_unseen, task.name), device=device)

@@ -6,12 +6,15 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from batchery_worker.ipc.framing import read_frame
 
 Prepared = TypeVar("Prepared")
 
+#: How long the main thread may take to see that the parent has closed the pipe, in seconds.
+LEAVE_S = 1.0
 
 #: What the main thread tells the other one: to read ahead, or to stop that.
 _GO, _STOP = b"g", b"s"
@@ -24,7 +27,8 @@ class Intake(Generic[Prepared]):
     So the main thread reads while it has nothing else to do. While it computes something long, the
     other one reads and prepares what comes next.
 
-    The process ends as soon as the parent has closed the pipe, whatever the main thread does.
+    Once the parent has closed the pipe, the main thread leaves when it asks for the next batch. If
+    it is busy with one, the other thread ends the process.
     """
 
     def __init__(self, end: socket.socket, prepare: Callable[[bytes], Prepared | None]) -> None:
@@ -46,6 +50,8 @@ class Intake(Generic[Prepared]):
         # Not a semaphore, which is a condition in Python.
         self._stopped = threading.Lock()
         self._stopped.acquire()
+        #: Set when the main thread has seen that the parent has closed the pipe.
+        self.closed = threading.Event()
         self._arrived = select.poll()
         self._arrived.register(end, select.POLLIN)
 
@@ -60,21 +66,31 @@ class Intake(Generic[Prepared]):
         Raises:
             queue.Empty: It has not, or the other thread still prepares it.
         """
-        while self._ready.empty() and self._has_unread():
-            if (batch := self._read()) is not None:
-                return batch
+        # An end is for `take`: what runs now may take the error for its own.
+        with suppress(EOFError):
+            while self._ready.empty() and self._has_unread():
+                if (batch := self._read()) is not None:
+                    return batch
         return self._ready.get_nowait()
 
     def take(self) -> Prepared:
-        """Takes the next batch; waits for it."""
+        """Takes the next batch; waits for it.
+
+        Raises:
+            EOFError: The parent has closed the pipe.
+        """
         if self._reads_ahead and self._ready.empty():
             os.write(self._notify, _STOP)
             self._stopped.acquire()
             self._reads_ahead = False
-        # The other thread may have read one in the meantime.
-        while self._ready.empty():
-            if (batch := self._read()) is not None:
-                return batch
+        try:
+            # The other thread may have read one in the meantime.
+            while self._ready.empty():
+                if (batch := self._read()) is not None:
+                    return batch
+        except EOFError:
+            self.closed.set()
+            raise
         return self._ready.get()
 
     def read_ahead(self) -> None:
@@ -84,7 +100,16 @@ class Intake(Generic[Prepared]):
             os.write(self._notify, _GO)
 
     def run(self) -> None:
-        """The other thread's work."""
+        """The other thread's work; ends the process if the main thread does not."""
+        with suppress(EOFError):
+            self._read_on_demand()
+        # The main thread may wait for this one. But a forward pass may run: do not wait for that.
+        self._stopped.release()
+        if not self.closed.wait(LEAVE_S):
+            os._exit(0)
+
+    def _read_on_demand(self) -> None:
+        """Reads when it is told to; returns, or raises EOFError, when the parent is gone."""
         poll = select.poll()
         poll.register(self._told, select.POLLIN)
         poll.register(self._end, 0)  # That the parent is gone is always told.
@@ -95,7 +120,7 @@ class Intake(Generic[Prepared]):
                 if (batch := self._read()) is not None:
                     self._ready.put(batch)
             elif events:
-                os._exit(0)
+                return
             elif os.read(self._told, 1) == _GO:
                 poll.modify(self._end, select.POLLIN)
             else:
@@ -106,9 +131,4 @@ class Intake(Generic[Prepared]):
         return not self._reads_ahead and bool(self._arrived.poll(0))
 
     def _read(self) -> Prepared | None:
-        try:
-            frame = read_frame(self._end)
-        except EOFError:
-            # The parent is gone or ends this process. A forward pass may run: do not wait.
-            os._exit(0)
-        return self._prepare(frame)
+        return self._prepare(read_frame(self._end))

@@ -18,9 +18,10 @@ from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
+from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery.task import BatchTask, ModelTask
+from batchery.task import BatchTask
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import Setup, Work
@@ -64,8 +65,8 @@ def check_kind(name: str, model: Model, kind: type[Model]) -> None:
     """
     if isinstance(model, StepModel) and not issubclass(kind, StepModel):
         raise ModelLoadError(
-            f"model {name!r}: a {type(model).__name__} is a StepModel, which runs in slots:"
-            " give its class or slots=... to batchery.register, and run a worker, not an Engine"
+            f"model {name!r}: a {type(model).__name__} is a StepModel, which runs in slots: no"
+            " Engine runs it, but a worker; give its class or slots=... to batchery.register"
         )
     if not isinstance(model, kind):
         raise ModelLoadError(

@@ -41,6 +41,8 @@ class ModelRecord:
     return_s: float | None = None
     #: Number of both.
     loads: int = 0
+    #: Of the vectors that callers have of it; None if it makes none, or was never loaded.
+    dimensions: int | None = None
     #: The last instance, of which only what it has learned is left.
     last: LoadedModel | None = None
 
@@ -127,6 +129,10 @@ class ModelPool:
             return record.load_s
         known_s = [each.load_s for each in self.records.values() if each.load_s is not None]
         return fmean(known_s) if known_s else USUAL_LOAD_S
+
+    def find_dimensions(self, name: str) -> int | None:
+        """Of the vectors that callers have of a model, loaded now or not; None without any."""
+        return self.records.get(name, ModelRecord()).dimensions
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What `batchery stats` and `batchery placement` show of each model."""
@@ -218,6 +224,7 @@ class ModelPool:
             served.inherit(record.last)
         served.loaded_s = self._clock()
         record.held_bytes, record.load_s = served.loaded_bytes, load_s
+        record.dimensions = served.dimensions
         record.loads += 1
         self.loaded[served.name] = served
 
@@ -285,10 +292,13 @@ class ModelPool:
         if put_aside is None or not self._memory.is_apart or is_joint(self._device):
             return False
         try:
-            put_aside()
+            if not put_aside():
+                return False
         except Exception:
             logger.warning("%s cannot be kept in main memory", name, exc_info=True)
             return False
+        # Another library may need it next, such as ONNX Runtime.
+        self._memory.release()
         served.is_loaded = False
         self._aside[name] = self.loaded.pop(name)
         return True

@@ -1,12 +1,13 @@
 """Partial results of jobs on their way from a device to the streams that their readers follow.
 
 One thread writes, one script for all that has gathered since the last one: while Redis is away the
-pieces wait, and the device goes on. Each write is fenced by the leases of its jobs. Its answer also
-says which jobs nobody reads any more.
+pieces wait, and the device goes on. Each write is fenced by the leases of its jobs. Between two
+writes, a few times a second, the thread looks which jobs nobody reads any more.
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -38,8 +39,9 @@ logger = logging.getLogger("batchery.device")
 #: Maximum number of pieces per call of the script, during which Redis serves nobody else.
 MAX_PIECES_PER_SCRIPT = 2000
 
-#: How often readers are looked for while no job makes pieces, in seconds.
-PROBE_S = 0.2
+#: How often readers are looked for, in seconds: so long after pieces, whose readers are busy then;
+#: or at last beside pieces.
+LOOK_S, QUIET_S, MAX_LOOK_S = 0.4, 0.02, 1.0
 
 #: Why nothing is written of a job that has no stream: nobody has ever read it.
 UNREAD = "unread"
@@ -99,6 +101,10 @@ class StreamedJob:
         self._waiting.clear()
 
 
+#: Pieces of jobs, each with the number of the first one.
+Taken = dict[StreamedJob, tuple[int, list[bytes]]]
+
+
 class PieceWriter:
     """Writes the pieces of a device's jobs; its thread starts with the first job that has any."""
 
@@ -123,6 +129,8 @@ class PieceWriter:
         #: Batches whose job the device must drop, and why; those that it does not know yet.
         self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
+        #: When readers were looked for, on the clock of `time.monotonic`.
+        self._looked_s = 0.0
         #: Id of a worker that the backend's server does not know.
         self._elsewhere = ""
 
@@ -137,6 +145,7 @@ class PieceWriter:
         }
         with self._changed:
             self._open[work.id] = jobs
+            self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="batchery-pieces", daemon=True
@@ -170,7 +179,7 @@ class PieceWriter:
             return lambda _: lambda _: None
         owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
 
-        def begin(part: range) -> Callable[[Partial], None]:
+        def begin(part: Sequence[int]) -> Callable[[Partial], None]:
             jobs = [streamed.get(owners[position]) for position in part]
             for job in jobs:
                 if job is not None:
@@ -244,18 +253,14 @@ class PieceWriter:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        looks = False
         while True:
             with self._changed:
-                if not self._changed.wait_for(
-                    lambda: self._waiting, PROBE_S if self._open else None
-                ):
-                    # Readers may go while a job makes no pieces.
-                    jobs = [job for each in self._open.values() for job in each.values()]
-                    self._waiting = {job.task_id: job for job in jobs if not job.refusal}
-                    continue
+                # There may be more jobs than one script takes.
+                looks = (looks and bool(self._waiting)) or self._await()
                 context = next(iter(self._waiting.values())).context
                 taken = self._take(context)
-            answers = self._write(context, taken)
+            answers = self._write(context, taken, looks)
             with self._changed:
                 for job, answer in zip(taken, answers, strict=True):
                     job.is_sending = False
@@ -265,7 +270,22 @@ class PieceWriter:
                             self._refused[job.work_id] = CommitStatus(job.refusal)
                 self._changed.notify_all()
 
-    def _take(self, context: PieceContext) -> dict[StreamedJob, tuple[int, list[bytes]]]:
+    def _await(self) -> bool:
+        """Waits for pieces, or until readers are to be looked for; whether that is so."""
+        written_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if self._waiting and now_s < self._looked_s + MAX_LOOK_S:
+                return False
+            left_s = max(self._looked_s + LOOK_S, written_s + QUIET_S) - now_s
+            jobs = [job for each in self._open.values() for job in each.values() if not job.refusal]
+            if jobs and (left_s <= 0 or self._waiting):
+                self._looked_s = now_s
+                self._waiting = {job.task_id: job for job in jobs}
+                return True
+            self._changed.wait(left_s if jobs else None)
+
+    def _take(self, context: PieceContext) -> Taken:
         """Takes what waits of the jobs whose leases are those of this one."""
         left, taken = MAX_PIECES_PER_SCRIPT, dict[StreamedJob, tuple[int, list[bytes]]]()
         same = [job for job in self._waiting.values() if job.context.worker == context.worker]
@@ -279,28 +299,24 @@ class PieceWriter:
                 break
         return taken
 
-    def _write(
-        self, context: PieceContext, taken: Mapping[StreamedJob, tuple[int, list[bytes]]]
-    ) -> str:
+    def _write(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes pieces, as long as Redis is away; a digit for each job."""
         try:
             if context.worker and context.worker != self._elsewhere:
-                answer = self._call(context, taken, context.broker_db)
+                answer = self._call(context, taken, looks, context.broker_db)
                 if answer is not None:
                     return answer
                 self._elsewhere = context.worker
-            return self._write_in_steps(context, taken)
+            return self._write_in_steps(context, taken, looks)
         except Exception:
             # The jobs go on, and their results tell everything.
             logger.exception("pieces of %d jobs cannot be written, and are dropped", len(taken))
             return "3" * len(taken)
 
-    def _write_in_steps(
-        self, context: PieceContext, taken: Mapping[StreamedJob, tuple[int, list[bytes]]]
-    ) -> str:
+    def _write_in_steps(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes where the leases are on another server, or where there are none."""
         if not context.worker:
-            return self._call(context, taken, None) or ""
+            return self._call(context, taken, looks) or ""
         keys, tokens = (context.workers_key, context.lease_key), " ".join(j.token for j in taken)
         held, _ = self._broker.attempt(
             lambda broker: broker.scripts.run_once("held", keys, context.worker, tokens),
@@ -312,20 +328,18 @@ class PieceWriter:
             return "3" * len(taken)
         is_held = dict(zip(taken, held.decode(), strict=True))
         ours = {job: each for job, each in taken.items() if is_held[job] == "1"}
-        answers = iter(self._call(context, ours, None) or "")
+        answers = iter(self._call(context, ours, looks) or "")
         return "".join(next(answers) if job in ours else "0" for job in taken)
 
     def _call(
-        self,
-        context: PieceContext,
-        taken: Mapping[StreamedJob, tuple[int, list[bytes]]],
-        broker_db: int | None,
+        self, context: PieceContext, taken: Taken, looks: bool, broker_db: int | None = None
     ) -> str | None:
         """Runs the script; a digit for each job, None if this server does not know the worker.
 
         Args:
             context: That of the jobs.
             taken: Their pieces, each with the number of the first one.
+            looks: Whether readers are looked for.
             broker_db: Number of the broker's database; None if that is on another server.
         """
         if not taken:
@@ -336,7 +350,7 @@ class PieceWriter:
             get_database(self._results.client),
             "" if broker_db is None else broker_db,
             context.max_pieces,
-            int((READER_S - context.grace_s) * 1000),
+            int((READER_S - context.grace_s) * 1000) if looks else "",
             " ".join(job.token for job in taken),
         ]
         for job, (first, pieces) in taken.items():

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from batchery.errors import BatcheryError, ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
-from batchery.model import Model
 from batchery.settings import ModelSettings
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Reload, Reloaded, Reply
@@ -56,7 +55,7 @@ class Reloader:
 
     def __init__(
         self,
-        find: Callable[[str], LoadedModel | None],
+        find_dimensions: Callable[[str], int | None],
         load: LoadVersion,
         swap: SwapVersion,
         release_memory: Callable[[], None],
@@ -65,13 +64,13 @@ class Reloader:
         """Starts no thread yet.
 
         Args:
-            find: Finds the model of a task, if it is loaded.
+            find_dimensions: Finds the dimensions of the vectors that a task's callers have.
             load: Loads a version.
             swap: Puts it into the place of the other one, and returns that; called between batches.
             release_memory: Gives back memory of the device that nothing holds.
             tell: Sends a message to the parent.
         """
-        self._find = find
+        self._find_dimensions = find_dimensions
         self._load = load
         self._swap = swap
         self._release_memory = release_memory
@@ -99,19 +98,17 @@ class Reloader:
         started_s = time.monotonic()
         if self._threads is not None:
             sys.modules["torch"].set_num_threads(self._threads)
-        old = self._find(order.task)
-        version = "" if old is None else old.version
-        # At once, as the old one may have to make room for another model meanwhile.
-        before = None if old is None or order.force else count_dimensions(old.model)
+        old = None
         try:
             with _in_turn(self.turn):
                 new = self._load(order.task, order.settings)
-            check_dimensions(order.task, before, new.model)
+            if not order.force:
+                check_dimensions(self._find_dimensions(order.task), new)
             load_s = time.monotonic() - started_s
             with self.turn:
                 old = self._swap(new, order.settings, load_s)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent waits
-            answer = Reloaded(order.task, version, 0.0, describe(error))
+            answer = Reloaded(order.task, "", 0.0, describe(error))
             # What was loaded until then may refer to itself. It holds up all threads for a moment.
             gc.collect()
         else:
@@ -132,30 +129,21 @@ class Reloader:
         old.unload()
 
 
-def check_dimensions(name: str, before: int | None, new: Model) -> None:
+def check_dimensions(before: int | None, new: LoadedModel) -> None:
     """Refuses vectors that cannot be compared with those that callers have.
 
     Args:
-        name: Of the task.
-        before: Dimensions of the vectors until now; None where that does not matter.
+        before: Dimensions of the vectors until now; None if there are none.
         new: The version that shall take the place.
 
     Raises:
         ModelLoadError: They have another number of dimensions.
     """
-    after = count_dimensions(new)
-    if before is not None and before != after:
+    if before is not None and before != new.dimensions:
         raise ModelLoadError(
-            f"model {name!r}: the vectors of the new version have {after} dimensions, and not"
-            f" {before} as before; --force loads it nevertheless"
+            f"model {new.name!r}: the vectors of the new version have {new.dimensions} dimensions,"
+            f" and not {before} as before; --force loads it nevertheless"
         )
-
-
-def count_dimensions(model: Model) -> int | None:
-    """Of the vectors of a model; None for one without."""
-    chosen = getattr(getattr(model, "settings", None), "dimensions", None)
-    found: int | None = chosen or getattr(model, "dimensions", None)
-    return found
 
 
 def describe(error: BaseException) -> str:

@@ -41,8 +41,9 @@ class DeviceBatch:
     queued_ms: float = 0.0
     #: Why it has no outcomes, if it is the job of slots that it had to leave.
     dropped: CommitStatus | None = None
-    #: See `Done`.
+    #: See `Done`, as for the next ones.
     figures: Mapping[str, Any] | None = None
+    texts: Sequence[tuple[Any, ...]] = ()
 
 
 def answer(
@@ -91,6 +92,7 @@ def answer(
         figures=batch.figures,
         reused=reused,
         failed_items=_failed_items(work, outcomes),
+        texts=batch.texts,
         **facts,
     )
 

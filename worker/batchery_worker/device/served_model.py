@@ -13,7 +13,12 @@ from batchery.execution.bisect_failures import NON_VALUES
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery_worker.batching.cost_model import CostModel, Costs
-from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
+from batchery_worker.batching.planner import (
+    MAX_PASS_TOKENS_FACTOR,
+    MIN_STREAM_TOKENS,
+    PASS_TOKENS,
+    plan,
+)
 from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
@@ -88,7 +93,8 @@ class LoadedModel:
         kind = device_type(device)
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
         self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
-        self._streams = int(getattr(model, "cpu_streams", 1))
+        self._streams = int(getattr(model, "pass_streams", 1))
+        self._min_stream_tokens = MIN_STREAM_TOKENS[kind]
         self._source = "default"
         self._clock = clock
         self._cost_model = CostModel(Costs(1.0, 0.0, self._pass_tokens))
@@ -97,6 +103,13 @@ class LoadedModel:
         #: Forward passes that ran out of memory.
         self._failed_passes = 0
         self._batch = _BatchPasses()
+
+    @property
+    def dimensions(self) -> int | None:
+        """Of the vectors that the model makes; None for one that makes none."""
+        chosen = getattr(getattr(self.model, "settings", None), "dimensions", None)
+        found: int | None = chosen or getattr(self.model, "dimensions", None)
+        return found
 
     def inherit(self, earlier: "LoadedModel") -> None:
         """Takes over what an earlier instance of the same model has learned and counted."""
@@ -259,6 +272,7 @@ class LoadedModel:
             pads=self.model.pads,
             pass_tokens=self._pass_tokens,
             streams=self._streams,
+            min_stream_tokens=self._min_stream_tokens,
         )
 
     def _warn(self, allowed: int) -> None:

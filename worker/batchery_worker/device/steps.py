@@ -6,7 +6,7 @@ waits for is the model. The limits of a job count from its arrival here, and act
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -30,11 +30,15 @@ from batchery_worker.ipc.messages import (
     ResultsWait,
     Setup,
     Stepped,
+    TextTimes,
     Work,
 )
 
 #: How often the parent is told that there are steps, in seconds.
 SIGN_PAUSE_S = 1.0
+
+#: What `batchery.GenerationTimings` says, in milliseconds.
+_TIMINGS = ("first_token_ms", "total_ms")
 
 #: Id of a batch, and position of an item in it.
 ItemId = tuple[int, int]
@@ -57,6 +61,8 @@ class SlotJob:
     #: When its time is over, on the clock of `time.monotonic`, and what it ends with.
     due_s: float
     verdict: Verdict
+    #: When it came, on the clock of `time.perf_counter`.
+    came_s: float
 
 
 class StepLoop:
@@ -107,7 +113,8 @@ class StepLoop:
             version=self._version,
         )
         outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in prepared]
-        return SlotJob(batch, outcomes, outcomes.count(GOES_ON), pieces, *_find_end(work))
+        left = outcomes.count(GOES_ON)
+        return SlotJob(batch, outcomes, left, pieces, *_find_end(work), started_s)
 
     def run(self, intake: Any) -> None:
         """Works until the process ends.
@@ -226,7 +233,26 @@ class StepLoop:
         # What it waited for a slot, or had made room for others, is no time of the model.
         held_s = (self._slots.take_held_s((batch.work.id, at)) for at in range(len(job.outcomes)))
         batch.forward_ms, batch.ended_s = sum(held_s) * 1e3, time.perf_counter()
+        # One that goes on where another process was had its first token there.
+        if not job.pieces:
+            batch.texts = list(_time_texts(job.outcomes, batch.ended_s - job.came_s))
         self._finish(batch, not self._jobs)
+
+
+def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[tuple[Any, ...]]:
+    """What `batchery.Generation` says of the texts among some outcomes.
+
+    Args:
+        outcomes: Those of one job. A model of the user's own may return anything.
+        took_s: From the arrival of the job to its end, in seconds.
+    """
+    for outcome in outcomes:
+        with suppress(TypeError, KeyError):
+            first_s, total_s = (outcome["timings"][name] / 1e3 for name in _TIMINGS)
+            tokens_in, tokens_out = (outcome[name] or 0 for name in ("tokens_in", "tokens_out"))
+            has_pauses = tokens_out > 1 and "choices" not in outcome
+            pause_s = (total_s - first_s) / (tokens_out - 1) if has_pauses else None
+            yield tuple(TextTimes(took_s - total_s + first_s, pause_s, tokens_in, tokens_out))
 
 
 def _find_end(work: Work) -> tuple[float, Verdict]:

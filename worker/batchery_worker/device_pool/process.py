@@ -124,6 +124,8 @@ class State(Enum):
     DEAD = auto()
     #: It was drained, and has no process until that is undone.
     DRAINED = auto()
+    #: It failed to start too often, and has no process until an operator starts it again.
+    GIVEN_UP = auto()
 
 
 @dataclass(slots=True)
@@ -150,6 +152,8 @@ class DeviceProcess:
     heard_s: float = 0.0
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
+    #: Why it was given up, for people.
+    error: str = ""
     pid: int = 0
     load_s: float = 0.0
     #: When this process was started, and when it was ready, on the monotonic clock.
@@ -232,6 +236,10 @@ class DeviceProcess:
         """How long it has given no sign although it has work, in seconds; 0 if it has none."""
         return max(0.0, now_s - self.heard_s) if self.batches else 0.0
 
+    def oldest_batch_s(self, now_s: float) -> float:
+        """For how long the batch that began first has run, in seconds; 0 if it has none."""
+        return max((each.ran_s(now_s) for each in self.batches.values()), default=0.0)
+
     @property
     def backoff_s(self) -> float:
         """Pause before the next start, in seconds; 0 before the first one."""
@@ -244,10 +252,12 @@ class DeviceProcess:
         """The device's figures in `celery inspect batchery`."""
         is_leaving = self.is_drained and self.state is not State.DRAINED
         return {
-            "state": "draining" if is_leaving else self.state.name.lower(),
+            "state": "draining" if is_leaving else self.state.name.lower().replace("_", " "),
+            "error": self.error,
             "pid": self.pid,
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.batches),
+            "oldest_batch_s": round(self.oldest_batch_s(monotonic()), 3),
             "resident_kib": resident_kib(self.pid) if self.link is not None else None,
             **self.reported,
         }

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from celery import Celery
 
 from batchery.errors import AppNotImportable
+from batchery.model_task import ModelTask
 from batchery.settings import Settings
-from batchery.task import BatchTask, ModelTask
+from batchery.task import BatchTask
 from batchery_worker.batching.placement import PlacedModel, place_models
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.messages import Setup

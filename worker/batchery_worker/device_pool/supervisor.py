@@ -14,6 +14,7 @@ from batchery_worker.device_pool.process import (
     RecyclingLimits,
     State,
 )
+from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     Began,
@@ -45,8 +46,8 @@ MAX_HANGS = 5
 #: Longest time between two looks for devices that hang, in seconds.
 MAX_LOOK_PAUSE_S = 1.0
 
-#: After so much time a job that had to leave its slots has its process killed, in seconds: a step
-#: of the model may hang.
+#: After so much time a job that had to leave its slots has its process killed, in seconds, as has a
+#: batch whose jobs were all terminated: it may hang. Most end by themselves, which costs no load.
 MAX_STEP_S = 10.0
 
 
@@ -78,13 +79,13 @@ class DeviceSupervisor:
                 reason, for people.
         """
         self._max_pass_s = max_pass_s
-        #: How long a load may take, in seconds.
+        #: How long a load may take, or a device to start, in seconds; 0 while the worker starts.
         self._start_timeout_s = 0.0
         #: Number of event loops so far: what was planned on an earlier one must not go on.
         self._loops = 0
         self.devices = list(devices)
         #: Devices that were given up. Their last processes must still be waited for.
-        self._given_up_for_good: list[DeviceProcess] = []
+        self.given_up: list[DeviceProcess] = []
         self._limits = limits
         self._on_ready = on_ready
         self._on_done = on_done
@@ -124,6 +125,7 @@ class DeviceSupervisor:
                 self._watch(device)
                 if device.state is State.LEAVING:
                     hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
+                self._watch_start(device)
             else:
                 hub.call_later(device.backoff_s, self._spawn, device)
         self._loops += 1
@@ -141,7 +143,6 @@ class DeviceSupervisor:
             StartError: A device cannot start; the text is its own.
         """
         deadline_s = monotonic() + timeout_s
-        self._start_timeout_s = timeout_s
         self._hub = hub
         for device in self.devices:
             self._spawn(device)
@@ -157,10 +158,13 @@ class DeviceSupervisor:
                     f" {MAX_FIRST_STARTS} times; its error output is above"
                 )
             if monotonic() > deadline_s:
+                waiting = [each.setup for each in self.devices if each.state is not State.READY]
+                names = [f"{each.name} ({', '.join(each.load) or 'no model'})" for each in waiting]
                 raise ModelLoadError(
-                    f"devices not ready after {timeout_s:g} s;"
-                    " raise the setting device_start_timeout_s if the model is that large"
+                    f"not ready after {timeout_s:g} s: {', '.join(names)};"
+                    " raise the setting device_start_timeout_s if a model is that large"
                 )
+        self._start_timeout_s = timeout_s
 
     def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
         """Hands a batch to a device."""
@@ -173,13 +177,18 @@ class DeviceSupervisor:
             self._watch(device)
 
     def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
-        """Has a job leave its slots; the process is killed if that takes too long."""
-        if not device.cancel(work_id):
+        """Lets a batch end that nobody wants; the process is killed if that takes too long.
+
+        In slots it leaves them at its next step.
+        """
+        if dispatched.in_slots and not device.cancel(work_id):
             self._await_room(device)
-        assert dispatched.began_s is not None
-        end_s = monotonic() - dispatched.began_s + MAX_STEP_S
+        dispatched.is_unwanted = True
+        ran_s = dispatched.ran_s(monotonic())
+        end_s = ran_s + MAX_STEP_S
         dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
-        self._watch_limit(device, work_id, dispatched)
+        if dispatched.began_s is not None:
+            self._watch_limit(device, work_id, dispatched)
 
     def tell(self, device: DeviceProcess, message: Reload) -> None:
         """Sends a message that is no batch."""
@@ -202,6 +211,15 @@ class DeviceSupervisor:
             self._spawn(device)
         self._recycle_next()
 
+    def start_again(self, device: DeviceProcess) -> None:
+        """Starts a device that was given up; if that fails, it is given up at once."""
+        logger.info("device %s was given up, and is started again", device.name)
+        self.given_up.remove(device)
+        self.devices.append(device)
+        device.state, device.error, device.is_drained = State.DEAD, "", False
+        device.failed_starts = MAX_FAILED_STARTS - 1
+        self._spawn(device)
+
     def recycle(self, modules: Sequence[str]) -> None:
         """Recycles the processes of all devices, one after the other, each when it is idle.
 
@@ -217,6 +235,8 @@ class DeviceSupervisor:
         """Handles all messages that have arrived from the devices; does not wait."""
         for device in list(self.devices):
             self._guard(self._on_readable)(device)
+        # A timer may have asked, behind which nothing that was planned meanwhile would go on.
+        begin_next_turn(self._hub)
 
     def stop_restarting(self) -> None:
         """Stops restarting and recycling devices, because the worker is about to stop."""
@@ -228,7 +248,7 @@ class DeviceSupervisor:
         for device in self.devices:
             self._ignore(device)
             device.dismiss()
-        for device in (*self.devices, *self._given_up_for_good):
+        for device in (*self.devices, *self.given_up):
             device.stop(kill_at_once=kill_at_once)
             device.take_batches()
 
@@ -251,10 +271,27 @@ class DeviceSupervisor:
             logger.error("device process for %s cannot be started: %s", device.name, error)
             device.deaths += 1
             device.failed_starts += 1
-            if not self._given_up(device):
+            if not self._give_up(device, str(error)):
                 self._hub.call_later(device.backoff_s, self._spawn, device)
             return
         self._listen(device)
+        self._watch_start(device)
+
+    def _watch_start(self, device: DeviceProcess) -> None:
+        """Limits the time of a start: the driver of a card may hold it for ever."""
+        if device.state is State.STARTING and self._start_timeout_s:
+            left_s = device.spawned_s + self._start_timeout_s - monotonic()
+            self._hub.call_later(max(0.0, left_s), self._end_late_start, device, device.pid)
+
+    def _end_late_start(self, device: DeviceProcess, pid: int) -> None:
+        # The loop may have stood still: it may be ready by now.
+        self._guard(self._on_readable)(device)
+        if device.state is State.STARTING and device.pid == pid:
+            text = "device %s is not ready after device_start_timeout_s = %g s: it is killed"
+            logger.error(text, device.name, self._start_timeout_s)
+            device.kill()
+            # At once, as for one that hangs.
+            self._on_process_death(device)
 
     def _listen(self, device: DeviceProcess) -> None:
         assert device.link is not None
@@ -321,7 +358,11 @@ class DeviceSupervisor:
         if dispatched.left_s(monotonic()) > 0:
             self._watch_limit(device, work_id, dispatched)
             return
-        logger.error("hard time limit (%ss) exceeded on %s", dispatched.hard_limit_s, device.name)
+        if dispatched.is_unwanted:
+            logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
+        else:
+            limit_s = dispatched.hard_limit_s
+            logger.error("hard time limit (%ss) exceeded on %s", limit_s, device.name)
         dispatched.expired = True
         device.kill()
 
@@ -423,11 +464,11 @@ class DeviceSupervisor:
         if isinstance(reply, Loads):
             # A load has as much time as a start.
             device.heard_s = now_s + self._start_timeout_s
-            dispatched.began_s = now_s + reply.expected_s
+            dispatched.load_began_s, dispatched.began_s = now_s, now_s + reply.expected_s
             return
         if device.models is not None:
             device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
-        dispatched.began_s = now_s
+        dispatched.load_s, dispatched.began_s = now_s - dispatched.load_began_s, now_s
         self._watch_limit(device, reply.id, dispatched)
 
     def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
@@ -471,7 +512,7 @@ class DeviceSupervisor:
         how = f"device process for {device.name} died: {device.reap()}"
         batches = device.take_batches()
         self._reserved -= sum(each.is_reserved for each in batches)
-        if self._given_up(device):
+        if self._give_up(device, how):
             return
         self.on_change(device, None)
         held = counted(len(batches), "batch")
@@ -479,16 +520,23 @@ class DeviceSupervisor:
         self._hub.call_later(device.backoff_s, self._spawn, device)
         self._on_death(batches, how)
 
-    def _given_up(self, device: DeviceProcess) -> bool:
-        """Whether the device will not be started again."""
+    def _give_up(self, device: DeviceProcess, how: str) -> bool:
+        """Gives a device up that has failed to start too often; returns whether it has.
+
+        Args:
+            device: Without a process.
+            how: What became of that, for people.
+        """
         if device.failed_starts < MAX_FAILED_STARTS:
             return False
         self.devices.remove(device)
-        self._given_up_for_good.append(device)
-        refusal = self._refusals.get(device.name)
+        self.given_up.append(device)
+        refusal = self._refusals.pop(device.name, None)
+        device.state, device.pid, device.reported = State.GIVEN_UP, 0, {}
+        device.error = refusal.text if refusal else how
         logger.critical(
-            "device %s is given up after %d starts%s",
-            *(device.name, device.failed_starts, f": {refusal.text}" if refusal else ""),
+            "device %s is given up after %d starts: %s; `batchery drain %s --undo` starts it again",
+            *(device.name, device.failed_starts, device.error, device.name),
         )
         self.on_change(device, None)
         # The other devices need not wait for it any longer.

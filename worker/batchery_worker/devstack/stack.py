@@ -65,6 +65,9 @@ GATEWAY_MODULES = ("fastapi", "uvicorn", "prometheus_client")
 #: Addresses that mean all of this machine's.
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 
+#: Runs a worker of all the queues of its tasks.
+OWN_QUEUES = "batchery_worker.devstack.worker"
+
 #: Who stops first: the gateway's callers wait for the worker, and Flower watches it to its end.
 STOP_ORDER = ("gateway", "worker", "flower")
 
@@ -206,7 +209,8 @@ class Stack:
             gateway_port: Its port there, or the next free one; 0 for any free port.
             loglevel: Log level of the worker.
             concurrency: Concurrency of the worker; None for Celery's default.
-            queues: Queues of the worker, separated by commas; None for those of its tasks.
+            queues: Queues of the worker, separated by commas; None for those of its tasks, and the
+                app's default queue.
             environment: More environment variables for all but Redis, such as settings.
             on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log,
                 from threads.
@@ -229,6 +233,7 @@ class Stack:
         options = {"--loglevel": loglevel, "--concurrency": concurrency, "--queues": queues}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
         self._worker_arguments = [*given, *worker_arguments]
+        self._worker_module = "celery" if queues is not None else OWN_QUEUES
         self._redis: EmbeddedRedis | None = None
         self._processes: dict[str, GuardedProcess] = {}
         self._said_ready = threading.Event()
@@ -318,7 +323,8 @@ class Stack:
             self._redis = EmbeddedRedis(self._data, on_line=self._sink("redis")).start()
         deadline = time.monotonic() + self._start_timeout_s
         worker = ["worker", "--task-events", f"--hostname={self.worker_name}"]
-        self._spawn("worker", self._celery(*worker, *self._worker_arguments), {})
+        command = self._celery(*worker, *self._worker_arguments, module=self._worker_module)
+        self._spawn("worker", command, {})
         if self._wants_flower:
             self._start_flower()
         if self._wants_gateway:
@@ -368,8 +374,8 @@ class Stack:
                 return port
         raise StartError(f"no free port for {name} from {first} to {last}: give --{name}-port")
 
-    def _celery(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "celery", "-A", self._app, *arguments]
+    def _celery(self, *arguments: str, module: str = "celery") -> list[str]:
+        return [sys.executable, "-m", module, "-A", self._app, *arguments]
 
     def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self._processes[name] = GuardedProcess(

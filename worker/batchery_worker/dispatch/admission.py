@@ -9,7 +9,7 @@ from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import headers as multi_item
-from batchery.protocol.headers import HEADER, read_deadline, read_tenant
+from batchery.protocol.headers import HEADER, read_deadline, read_sent_at, read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.in_flight import TaskCall
@@ -114,6 +114,7 @@ class Admission:
         options = self.options(task)
         if options.needs_context:
             call.context = _context(message, call.request and call.request.embed)
+        unix_s = self._clock()
         return Job(
             id=call.task_id,
             # In slots jobs of all keywords run beside each other, so they are one line.
@@ -123,7 +124,9 @@ class Admission:
             arrived_s=now_s,
             payload=call,
             lane=self._lane(message, len(call.items) > options.small_batch_threshold),
-            deadline_s=now_s + read_deadline(message) - self._clock(),
+            deadline_s=now_s + read_deadline(message) - unix_s,
+            # A job with an ETA is wanted only then, and that is when Celery hands it over.
+            waited_s=0.0 if message.get("eta") else unix_s - read_sent_at(message, unix_s),
         )
 
     def _lane(self, message: Mapping[str, Any], is_large: bool) -> Lane:

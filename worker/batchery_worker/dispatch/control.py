@@ -12,8 +12,8 @@ from celery import Celery
 from batchery.device_names import is_joint
 from batchery.errors import SettingsError, StartError
 from batchery.installation import get_installation
+from batchery.model_task import ModelTask
 from batchery.settings import ModelSettings
-from batchery.task import ModelTask
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.ipc.messages import NotReady, Ready, Reload, Reloaded, Reply, Setup
@@ -79,25 +79,43 @@ class DeviceControl:
         self._supervisor = supervisor
         supervisor.on_change = self._on_change
         self._orders: dict[str, ReloadOrder] = {}
+        #: The last order by which a device that was given up was started again, by its name.
+        self._undone: dict[str, str] = {}
         #: Differences between devices that the log has.
         self._told: set[frozenset[str]] = set()
 
     # Devices that leave
 
-    def drain(self, device: str, *, undo: bool) -> None:
+    def drain(self, number: str, device: str, *, undo: bool) -> None:
         """Lets a device leave once it has finished what it has, or starts it again.
 
         Args:
+            number: As for `reload`; what was given up is started once by each order.
             device: Its name; that of a card stands for all of its processes.
             undo: Whether it is started again.
         """
-        for each in self._supervisor.devices:
-            if device in (each.name, each.setup.device):
+        for each in self._all_devices:
+            if device not in (each.name, each.setup.device):
+                continue
+            if each.state is not State.GIVEN_UP:
                 self._supervisor.drain(each, undo=undo)
+            elif undo and self._undone.get(each.name) != number:
+                self._supervisor.start_again(each)
+            if undo:
+                self._undone[each.name] = number
 
     def states(self) -> dict[str, str]:
         """How each device is, as `batchery stats` calls it."""
-        return {each.name: each.figures()["state"] for each in self._supervisor.devices}
+        return {each.name: each.figures()["state"] for each in self._all_devices}
+
+    def errors(self) -> dict[str, str]:
+        """Why devices were given up."""
+        return {each.name: each.error for each in self._supervisor.given_up}
+
+    @property
+    def _all_devices(self) -> list[DeviceProcess]:
+        """Those that were given up among them."""
+        return [*self._supervisor.devices, *self._supervisor.given_up]
 
     # Other versions of models
 
@@ -145,7 +163,7 @@ class DeviceControl:
         Raises:
             SettingsError: They are wrong, or the model must not change so much while it runs.
         """
-        devices = [each for each in self._supervisor.devices if _serves(each, name)]
+        devices = [each for each in self._all_devices if _serves(each, name)]
         if not devices:
             return ReloadOrder(name)
         own = _own_settings(self._app, name)
@@ -178,18 +196,16 @@ class DeviceControl:
                 return
 
     def _go_on(self, order: ReloadOrder) -> None:
-        devices = {each.name: each for each in self._supervisor.devices}
+        devices = {each.name: each for each in self._all_devices}
         for name, step in order.devices.items():
-            device = devices.get(name)
+            device = devices[name]
             if step.state in ("reloaded", "failed"):
                 continue
-            if device is None:
-                _fail(order, name, "the device was given up")
-            elif step.state == "loading":
+            if step.state == "loading":
                 return
-            elif any(each.state == "failed" for each in order.devices.values()):
+            if any(each.state == "failed" for each in order.devices.values()):
                 _fail(order, name, "not tried, as another device failed")
-            elif device.state is State.DRAINED:
+            elif device.state in (State.DRAINED, State.GIVEN_UP):
                 device.setup = _with_version(device.setup, order.task, order.settings)
                 step.state = "reloaded"
             else:

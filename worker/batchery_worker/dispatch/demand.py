@@ -1,13 +1,11 @@
 """What a worker wants of the queues, and could give back: how much its devices can begin."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import starmap
 from time import monotonic
 from typing import Any, NamedTuple
 
-from batchery.protocol.headers import read_sent_at
 from batchery.settings import Settings
 from batchery.transport.dead_letters import find_queue
 from batchery_worker.batching.batch_times import BatchTimes
@@ -143,11 +141,20 @@ class BatchDemand:
         Args:
             give: As for `offer`.
         """
-        devices = self._supervisor.devices
-        kinds = {device.setup.task for device in devices}
-        kinds -= {device.setup.task for device in devices if not device.is_drained}
-        stranded = [job for task in kinds for job in self._scheduler.held(task)]
-        return self._give([job for job in stranded if job.payload.request is not None], give)
+        if not any(device.is_drained for device in self._supervisor.devices):
+            return 0
+        held = [job for job in self._scheduler.held() if job.payload.request is not None]
+        tasks = set(filter(self.is_stranded, {job.key.task for job in held}))
+        return self._give([job for job in held if job.key.task in tasks], give)
+
+    def is_stranded(self, task: str) -> bool:
+        """Whether all devices for a task's jobs are drained; from any thread."""
+        kind = task if task in self._scheduler.slotted else ""
+        return all(
+            device.is_drained
+            for device in tuple(self._supervisor.devices)
+            if device.setup.task == kind and device.serves(task)
+        )
 
     def _give(
         self,
@@ -222,13 +229,11 @@ class BatchDemand:
             now_s: The time, on the clock of their arrival.
 
         Returns:
-            `jobs` and `oldest_s` by queue. An age counts from when the job was sent, where its
-            message says so; else from its arrival in this worker.
+            `jobs` and `oldest_s` by queue; an age counts as `Job.sent_s` says.
         """
         found: dict[str, dict[str, Any]] = {}
-        unix_s = time.time()
         for job in self._scheduler:
-            age_s = max(now_s - job.arrived_s, unix_s - read_sent_at(job.payload.message, unix_s))
+            age_s = now_s - job.sent_s
             queue = found.setdefault(_find_queue(job.payload), {"jobs": 0, "oldest_s": 0.0})
             queue["jobs"] += 1
             queue["oldest_s"] = max(queue["oldest_s"], round(age_s, 3))

@@ -32,7 +32,7 @@ from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims, merge_slots
-from batchery_worker.event_loop import begin_next_turn
+from batchery_worker.event_loop import begin_next_turn, is_cold_shutdown
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
@@ -175,7 +175,8 @@ class Dispatcher:
             return
         self._recorder.note(job, job.payload.message)
         self._poison.admit(job)
-        self._plan_dispatch()
+        # A job with an ETA comes from a timer of the loop.
+        self._plan_dispatch(wakes=True)
 
     def forget_waiting(self) -> None:
         """Drops every job that was not accepted: the broker will deliver it again."""
@@ -213,7 +214,7 @@ class Dispatcher:
         return {
             "devices": {
                 device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
-                for device in self._supervisor.devices
+                for device in (*self._supervisor.devices, *self._supervisor.given_up)
             },
             "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
@@ -238,13 +239,14 @@ class Dispatcher:
 
     # Out to the devices
 
-    def _plan_dispatch(self) -> None:
+    def _plan_dispatch(self, *, wakes: bool = False) -> None:
         # Not at once: first Celery reads all messages of this turn of its loop.
         if not self._dispatch_planned:
             self._dispatch_planned = True
             if not self._gathering:
                 self._hub.call_soon(self._dispatch_planned_jobs)
-                begin_next_turn(self._hub)
+                if wakes:
+                    begin_next_turn(self._hub)
 
     def gather(self, take_in: Callable[[], None]) -> None:
         """Calls what admits jobs, and takes them to the devices when all are here.
@@ -274,11 +276,14 @@ class Dispatcher:
         self._give_up_late(now_s)
         # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
         self._dispatch_to(lambda device: not device.batches, now_s)
+        # A batch that has just left may be so short that the next one is due.
+        now_s = monotonic()
         if self._scheduler.holds_any:
             self._dispatch_urgent(now_s)
             self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
             self._give_up_late(now_s)
         self._plan_wake(now_s)
+        self.demand.ask_for_more()
 
     def _give_up_late(self, now_s: float) -> None:
         """Fails the jobs that cannot make their deadline, before they cost anything."""
@@ -420,7 +425,6 @@ class Dispatcher:
     def _wake(self) -> None:
         self._wake_planned_s = float("inf")
         self._dispatch()
-        self.demand.ask_for_more()
 
     def _launch(
         self,
@@ -473,10 +477,12 @@ class Dispatcher:
             self._in_flight.add(job.payload, device.pid)
 
     def cancel(self, job_id: str) -> None:
-        """Has a job leave its slots, as it was revoked; does nothing for any other job."""
+        """Ends the batch of a job that was terminated, unless it has jobs that were not."""
         for device in self._supervisor.devices:
-            for work_id, dispatched in device.batches.items() if device.setup.slots else ():
-                if dispatched.batch.jobs[0].id == job_id:
+            for work_id, dispatched in device.batches.items():
+                jobs = dispatched.batch.jobs
+                is_its = any(job.id == job_id for job in jobs)
+                if is_its and not any(self._in_flight.wants(job.payload) for job in jobs):
                     self._supervisor.cancel(device, work_id, dispatched)
 
     def _begin(
@@ -519,7 +525,7 @@ class Dispatcher:
         run_s = None if dispatched.began_s is None else monotonic() - dispatched.began_s
         if dispatched.in_slots:
             run_s = done.forward_ms / 1e3
-        self._scheduler.ended(dispatched.batch, run_s)
+        self._scheduler.ended(dispatched.batch, run_s, dispatched.load_s)
         if run_s is not None:
             task = jobs[0].key.task
             self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
@@ -583,10 +589,3 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     return len(device.in_turn), min(
         (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
     )
-
-
-def is_cold_shutdown() -> bool:
-    """Whether the worker was told to end without waiting for anything."""
-    # Celery keeps an exit code here, and 0 is a valid one.
-    exit_code: Any = worker_state.should_terminate
-    return exit_code is not None and exit_code is not False

@@ -66,7 +66,8 @@ class PoisonDetector:
             dispatched: The batch. Jobs of it that the device had committed are only settled.
             how: How the device died, for people.
         """
-        jobs = self._settlement.left_by(dispatched)
+        left = self._settlement.left_by(dispatched)
+        jobs = [job for job in left if self._in_flight.wants(job.payload)]
         among = max(1, len(jobs) // 2) if dispatched.in_slots else 1
         for job in jobs:
             self._on_death(replace(job, among=among), dispatched, how)
@@ -78,13 +79,15 @@ class PoisonDetector:
             )
 
     def _on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
+        if dispatched.expired and len(dispatched.batch.jobs) == 1 and not dispatched.urgent:
+            # Whatever else the device held had not begun; behind an urgent one another has.
+            self._settlement.fail(job.payload, TimeLimitExceeded(job.key.time_limits[1]))
+            return
         if not dispatched.batch.alone:
             self._scheduler.quarantine(job)
             return
         job = replace(job, deaths=job.deaths + 1)
-        if dispatched.expired:
-            self._settlement.fail(job.payload, TimeLimitExceeded(job.key.time_limits[1]))
-        elif job.deaths < MAX_DEATHS:
+        if job.deaths < MAX_DEATHS:
             self._scheduler.quarantine(job)
         else:
             self._end(job, f"the {how}")

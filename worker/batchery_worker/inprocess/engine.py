@@ -113,11 +113,17 @@ class Engine(EngineCall):
             options: Those of `batched`, besides `length`; by default the settings of their names.
 
         Raises:
-            SettingsError: There is no such model or device, or a setting is wrong.
+            SettingsError: There is no such model or device, it runs in slots, or a setting is
+                wrong.
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         settings = Settings.load()
         name, own, make_model = _find(model, settings)
+        if own is not None and own.kind == "generation":
+            raise SettingsError(
+                f"Engine({name!r}): is of kind generation, which runs in slots, and an Engine has"
+                " none; run a worker: celery -A batchery.app worker"
+            )
         chosen = _options(name, settings, own, options)
         served = EngineModel(
             name,

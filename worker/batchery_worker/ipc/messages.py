@@ -302,6 +302,20 @@ class Done(NamedTuple):
     failed_items: Mapping[str, int] | None = None
     #: That of the model; empty if it has none.
     version: str = ""
+    #: `TextTimes` of each text that a model with slots has written for it.
+    texts: Sequence[tuple[Any, ...]] = ()
+
+
+class TextTimes(NamedTuple):
+    """How long a text took."""
+
+    #: From the arrival of its job at the device to its first token, in seconds.
+    first_token_s: float
+    #: Mean time between two tokens, in seconds; None for a text of one token.
+    pause_s: float | None
+    #: Tokens of the prompt and of the text; 0 where a server does not say.
+    tokens_in: int
+    tokens_out: int
 
 
 Reply = Ready | NotReady | Reloaded | ResultsWait | Began | Loads | Loaded | Left | Stepped | Done

@@ -242,6 +242,14 @@ class GenerationKeywords(Keywords):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
+#: Keywords of text generation that not every engine has.
+ENGINES_WITH = {
+    **dict.fromkeys(("tools", "tool_choice", "extra_body", "logit_bias"), "openai"),
+    **dict.fromkeys(("response_format", "min_p"), "vllm or openai"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "vllm or openai"),
+    "structured_outputs": "vllm",
+}
+
 K = TypeVar("K", bound=Keywords)
 
 
@@ -254,11 +262,18 @@ def read_keywords(kind: type[K], given: Mapping[str, Any]) -> K:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-    name = first["loc"][0]
+        errors = error.errors()
+    name = errors[0]["loc"][0]
+    # Of the types that a keyword may have, the one that fits best says what is wrong.
+    first = max(
+        (each for each in errors if each["loc"][0] == name),
+        key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])),
+    )
     if first["type"] == "missing":
         raise InvalidItem(f"keyword {name}: is required")
     if first["type"] == "extra_forbidden":
+        if issubclass(kind, GenerationKeywords) and (engines := ENGINES_WITH.get(str(name))):
+            raise InvalidItem(f"keyword {name}: this engine has none; use a model of {engines}")
         there_are = ", ".join(sorted(kind.model_fields))
         raise InvalidItem(f"keyword {name}: no such keyword; there are {there_are}")
     raise InvalidItem(f"keyword {name} = {first['input']!r:.80}: {first['msg']}")
@@ -269,7 +284,7 @@ def split_options(item: Any) -> tuple[Any, Mapping[str, Any]]:
 
     Args:
         item: May be an object with `options`: keywords for this item alone, as lines of one file
-            have them. `{"prompt": ...}` is as good as the prompt.
+            have them. `{"prompt": ...}` is as good as the prompt. `extra_body` is for servers.
 
     Raises:
         InvalidItem: The options are no object.
@@ -277,6 +292,7 @@ def split_options(item: Any) -> tuple[Any, Mapping[str, Any]]:
     if not isinstance(item, Mapping):
         return item, {}
     rest = dict(item)
+    rest.pop("extra_body", None)
     options = rest.pop("options", {})
     if not isinstance(options, Mapping):
         raise InvalidItem(f"options: must be an object of keywords, not {type(options).__name__}")

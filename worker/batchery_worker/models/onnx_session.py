@@ -4,7 +4,7 @@ Everything around the pass is shared: padding, pooling, scores, the copy to the 
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from batchery_worker.models.source import ModelSource
-
-#: Where the file of a model is, if no setting says so: as sentence-transformers and as optimum
-#: write it.
-FILES = ("onnx/model.onnx", "model.onnx")
-
-#: Ends of the names of files beside it, which have its weights where they are large.
-WEIGHTS = ("_data", ".data")
+from batchery_worker.device_pool.weights import ONNX_FILES, find_onnx_files, sum_file_bytes
+from batchery_worker.models.forward import RandomTexts
+from batchery_worker.models.source import ModelSource, reason
+from batchery_worker.models.tokenizer import Prepared
 
 #: ONNX Runtime's part for a kind of device, and the package that has it.
 PROVIDERS = {
@@ -37,6 +33,10 @@ OUTPUTS = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 #: What to read of a pass, by transformers' name, and sentence-transformers' name of the same.
 SYNONYMS = {"last_hidden_state": ("last_hidden_state", "token_embeddings"), "logits": ("logits",)}
 
+#: Longest text that is tried before a file is taken. A table of positions has 512 or a few more,
+#: and longer passes would delay each load.
+LONGEST_TRIAL_TOKENS = 1024
+
 #: Level of ONNX Runtime's log that writes nothing: errors are raised as well.
 SILENT = 4
 
@@ -47,6 +47,9 @@ class OnnxSession:
     Attributes:
         inputs: Names of what it takes.
         dtype: Number format of what it gives.
+        paths: Its file, and those of its weights.
+        held_bytes: Their size, which is the memory of the weights. The process's growth would be
+            no better: it has what other threads do, and what a library keeps for its next passes.
     """
 
     def __init__(
@@ -62,20 +65,20 @@ class OnnxSession:
             threads: Threads of one pass on a CPU, at least 1.
 
         Raises:
-            ValueError: ONNX Runtime or the file is missing, or the file does not suit. Whoever
-                loads the model says which one it is.
-            Exception: ONNX Runtime cannot read the file, which its text names.
+            ValueError: ONNX Runtime or the file is missing, or the file cannot be read or does not
+                suit. Whoever loads the model says which one it is.
         """
         self._device = device
         self._field = field
-        self._paths = _find_files(source, file)
-        self._session = _open(self._paths[0], device, threads)
+        self.paths = _find_files(source, file)
+        self.held_bytes = sum_file_bytes(self.paths)
+        self._session = _open(self.paths[0], device, threads)
         taken = {each.name: each for each in self._session.get_inputs()}
         given = {each.name: each for each in self._session.get_outputs()}
         self._output = next((name for name in SYNONYMS[field] if name in given), "")
         if problem := _find_problem(taken, given.get(self._output)):
-            name, outputs = self._paths[0].name, ", ".join(given)
-            raise ValueError(f"{name} {problem.format(given=outputs, field=field)}")
+            names = {"taken": ", ".join(taken), "given": ", ".join(given), "field": field}
+            raise ValueError(f"{self.paths[0].name} {problem.format(**names)}")
         self._types = {name: INPUTS[each.type] for name, each in taken.items()}
         self.inputs: Collection[str] = self._types.keys()
         self.dtype = OUTPUTS[given[self._output].type]
@@ -99,25 +102,47 @@ class OnnxSession:
     def check_inputs(self, made: Collection[str]) -> None:
         """Makes sure that all inputs are made. Raises ValueError: names those that are not."""
         if others := [*({*self.inputs} - {*made, "attention_mask"})]:
-            name = self._paths[0].name
+            name = self.paths[0].name
             raise ValueError(f"{name} takes {others}, which its tokenizer does not make")
+
+    def check_longest(
+        self,
+        compute: Callable[[Sequence[Prepared]], Tensor],
+        texts: RandomTexts,
+        max_length: int | None,
+    ) -> None:
+        """Makes sure that the file is for texts as long as the model's config says.
+
+        Args:
+            compute: A padded pass.
+            texts: Makes the text.
+            max_length: Of a text, in tokens; None if unlimited.
+
+        Raises:
+            ValueError: It is not; says what to do.
+        """
+        length = min(max_length or LONGEST_TRIAL_TOKENS, LONGEST_TRIAL_TOKENS)
+        try:
+            compute(texts([length]))
+        except Exception as error:
+            raise ValueError(
+                f"{self.paths[0].name} cannot compute a text of {length} tokens; set max_length to"
+                f" what it was exported for, or export it anew: {reason(error)}"
+            ) from error
 
     def identity(self) -> str:
         """The content of its files, and the version of ONNX Runtime."""
         whole = hashlib.blake2b(digest_size=16)
-        for path in self._paths:
+        for path in self.paths:
             with path.open("rb") as file:
                 whole.update(hashlib.file_digest(file, "blake2b").digest())
         return f"{whole.hexdigest()} by {import_module('onnxruntime').__version__}"
 
 
-def _find_files(source: ModelSource, file: str | None) -> list[Path]:
-    """The file, and those of its weights, if there are any."""
-    names = FILES if file is None else (file,)
-    for name in names:
-        if (path := source.path(name)) is not None:
-            others = (source.path(f"{name}{end}") for end in WEIGHTS)
-            return [path, *(each for each in others if each is not None)]
+def _find_files(source: ModelSource, file: str | None) -> Sequence[Path]:
+    if paths := find_onnx_files(file, source.path):
+        return paths
+    names = ONNX_FILES if file is None else (file,)
     raise ValueError(
         f"engine = 'onnx', but there is no {' and no '.join(names)}; set onnx_file to the one to"
         " take, or make one in a local folder: batchery export KIND FOLDER"
@@ -140,7 +165,14 @@ def _open(path: Path, device: torch.device, threads: int) -> Any:
     # Threads that spin between passes take time from those that tokenize and store results.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     limits = _limit_memory(device) if device.type == "cuda" else {}
-    session = runtime.InferenceSession(path, options, providers=[(provider, limits)])
+    try:
+        session = runtime.InferenceSession(path, options, providers=[(provider, limits)])
+    except Exception as error:
+        # It seldom names the file of the weights, if that is at fault.
+        raise ValueError(
+            f"{path.name} cannot be loaded; copy it again with its weights, or export it anew:"
+            f" {reason(error)}"
+        ) from error
     if session.get_providers()[0] != provider:
         # It goes on with a CPU, and says so in its log alone.
         raise ValueError(f"{package} cannot use {device}: its version of CUDA or cuDNN is not here")
@@ -165,7 +197,7 @@ def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
         return "gives {given}, not {field}; export it for this kind of model"
     for name in ("input_ids", "attention_mask"):
         if name not in taken:
-            return f"takes no {name}, so it is not for texts of many lengths; export it with one"
+            return f"takes {{taken}}, and no {name}; export it with inputs of these names"
     for name, each in taken.items():
         if each.type not in INPUTS:
             return f"takes {name} as {each.type}, not as integers; export it anew"

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -215,10 +215,11 @@ def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], 
     return json.dumps(known, sort_keys=True)
 
 
-def name_version(settings: ModelSettings, source: ModelSource) -> str:
+def name_version(settings: ModelSettings, source: ModelSource, others: Iterable[Path] = ()) -> str:
     """A short name that changes with a model's files, by their sizes and times, or its options.
 
-    It reads no file. A model of the hub is known by its commit.
+    It reads no file. A model of the hub is known by its commit. `others` are files that count,
+    though those of their format are never loaded otherwise.
     """
     files: list[Any]
     try:
@@ -228,7 +229,7 @@ def name_version(settings: ModelSettings, source: ModelSource) -> str:
             gguf = source.options.get("gguf_file")
             paths = sorted(source.folder.rglob("*"))
             found = [path for path in paths if path.name == gguf or _is_loaded(path, source.folder)]
-            stats = [(path.name, path.stat()) for path in found]
+            stats = [(path.name, path.stat()) for path in (*found, *others)]
             files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
     except OSError:
         return ""

@@ -4,6 +4,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 )
 from batchery_worker.models.forward.padded import Padded, mask_forms
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
-from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
+from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
@@ -39,7 +40,7 @@ from batchery_worker.models.inputs import (
 )
 from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
-from batchery_worker.models.split import open_split
+from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
     Cut,
     Input,
@@ -100,8 +101,8 @@ class TextModel(Model):
     #: Why the loaded model is not packed; empty if it is.
     why_padded = ""
 
-    #: How many forward passes the CPU computes side by side. Batches are cut into as many.
-    cpu_streams = 1
+    #: How many forward passes are computed side by side. Batches are cut into as many.
+    pass_streams = 1
 
     #: Whether passes are of an urgent batch, for which those of other batches must not be waited.
     is_urgent = False
@@ -129,12 +130,15 @@ class TextModel(Model):
         self._split = open_split(device, self.settings)
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
-        self._streams: CpuStreams | None = None
-        if self._device.type == "cpu" and self._split.is_whole:
-            self._open_streams(torch.get_num_threads())
-        elif self._device.type == "cuda":
+        self._streams: PassStreams | None = None
+        if self._device.type == "cuda":
             settle_cuda()
             self.passes_ahead = 1
+        elif self._device.type == "cpu" and self._split.is_whole:
+            self._open_streams(self.settings.cpu_streams or torch.get_num_threads())
+        if self._split.stages > 1:
+            # One pass more than there are stages, so that the first stage never waits for one.
+            self._open_streams(self._split.stages, extra=1)
         try:
             with quiet():
                 self._load(ModelSource(self.settings))
@@ -144,13 +148,14 @@ class TextModel(Model):
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
-    def _open_streams(self, threads: int) -> None:
-        self.cpu_streams = self.settings.cpu_streams or threads
-        if self.cpu_streams > 1:
-            self._streams = CpuStreams(self.cpu_streams, threads)
+    def _open_streams(self, streams: int, extra: int = 0) -> None:
+        self.pass_streams = streams
+        if streams > 1:
+            threads = torch.get_num_threads()
+            self._streams = PassStreams(streams + extra, threads, self._split.settle_thread)
             # With the pass in turn, that is one more than there are streams: a stream that has
             # ended its pass goes on at once.
-            self.passes_ahead = self.cpu_streams
+            self.passes_ahead = streams
 
     def _load(self, source: ModelSource) -> None:
         self._source = source
@@ -186,9 +191,13 @@ class TextModel(Model):
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
         self._check_trial(source, self.forward([trial], **self.sample_keywords))
+        usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
+        texts = RandomTexts(len(self._tokenize.names), usual)
         if self._session is None:
-            self._choose_forward(source, padded)
+            self._choose_forward(source, padded, texts)
         else:
+            compute = partial(padded.values, reading=self.reading)
+            self._session.check_longest(compute, texts, self.max_length)
             self.why_padded = "since ONNX Runtime pads"
         self.pads = self._pass.pads
         self._log_forward(source)
@@ -196,11 +205,7 @@ class TextModel(Model):
     def _make_model(self, source: ModelSource, config: Any) -> Sequence[str]:
         """Makes the model of transformers; returns the weights that its files lack."""
         if self.settings.engine == "onnx":
-            # Without weights: it says of the architecture what no ONNX file does.
-            with torch.device("meta"):
-                self.model = self.auto_class.from_config(
-                    config, trust_remote_code=self.settings.trust_remote_code
-                )
+            self.model = build_empty(self.auto_class, config, self.settings)
             return ()
         # transformers chooses the attention: sdpa if the model supports it.
         self.model, info = self.auto_class.from_pretrained(
@@ -218,10 +223,11 @@ class TextModel(Model):
         """Gets ready what computes, on its device; returns the names of what that takes."""
         if self.settings.engine == "onnx":
             field = "last_hidden_state" if self.reading in POOLINGS else "logits"
-            threads = max(1, torch.get_num_threads() // self.cpu_streams)
+            threads = max(1, torch.get_num_threads() // self.pass_streams)
             self._session = OnnxSession(
                 source, self.settings.onnx_file, field, self._device, threads
             )
+            self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
         how = self.settings.quantize
@@ -261,9 +267,7 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(self, source: ModelSource, padded: Padded) -> None:
-        usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
-        texts = RandomTexts(len(self._tokenize.names), usual)
+    def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
         candidate = Candidate(
             name=source.name,
             setting=self._split.choose_forward(self.settings.forward),
@@ -291,7 +295,7 @@ class TextModel(Model):
         self._pass = Graphed(forward, graphs) if graphs else forward
 
     def _log_forward(self, source: ModelSource) -> None:
-        streams = f"{self.cpu_streams} passes side by side" if self.cpu_streams > 1 else ""
+        streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
         where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
 
@@ -384,17 +388,24 @@ class TextModel(Model):
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        return name_version(self.settings, self._source)
+        others = () if self._session is None else self._session.paths
+        return name_version(self.settings, self._source, others)
 
-    def put_aside(self) -> None:
+    def put_aside(self) -> bool:
         """Moves the weights to main memory, from where `take_back` brings them back.
 
         CUDA graphs end with it, as they know the places of the weights.
+
+        Returns:
+            False if they cannot be moved: ONNX Runtime has them.
         """
+        if self._session is not None:
+            return False
         if isinstance(self._pass, Graphed):
             self._pass = self._pass.without_graphs
             self.pads = self._pass.pads
         move_to_host(self.model)
+        return True
 
     def take_back(self) -> None:
         """Moves the weights back to the device."""
@@ -467,7 +478,7 @@ class TextModel(Model):
         heads = [self._head(prepared) for prepared in batch]
         if self._streams is not None:
             take = self._streams.run_now if self.is_urgent else self._streams.submit
-            return Outputs(heads, take(compute), batch=batch)
+            return Outputs(heads, take(partial(self._split.run, compute)), batch=batch)
         started_s = time.perf_counter()
         with torch.inference_mode():
             pending = self._to_host.start(compute())

@@ -1,4 +1,5 @@
 -- Counts the messages that wait in a queue, and says since when the oldest does.
+-- include sent_at.lua
 -- include tenants.lua
 --
 -- KEYS[1]   HASH    tenants, see tenants.lua
@@ -16,11 +17,9 @@ for i = 2, #KEYS do
       lists[#lists + 1] = list_of(KEYS[1], KEYS[i], tenant)
     end
     for _, list in ipairs(lists) do
-      -- A body is base64 or has its quotes escaped, so only a header can look like this.
       local message = redis.call('LINDEX', list, -1)
-      local sent_at = message and string.match(message, '"batchery_sent_at": ([%d.]+)')
-      -- Anybody may push anything, such as 1.2.3.
-      if tonumber(sent_at or '') and (not oldest or tonumber(sent_at) < tonumber(oldest)) then
+      local sent_at = message and sent_at_of(message)
+      if sent_at and (not oldest or tonumber(sent_at) < tonumber(oldest)) then
         oldest = sent_at
       end
     end

@@ -34,7 +34,7 @@ from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
-from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
 from batchery_producer.openai_generation import REQUESTS, count_item_chars
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.file_run import InFlightRecovery
@@ -311,7 +311,7 @@ class BatchLines:
 
     def failure(self, row: Record | Broken, type_: str, message: str) -> bytes:
         """A line of the error file."""
-        error = {"type": type_, "message": message}
+        error = {"type": type_, "message": SERVER_TEXTS.get(type_, message)}
         line = self._format.failure({"id": row.id, "line": row.line, "error": error})
         return encoded(line) + b"\n"
 

@@ -118,6 +118,7 @@ async def _list_events(
         **({"usage": None} if wants_usage else {}),
     }
     opened: set[int] = set()
+    ended: set[int] = set()
     try:
         async for id_, piece in feed.pieces():
             index = piece.get("choice", 0)
@@ -126,9 +127,13 @@ async def _list_events(
                 for first in form.opening(index):
                     yield write_event({**head, "choices": [first]})
             yield write_event({**head, "choices": [form.piece(index, piece)]}, id_)
+            if piece.get("finish_reason") and index not in ended:
+                ended.add(index)
+                yield write_event({**head, "choices": [form.ending(index, piece)]})
         result = feed.result()
         for index, choice in enumerate(list_choices(result)):
-            yield write_event({**head, "choices": [form.ending(index, choice)]})
+            if index not in ended:
+                yield write_event({**head, "choices": [form.ending(index, choice)]})
         if wants_usage:
             yield write_event({**head, "choices": [], "usage": count_usage([result])})
         yield b"data: [DONE]\n\n"

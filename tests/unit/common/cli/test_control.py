@@ -8,7 +8,7 @@ from celery import Celery
 
 from batchery import StartError
 from batchery.cli import control
-from batchery.cli.control import choose, describe_reload, follow
+from batchery.cli.control import choose, describe_drain, describe_reload, follow
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -58,6 +58,15 @@ def test_a_card_stands_for_all_of_its_processes() -> None:
     assert choose(states, "cuda:0") == {"cuda:0": "ready", "cuda:0/chat": "drained"}
     assert choose(states, "cuda:0/chat") == {"cuda:0/chat": "drained"}
     assert choose(states, "cuda") == {}
+
+
+def test_a_device_that_is_given_up_says_why() -> None:
+    states = {"cuda:0": "given up", "cuda:0/chat": "ready", "cuda:1": "ready"}
+    errors = {"cuda:0": "no driver"}
+    answers: Answers = {"a": {"devices": states, "errors": errors}, "b": {"silent": True}}
+    lines = ["a: cuda:0 is given up: no driver", "a: cuda:0/chat is ready"]
+    assert describe_drain("cuda:0", answers) == (lines, False)
+    assert describe_drain("cuda:1", answers) == (["a: cuda:1 is ready"], True)
 
 
 class Cluster:

@@ -146,6 +146,11 @@ WRONG: list[Case] = [
     ("tracer-wrapped", {"tracer_module": "wrapt.patches"}, "wrapt.patches"),
     ("worker-none", {"registered": [], "consumed": {}}, "no worker answers"),
     (
+        "jobs-orphaned",
+        {"survey": make_survey(orphaned={"rank": 4, "embed": 1996}), "registered": []},
+        "dead workers hold 2,000 jobs of 'embed', 'rank', and no worker lives",
+    ),
+    (
         "worker-not-installed",
         {"survey": make_survey(workers={"w2@here": {"error": NOT_INSTALLED}})},
         "w2@here has batch tasks",
@@ -220,6 +225,8 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("priority-steps", {"worker_options": {WORKER: {"fetch_messages": 9}}}),
     ("tracer-wrapped", {"tracer_module": "sentry_sdk.integrations.celery"}),
     ("worker-none", {"consumed": {}}),
+    ("jobs-orphaned", {"survey": make_survey(orphaned={"embed": 4})}),
+    ("jobs-orphaned", {"registered": []}),
     ("worker-stock", {"consumed": {"stock@here": ["mail"]}}),
     (
         "worker-stock",

@@ -11,7 +11,6 @@ from batchery import BatchTask, install
 from batchery.doctor import gather
 from batchery.doctor.facts import Facts, FactUnknown, ask_each
 from batchery.errors import AppNotImportable
-from batchery.transport.live_workers import RegisteredWorker
 from support.healthy_facts import WORKER, make_figures, make_survey
 
 
@@ -119,10 +118,13 @@ def test_slow_command_is_named_without_its_arguments() -> None:
 
 
 def test_job_is_weighed_in_the_longest_queue() -> None:
+    sizes = {"p-long": 5000, b"p-batchery:tenants:of:p-long\0acme": 7000}
     client = SimpleNamespace(
-        llen={"p-long": 10, "p-": 0}.__getitem__, memory_usage=lambda *_, **__: 5000
+        llen={"p-long": 10, "p-": 0}.__getitem__,
+        memory_usage=lambda key, **_: sizes[key],
+        zrange=lambda key, *_: {"p-batchery:tenants:turns:p-long": [b"acme"]}[key],
     )
-    assert gather._weigh_job(client, "p-", {"short": 1, "long": 10}) == 500.0
+    assert gather._weigh_job(client, "p-", {"short": 1, "long": 10}) == 1200.0
     assert gather._weigh_job(client, "p-", {}) == 0.0
 
 
@@ -132,10 +134,3 @@ def test_transport_options_of_a_worker_are_found_as_each_app_spells_them() -> No
     assert read({"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}}) == {"a": 1}
     both = {"CELERY_BROKER_TRANSPORT_OPTIONS": {"a": 1}, "broker_transport_options": {"a": 2}}
     assert read(both) == {"a": 2}
-
-
-def test_worker_is_live_while_its_last_heartbeat_is_younger_than_its_leases() -> None:
-    client = SimpleNamespace(time=lambda: (1000, 0))
-    workers = [RegisteredWorker(beat, 5.0, None) for beat in (999_000, 996_000, 990_000)]
-    workers.append(RegisteredWorker(996_000, None, None))
-    assert gather._list_live(client, workers) == [workers[0], workers[1], workers[3]]

@@ -266,9 +266,9 @@ def doubling_returned(items: list[int]) -> Any:
 
 def test_generators_of_all_kinds_yield_outcomes_and_pieces_of_each_call() -> None:
     for each in (doubling, doubling_async, doubling_returned):
-        calls: list[tuple[range, list[Any]]] = []
+        calls: list[tuple[Sequence[int], list[Any]]] = []
 
-        def receive(part: range, calls: Any = calls) -> Any:
+        def receive(part: Sequence[int], calls: Any = calls) -> Any:
             calls.append((part, []))
             return lambda partial: calls[-1][1].append(partial.piece)
 

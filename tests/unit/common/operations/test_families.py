@@ -23,6 +23,7 @@ from batchery.protocol.figures import (
     MemorySnapshot,
     ModelSnapshot,
     TaskFigures,
+    TextFigures,
     WaitingJobs,
     WorkerFigures,
     read_figures,
@@ -33,13 +34,16 @@ from support.harness import TESTS
 GPU = DeviceSnapshot(
     "ready",
     2,
+    oldest_batch_s=12.5,
     resident_kib=1024,
     memory=MemorySnapshot(reserved_bytes=5, total_bytes=9, peak_flops=312e12),
     models={
-        "embed": ModelSnapshot(16_384, flops=6e12),
+        "embed": ModelSnapshot(16_384, flops=6e12, held_bytes=4, loads=2, load_s=1.5),
         "chat": ModelSnapshot(0, slots=16, slots_taken=3),
     },
 )
+
+LOAD_FIGURES = ("loaded", "loads_total", "load_seconds", "memory_bytes")
 
 
 def make_batches(jobs: int = 10) -> BatchFigures:
@@ -53,6 +57,9 @@ def make_batches(jobs: int = 10) -> BatchFigures:
         waits=Counter({0.1: jobs - 1, float("inf"): 1}),
         waited_s=2000.5,
     )
+    texts = TextFigures()
+    texts.add(0.04, 0.02, 30, 101)
+    texts.add(7.0, None, 20, 1)
     return BatchFigures(
         batches=2,
         jobs=jobs,
@@ -61,6 +68,7 @@ def make_batches(jobs: int = 10) -> BatchFigures:
         tracer_jobs=Counter({"a chain": 2}),
         caches={"embed": CacheFigures(items=3, hits=1, deduplicated=1, computed=1)},
         tasks={"embed": task},
+        texts={"chat": texts},
     )
 
 
@@ -116,6 +124,21 @@ def test_histograms_count_all_up_to_each_bound() -> None:
     assert found["batchery_queue_wait_seconds_sum", "embed"] == 2000.5
 
 
+def test_texts_have_tokens_and_times_by_our_names_and_by_opentelemetrys() -> None:
+    found = read(families.collect_sums(make_batches()))
+    assert found["batchery_text_tokens_total", "chat", "input"] == 50
+    assert found["batchery_text_tokens_total", "chat", "output"] == 102
+    for name in ("batchery_first_token_seconds", "gen_ai_server_time_to_first_token_seconds"):
+        counts = {key[-1]: n for key, n in found.items() if key[0] == f"{name}_bucket"}
+        assert (counts["0.025"], counts["0.05"], counts["5.0"], counts["+Inf"]) == (0, 1, 1, 2)
+        assert found[f"{name}_sum", "chat"] == 7.04
+    # A text of one token has no pause.
+    for name in ("batchery_token_seconds", "gen_ai_server_time_per_output_token_seconds"):
+        counts = {key[-1]: n for key, n in found.items() if key[0] == f"{name}_bucket"}
+        assert (counts["0.01"], counts["0.025"], counts["+Inf"]) == (0, 1, 1)
+        assert found[f"{name}_sum", "chat"] == 0.02
+
+
 def test_what_is_of_a_worker_alone_has_its_name() -> None:
     found = read(families.collect_workers({"w": make_worker()}))
     assert (found["batchery_worker_live", "w"], found["batchery_worker_ready", "w"]) == (1, 0)
@@ -127,6 +150,8 @@ def test_what_is_of_a_worker_alone_has_its_name() -> None:
     assert found["batchery_model_batch_tokens", "w", "cuda:0", "embed"] == 16_384
     assert found["batchery_model_slots_taken", "w", "cuda:0", "chat"] == 3
     assert found["batchery_model_flops_total", "w", "cuda:0", "embed"] == 6e12
+    loads = [found[f"batchery_model_{name}", "w", "cuda:0", "embed"] for name in LOAD_FIGURES]
+    assert loads == [1, 2, 1.5, 4]
     # One that has no slots has no such figures.
     assert ("batchery_model_slots", "w", "cuda:0", "embed") not in found
 
@@ -135,6 +160,7 @@ def test_devices_have_their_state_and_memory() -> None:
     found = read(families.collect_devices({"w": make_worker()}))
     of_device = {key[0].removeprefix("batchery_device_"): n for key, n in found.items()}
     assert (of_device["ready"], of_device["peak_flops"]) == (1, 312e12)
+    assert of_device["oldest_batch_seconds"] == 12.5
     assert of_device["resident_memory_bytes"] == 2**20
     assert (of_device["memory_bytes"], of_device["memory_size_bytes"]) == (5, 9)
 

@@ -85,6 +85,7 @@ class Workload:
     def __init__(self, batch: int = 0, ordinary: int = 0) -> None:
         self.room = Capacity(batch, ordinary)
         self.limits: dict[tuple[str, int], int | None] = {}
+        self.jobs: dict[str, str] = {}
 
     def capacity(self) -> Capacity:
         return self.room
@@ -92,8 +93,14 @@ class Workload:
     def find_kinds(self, queue: str) -> int:
         return 3
 
+    def serves(self, queue: str) -> bool:
+        return True
+
     def limit_for(self, queue: str, level: int) -> int | None:
         return self.limits.get((queue, level))
+
+    def find_jobs(self, queue: str) -> str | None:
+        return self.jobs.get(queue)
 
 
 class Channel:
@@ -231,6 +238,18 @@ def test_queues_without_classes_are_asked_as_one_part_each_urgent_steps_first(ma
     ]
     assert asked.parts == [1, 2] * 4
     assert (asked.free, asked.limits, asked.watches) == (100, [100, 100], True)
+
+
+def test_queues_by_which_the_same_jobs_come_have_one_limit(make: Make) -> None:
+    scene = make("a", "b", "c", "own")
+    scene.channel.class_levels, scene.channel.queue_prefetch = (0, 6), {"own": 40}
+    scene.channel.workload = workload = Workload(batch=32)
+    workload.limits = {(queue, level): 32 for queue in ("a", "b", "c", "own") for level in (0, 6)}
+    workload.jobs = {"a": "embed", "b": "embed", "c": "rerank", "own": "embed"}
+    asked = scene.question()
+    # By queue for each of the steps 0, 3, 6 and 9.
+    assert asked.parts == [1, 1, 3, 5] * 2 + [2, 2, 4, 6] * 2
+    assert asked.limits == [32] * 6
 
 
 def test_each_class_of_a_queue_is_a_part_of_its_own(make: Make) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.transport.live_workers import MAX_IDLE_S, LiveWorkers, list_queues, read_held
+from batchery.transport.live_workers import (
+    MAX_IDLE_S,
+    LiveWorkers,
+    RegisteredWorker,
+    list_queues,
+    read_held,
+)
 from batchery.transport.redis_schema import REPLIES_CLIENT
 
 PLAIN = "id=1 addr=h:1 name={name} db={db} idle={idle} cmd={cmd} user=default"
@@ -81,14 +87,14 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
         def zrange(self, *_: Any, **__: Any) -> None:
             """Is answered by `execute`."""
 
-        hgetall = zrange
+        hgetall = time = zrange
 
         def execute(self) -> Any:
             about = (
                 b'{"expiry_s": 2.5, "queues": ["q"], "name": "n", "host": "h", "version": "1",'
                 b' "leased": {"q": 3}}'
             )
-            return [(b"w1", 7.0), (b"w2", 8.0)], {b"w1": about}
+            return [(b"w1", 7.0), (b"w2", 8.0)], {b"w1": about}, (2, 507_000)
 
     client: Any = Client()
     client.pipeline = lambda **_: Pipe()
@@ -97,9 +103,27 @@ def test_registered_workers_are_read_with_what_they_say_of_themselves() -> None:
     assert first[1].queues == {"q"}
     assert (first[1].name, first[1].host, first[1].version) == ("n", "h", "1")
     assert (first[1].leased, first[1].scheduled) == ({"q": 3}, 0)
+    assert (first[1].silent_s, first[1].is_dead) == (2.5, True)
     assert (second[0], second[1].expiry_s, second[1].queues) == ("w2", None, None)
     assert (second[1].name, second[1].host, second[1].version) == (None, None, None)
     assert (second[1].leased, second[1].scheduled) == ({}, 0)
+    assert not second[1].is_dead
+
+
+def test_worker_is_dead_once_it_was_silent_for_as_long_as_its_leases_live() -> None:
+    def is_dead(expiry_s: float | None, silent_s: float) -> bool:
+        return RegisteredWorker(1, expiry_s, None, silent_s=silent_s).is_dead
+
+    assert [is_dead(8.0, silent_s) for silent_s in (0.0, 7.9, 8.0, 9.0)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    # Of one that does not say, its own default holds.
+    assert [is_dead(None, silent_s) for silent_s in (4.9, 5.0)] == [False, True]
+    # Its clock may be behind that of the Redis before.
+    assert not is_dead(5.0, -3.0)
 
 
 @pytest.mark.parametrize("about", [b"{", b"[]", b'{"leased": 3}', b'{"leased": {"q": "x"}}'])

@@ -117,7 +117,7 @@ def test_row_without_id_among_rows_with_ids_has_none_unless_the_id_field_is_name
 
 def test_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "id,text\na,1\nb,2\na,3\n")
-    assert read(path)[2] == Broken(4, "a", "the id is already used in line 2")
+    assert read(path)[2] == Broken(4, None, "the id 'a' is already used in line 2")
 
 
 def test_ids_of_different_types_are_different(tmp_path: Path) -> None:
@@ -249,6 +249,12 @@ def test_csv_header_with_duplicate_column_is_refused(tmp_path: Path) -> None:
         read(write(tmp_path / "d.csv", "text,text\na,b\n"))
 
 
+def test_csv_with_old_mac_line_ends_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes(b"id,text\r1,a\r")
+    with pytest.raises(DatasetError, match=r"old Mac line ends; .*tr '\\r' '\\n'"):
+        list(Dataset(tmp_path / "in.csv"))
+
+
 def test_csv_cell_of_half_a_megabyte_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "text\n" + "x" * 500_000 + "\n")
     assert read(path) == [Record(2, 2, "x" * 500_000)]
@@ -339,4 +345,4 @@ def test_line_numbers_as_ids_never_meet_an_id_of_the_caller(tmp_path: Path) -> N
     first, clash, last = read(write(tmp_path / "f.jsonl", rows))
     assert (first.id, last.id) == (1, 3)
     assert isinstance(clash, Broken)
-    assert clash.reason == "the id is the number of an earlier line, line 1, which has no id"
+    assert clash.reason == "the id 1 is the number of an earlier line, which has no id"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchery import DatasetError
+from batchery.retry import Interrupted
 from batchery_producer.files.dataset import FIRST_ROWS, Dataset, Feed, begin_reading
 
 
@@ -134,4 +135,5 @@ def test_reading_does_not_begin_without_a_row(tmp_path: Path) -> None:
     path.write_text("a\n")
     with pytest.raises(DatasetError, match=r"line 1: a bare string; it has no fields"):
         begin_reading(Dataset(path, field="text"), lambda: False)
-    assert begin_reading(Dataset(path), lambda: True) is None
+    with pytest.raises(Interrupted):
+        begin_reading(Dataset(path), lambda: True)

@@ -52,7 +52,7 @@ def test_standard_input_cannot_be_sampled() -> None:
 
 
 def failure(line: int, **more: Any) -> dict[str, Any]:
-    return {"id": line, **more, "line": line, "error": {"type": "X", "message": "y"}}
+    return {"id": line, "line": line, "error": {"type": "X", "message": "y"}, **more}
 
 
 def test_retry_failed_reads_only_the_failed_rows(tmp_path: Path, source: Path) -> None:
@@ -63,7 +63,7 @@ def test_retry_failed_reads_only_the_failed_rows(tmp_path: Path, source: Path) -
 def test_failures_of_several_files_name_their_file(tmp_path: Path, source: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("one\ntwo\n")
-    errors = write(tmp_path / "e.jsonl", [failure(2, file=str(other))])
+    errors = write(tmp_path / "e.jsonl", [failure(2, id=f"{other}:2", file=str(other))])
     assert [row.id for row in Dataset([source, other], retry_failed=errors)] == [f"{other}:2"]
 
 
@@ -73,6 +73,49 @@ def test_retry_failed_reads_openai_s_error_file(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", rows)
     errors = write(tmp_path / "e.jsonl", [{"custom_id": "r3"}, {"custom_id": None}])
     assert [row.id for row in Dataset(source, retry_failed=errors)] == ["r3"]
+
+
+def test_failures_name_rows_by_their_ids_wherever_those_are_now(tmp_path: Path) -> None:
+    rows = [{"id": n, "text": "x"} for n in (0, 1, 2, "b", 3)]
+    source = write(tmp_path / "in.jsonl", rows)
+    errors = write(tmp_path / "e.jsonl", [failure(2), failure(9, id="b"), failure(1, id=None)])
+    dataset = Dataset(source, retry_failed=errors)
+    assert [row.id for row in dataset] == [0, 2, "b"]
+    assert not dataset.not_found
+
+
+def test_failures_of_rows_that_are_not_there_are_named(tmp_path: Path, source: Path) -> None:
+    errors = write(tmp_path / "e.jsonl", [failure(7), failure(7), failure(5, id="b")])
+    dataset = Dataset(source, retry_failed=errors)
+    assert lines(dataset) == [7]
+    assert '1 of 2 failures are of no row of the input, such as id "b"; is' in dataset.not_found
+    errors = write(tmp_path / "e.jsonl", [failure(7), failure(2000, id=None)])
+    dataset = Dataset(source, retry_failed=errors)
+    assert lines(dataset) == [7]
+    assert "such as file and line [0, 2000]; is" in dataset.not_found
+    write(errors, [failure(7, id="b")])
+    with pytest.raises(DatasetError, match=r'1 of 1 failures are of no row .* id "b"; is it of'):
+        lines(Dataset(source, retry_failed=errors))
+
+
+@pytest.mark.parametrize("is_openai", [True, False])
+def test_row_whose_id_another_has_fails_again_without_that_one(
+    tmp_path: Path, is_openai: bool
+) -> None:
+    rows: list[Any] = [{"id": each, "text": "x"} for each in "abac"]
+    if is_openai:
+        body = {"model": "embed", "input": "x"}
+        rows = [{"custom_id": e["id"], "url": "/v1/embeddings", "body": body} for e in rows]
+    dataset = Dataset(write(tmp_path / "in.jsonl", rows))
+    duplicate = list(dataset)[2]
+    assert duplicate == Broken(3, None, "the id 'a' is already used in line 1")
+    failures = [failure(3, id=duplicate.id), failure(4, id="c")]
+    if is_openai:
+        failures = [{"custom_id": each["id"], "id": f"{each['line']}"} for each in failures]
+    errors = write(tmp_path / "e.jsonl", failures)
+    dataset = Dataset(tmp_path / "in.jsonl", retry_failed=errors)
+    assert lines(dataset) == ([4] if is_openai else [3, 4])
+    assert bool(dataset.not_found) == is_openai
 
 
 @pytest.mark.parametrize(
@@ -117,7 +160,7 @@ def test_repeated_id_in_another_file_is_found(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"id": 1, "text": "x"}])
     second = write(tmp_path / "b.jsonl", [{"id": 2, "text": "x"}, {"id": 1, "text": "y"}])
     *_, last = Dataset([first, second])
-    assert last == Broken(2, 1, f"the id is already used in {first}, line 1", 1)
+    assert last == Broken(2, None, f"the id 1 is already used in {first}, line 1", 1)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +168,7 @@ def test_repeated_id_in_another_file_is_found(tmp_path: Path) -> None:
     [
         ([], "no input"),
         (["*.nothing"], "no file matches"),
-        (["in.txt", "in.txt"], "named twice"),
+        (["in.txt", "./in.txt"], "in.txt: named twice"),
         (["in.txt", "-"], "cannot be read together"),
     ],
     ids=["none", "no-match", "twice", "stdin"],

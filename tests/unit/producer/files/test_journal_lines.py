@@ -1,12 +1,16 @@
+import math
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from errno import ENOSPC
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.journal import JsonLines, TooLong, read_lines
+from batchery_producer.files.journal import JsonLines, TooLong, encoded, read_lines
 from batchery_producer.files.rows import MAX_LINE_BYTES
 
 EACH_NAME = pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"])
@@ -96,6 +100,22 @@ def test_line_longer_than_the_maximum_is_refused(tmp_path: Path) -> None:
     file.flush()
     file.close()
     assert entries(tmp_path / "out.jsonl") == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ([0.5, math.nan, {"a": -math.inf}], '[0.5, null, {"a": null}]'),
+        ({"größer": "\ud800", "b": math.inf}, r'{"gr\u00f6\u00dfer": "\ud800", "b": null}'),
+        (b"\x00\xff", '"AP8="'),
+        (datetime(2026, 1, 2, 3, tzinfo=UTC), '"2026-01-02T03:00:00+00:00"'),
+        ([Decimal("1.50"), date(2026, 1, 2)], '["1.50", "2026-01-02"]'),
+        (np.array([1.0, math.nan]), "[1.0, null]"),
+    ],
+    ids=["nan", "surrogate", "bytes", "time", "decimal", "numpy"],
+)
+def test_results_that_json_lacks_have_a_form_in_it(result: Any, text: str) -> None:
+    assert encoded({"result": result}) == f'{{"result": {text}}}'.encode()
 
 
 def test_file_that_was_removed_fails_the_next_flush(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import base64
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,29 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
     requests = write(tmp_path / "b.jsonl", [request(1)])
     dataset = Dataset(requests, field="body")
     assert not dataset.is_openai
-    with pytest.raises(DatasetError, match="no task; name one with --task"):
+    with pytest.raises(DatasetError, match=r"no task; name one with --task.* --format openai"):
         choose_task(dataset, None)
+    with pytest.raises(DatasetError, match="--format openai reads OpenAI's requests"):
+        list(Dataset(requests, id_field="custom_id"))
+
+
+@pytest.mark.parametrize("format_", [None, "openai"])
+def test_requests_whose_first_lines_are_broken_are_recognised(
+    tmp_path: Path, format_: str | None
+) -> None:
+    path = write(tmp_path / "in.jsonl", [request(1), request(2)])
+    path.write_text("{broken\n[]\n" + path.read_text())
+    dataset = Dataset(path, format=format_)
+    assert (dataset.is_openai, dataset.model) == (True, "embed")
+    assert [type(row) for row in dataset] == [Broken, Broken, Record, Record]
+
+
+def test_each_line_is_a_request_if_the_format_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"text": "one"}, request(1), request(2)])
+    assert not Dataset(path).is_openai
+    dataset = Dataset(path, format="openai")
+    assert choose_task(dataset, None) == "embed"
+    assert [type(row) for row in dataset] == [Broken, Record, Record]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +119,7 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
         (request(2, ["a"] * 10_001), "input must be a text or token ids"),
         (request(2, dimensions=0), "dimensions: a whole number from 1 on"),
         (request(2, dimensions="8"), "dimensions: a whole number from 1 on"),
-        (request(1), "the id is already used in line 1"),
+        (request(1), "the id 'request-1' is already used in line 1"),
         ({"custom_id": "x"}, "no body, .* a request has custom_id, method, url and body"),
         ({"custom_id": 5}, "no custom_id, or it is no text"),
         ("bare", "a bare string; expected a request"),
@@ -175,6 +197,18 @@ def test_vectors_are_base64_if_the_request_says_so(tmp_path: Path) -> None:
     results, _, _ = run(tmp_path, encoding_format="base64")
     encoded = results[0]["response"]["body"]["data"][0]["embedding"]
     assert struct.unpack("<2f", base64.b64decode(encoded)) == (0.5, -1.0)
+
+
+def test_a_number_of_a_vector_that_json_lacks_is_nan_in_base64(tmp_path: Path) -> None:
+    dataset = Dataset(write(tmp_path / "in.jsonl", [request(1)]))
+    with Output(dataset, tmp_path / "out.jsonl") as output:
+        output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        form = {"encoding_format": "base64"}
+        output.result(Record(1, "request-1", None, form=form), [0.5, math.nan])
+        output.finish(complete=True)
+    body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    content = base64.b64decode(body["data"][0]["embedding"])
+    assert [str(each) for each in struct.unpack("<2f", content)] == ["0.5", "nan"]
 
 
 def test_request_of_several_texts_gets_a_vector_for_each(tmp_path: Path) -> None:

@@ -129,3 +129,8 @@ def test_results_with_different_fields_fit_one_column() -> None:
 def test_results_of_no_common_type_are_json_texts(results: list[Any]) -> None:
     expected = [each if isinstance(each, str) else json.dumps(each) for each in results]
     assert written(results) == expected
+
+
+def test_lone_surrogates_are_escaped_in_a_table() -> None:
+    assert written(["a\ud800"]) == [r"a\ud800"]
+    assert written([{"a": "\ud800"}]) == [r'{"a": "\ud800"}']

@@ -8,8 +8,14 @@ import pytest
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 
+from batchery.errors import StartError
 from batchery_producer.gateway import server
-from batchery_producer.gateway.server import STUCK_LOOKS, Processes
+from batchery_producer.gateway.server import (
+    START_AGAIN_S,
+    STUCK_LOOKS,
+    Processes,
+    ServeOptions,
+)
 
 
 class OtherProcess:
@@ -42,7 +48,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(server, "Process", OtherProcess)
     monkeypatch.setattr(server, "mark_process_dead", lambda *_: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    made = Processes(uvicorn.Config("app", workers=2), [], "/tmp", lambda: None)
+    options = ServeOptions("batchery.app", metrics_folder="/tmp")
+    made = Processes(uvicorn.Config("app", workers=2), [], options, lambda: None)
     first: Any = OtherProcess()
     second: Any = OtherProcess()
     made.processes = [first, second]
@@ -77,3 +84,51 @@ def test_process_that_cannot_start_stops_the_gateway(processes: Processes) -> No
     broken.exitcode = STARTUP_FAILURE
     processes.keep_subprocess_alive()
     assert processes.should_exit.is_set()
+    assert processes.cannot_start
+
+
+def test_mistake_stops_a_gateway_that_has_not_served_yet(processes: Processes) -> None:
+    broken: Any = processes.processes[0]
+    broken.exitcode = StartError.exit_code
+    processes.keep_subprocess_alive()
+    assert processes.should_exit.is_set()
+    assert processes.cannot_start
+
+
+def test_mistake_ends_no_gateway_that_serves_and_is_seldom_tried_again(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now_s))
+    processes.keep_subprocess_alive()
+    serving: Any = processes.processes[0]
+    serving.answer()
+    tried = []
+    for _ in range(40):
+        broken: Any = processes.processes[1]
+        broken.exitcode = StartError.exit_code
+        processes.keep_subprocess_alive()
+        if processes.processes[1] is not broken:
+            tried.append(now_s)
+        now_s += 0.5
+    assert tried == [1000.0, 1000.0 + START_AGAIN_S]
+    assert processes.processes[0] is serving
+    assert not processes.should_exit.is_set()
+
+
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+def test_worker_beside_is_replaced_when_all_processes_are(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, replaced: int
+) -> None:
+    def restart_all() -> None:
+        assert not done, "the worker goes last"
+        for index in range(replaced):
+            new: Any = OtherProcess()
+            processes.processes[index] = new
+
+    done: list[str] = []
+    monkeypatch.setattr(server, "read_anew", lambda _: object())
+    monkeypatch.setattr(processes, "restart_all", restart_all)
+    monkeypatch.setattr(processes, "_replace_worker", lambda: done.append("worker"))
+    processes.handle_hup()
+    assert done == (["worker"] if replaced == 2 else [])

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, states
+from redis.exceptions import NoPermissionError
 
+from batchery import RedisUnavailable
 from batchery.retry import RetryPolicy
 from batchery_producer.files.journal import Journal
 from batchery_producer.run import file_run
@@ -74,6 +76,17 @@ def test_search_goes_on_after_a_job_that_was_found(app: Celery) -> None:
     assert recovery.missing(IDS[3:6]) == IDS[4:6]
     assert recovery.missing(IDS[6:9]) == IDS[6:9]
     assert recovery.missing(IDS[9:12]) == IDS[10:12]
+
+
+def test_user_who_may_not_read_messages_is_told_who_may(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise NoPermissionError("this user has no permissions to run the 'lrange' command")
+
+    monkeypatch.setattr(file_run, "_find_in_flight", refuse)
+    with pytest.raises(RedisUnavailable, match=r"'lrange' command; use the user `operator` of"):
+        recovery_of(app).missing(IDS[:2])
 
 
 def test_queue_of_another_broker_than_redis_is_not_searched(app: Celery) -> None:

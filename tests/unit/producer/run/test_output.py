@@ -93,7 +93,7 @@ def test_lines_above_the_buffer_size_are_written_without_a_flush(tmp_path: Path)
         ("link.txt", None, "this is the input"),
         ("folder", None, "a directory"),
         ("full.jsonl", None, "already there.*--overwrite"),
-        ("out.jsonl", "full.jsonl", "already there"),
+        ("out.jsonl", "full.jsonl", "already there; name another with --errors, or use"),
         ("out.jsonl", "in.txt", "this is the input"),
         ("out.jsonl", "out.jsonl", "a file each"),
         ("out.xlsx", None, r"out.xlsx: cannot be written as .xlsx, but as .jsonl, .*.csv, .*arrow"),

@@ -41,6 +41,7 @@ def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
 ) -> None:
     path = tmp_path / name
     entries = [entry(1, 'a "b"\n,\tc'), entry(2, {"label": "größer"}), entry(3, None)]
+    entries += [entry(4, "ü\ud800"), entry(5, ["\ud800"])]
     Final(path).write(part_of(path, entries), ["in"])
     data = path.read_bytes()
     if name.endswith(".gz"):
@@ -55,6 +56,8 @@ def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
         ["row-1", "1", 'a "b"\n,\tc'],
         ["row-2", "2", '{"label": "größer"}'],
         ["row-3", "3", "null"],
+        ["row-4", "4", r"ü\ud800"],
+        ["row-5", "5", r'["\ud800"]'],
     ]
 
 
@@ -112,3 +115,25 @@ def test_part_is_resumed_and_the_output_written_when_complete(tmp_path: Path) ->
     assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out.parquet"]
     with pytest.raises(DatasetError, match=r"out\.parquet: complete, or of another program"):
         Output(source, path, resume=True)
+
+
+def test_only_a_complete_output_is_written_to_a_url(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    source, path = Dataset(tmp_path / "in.txt"), tmp_path / "out.parquet"
+    with Output(source, f"file://{path}") as output:
+        output.open(Journal.of(source.sources, "embed", {}, 4))
+        output.finish(complete=False)
+        assert output.names == ("", "")
+        output.result(Record(1, 1, None), "A")
+        output.finish(complete=False)
+        part = Path(output.names[0])
+    assert json.loads(part.read_text())["result"] == "A"
+    assert not path.exists()
+    part.unlink()
+    with Output(source, f"file://{path}") as output:
+        output.open(Journal.of(source.sources, "embed", {}, 4))
+        output.finish(complete=True)
+        assert output.names == (f"file://{path}", "")
+        part = output.results.path or part
+    assert path.exists()
+    assert not part.exists()

@@ -57,14 +57,19 @@ class Worker:
         for device, states in zip(self.devices, cold, strict=True):
             device.report(states)
 
-    def send(self, task: str, now_s: float, priority_class: str = "high") -> None:
-        job = Job("id", BatchKey(task), LIMITS, 1, now_s, None, Lane(priority_class=priority_class))
+    def send(
+        self, task: str, now_s: float, priority_class: str = "high", *, waited_s: float = 0.0
+    ) -> None:
+        lane = Lane(priority_class=priority_class)
+        job = Job("id", BatchKey(task), LIMITS, 1, now_s, None, lane, waited_s=waited_s)
         self.scheduler.admit(job)
 
-    def ask(self, now_s: float, device: int = 0) -> str | None:
+    def ask(self, now_s: float, device: int = 0, in_flight: int = 0) -> str | None:
         """The task of the batch that a device gets, which it has at once."""
         models = self.devices[device]
-        batch: Batch[None] | None = self.scheduler.next_batch(0, False, now_s, models=models)
+        batch: Batch[None] | None = self.scheduler.next_batch(
+            in_flight, False, now_s, models=models
+        )
         if batch is None:
             return None
         task = batch.jobs[0].key.task
@@ -107,6 +112,27 @@ def test_what_has_twice_the_share_waits_half_as_long_and_the_other_way_round() -
         worker.send("warm", float(now_s), "high")
     assert worker.ask(19.9) == "warm"
     assert worker.ask(20.0) == "cold"
+
+
+def test_a_class_waits_by_its_part_of_the_time_however_many_models_it_has() -> None:
+    cold = {f"cold {number}": LOAD_S for number in range(20)}
+    worker = Worker(cold)
+    for name in cold:
+        worker.send(name, 0.0, "high")
+    for now_s in range(40):
+        worker.send("warm", float(now_s), "low")
+    # It has two thirds of the time.
+    assert worker.ask(14.9) == "warm"
+    assert worker.devices[0].wake_s == pytest.approx(15.0)
+    assert worker.ask(15.1) == "cold 0"
+    # One that has the whole share of its class for itself does not wait for that.
+    worker = Worker({"cold": LOAD_S})
+    worker.send("cold", 0.0, "low")
+    for now_s in range(40):
+        for number in range(20):
+            worker.send(f"warm {number}", float(now_s), "high")
+    assert str(worker.ask(0.9)).startswith("warm")
+    assert worker.devices[0].wake_s == pytest.approx(1.0)
 
 
 def run_pair(jobs_per_s: int) -> tuple[float, float]:
@@ -162,6 +188,86 @@ def test_cold_device_does_not_wait_for_one_that_is_gone() -> None:
     worker.devices[1].report({"embed": LOAD_S})
     worker.send("embed", 0.0)
     assert worker.ask(0.0, device=1) is None
+
+
+def test_what_a_job_has_waited_in_its_queue_counts() -> None:
+    worker = Worker({"embed": LOAD_S}, {"embed": 0.0})
+    worker.send("embed", 5.0, waited_s=4.0)
+    assert worker.ask(10.9, device=0) is None
+    assert worker.devices[0].wake_s == 11.0
+    assert worker.ask(11.0, device=0) == "embed"
+
+
+def test_no_more_idle_devices_come_for_the_same_jobs_than_have_their_model() -> None:
+    worker = Worker({"embed": 0.0}, *[{"embed": LOAD_S}] * 5)
+    for _ in range(40):
+        worker.send("embed", 0.0)
+    assert worker.ask(LOAD_S, device=1) == "embed"
+    # One has it, and one will; a third is worth it only if they fall further behind.
+    assert worker.ask(LOAD_S, device=2) is None
+    assert worker.devices[2].wake_s == 2 * LOAD_S
+    worker.devices[1].report({"embed": 0.0})
+    assert [worker.ask(LOAD_S, device=number) for number in (2, 3, 4)] == ["embed", "embed", None]
+    assert worker.ask(2 * LOAD_S, device=4) == "embed"
+
+
+def test_busy_device_does_not_leave_because_its_next_jobs_are_not_here_yet() -> None:
+    worker = Worker({"embed": LOAD_S}, {"embed": 0.0})
+    for _ in range(4):
+        worker.send("embed", 0.0)
+    assert worker.ask(LOAD_S, in_flight=1) is None
+    assert worker.ask(LOAD_S) == "embed"
+
+
+def test_device_that_had_a_full_batch_waits_for_more_of_the_same() -> None:
+    worker = Worker({"embed": LOAD_S, "warm": 0.0}, {"embed": 0.0})
+    for _ in range(4):
+        worker.send("warm", 20.0)
+    assert worker.ask(20.0) == "warm"
+    worker.send("embed", 5.0)
+    assert worker.ask(21.0) is None
+    assert worker.devices[0].wake_s == 30.0
+    assert worker.ask(30.0) == "embed"
+    # After one that was not full there is nothing more.
+    worker = Worker({"embed": LOAD_S, "warm": 0.0}, {"embed": 0.0})
+    worker.send("warm", 20.0)
+    assert worker.ask(20.0) == "warm"
+    worker.send("embed", 5.0)
+    assert worker.ask(21.0) == "embed"
+
+
+def run_two(*counts: int, classes: tuple[str, str] = ("high", "high")) -> list[str | None]:
+    """What devices run, if so many have the first of two models, and others the second.
+
+    Jobs of both have waited for long.
+    """
+    first, second = counts
+    worker = Worker(
+        *[{"one": 0.0, "two": LOAD_S}] * first,
+        *[{"one": LOAD_S, "two": 0.0}] * second,
+    )
+    for name, priority_class in zip(("two", "one"), reversed(classes), strict=True):
+        for _ in range(100):
+            worker.send(name, 0.0, priority_class)
+    # The second one is owed more.
+    for device in range(first):
+        assert worker.ask(0.0, device=device) == "one"
+    return [worker.ask(100.0, device=device) for device in range(first)]
+
+
+def test_busy_device_loads_only_what_fewer_devices_have() -> None:
+    assert run_two(2, 1) == ["one", "one"]
+    assert run_two(3, 2) == ["one", "one", "one"]
+    # Then they have three and two.
+    assert run_two(4, 1) == ["two", "one", "one", "one"]
+    # Nobody else has it.
+    assert run_two(2, 0)[0] == "two"
+
+
+def test_busy_device_loads_what_has_fewer_devices_than_its_share() -> None:
+    assert run_two(2, 2, classes=("low", "high")) == ["two", "one"]
+    assert run_two(1, 2, classes=("low", "high")) == ["one"]
+    assert run_two(4, 1, classes=("high", "low"))[0] == "one"
 
 
 def test_device_gets_no_jobs_of_models_that_are_elsewhere() -> None:

@@ -3,6 +3,8 @@
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -253,7 +255,8 @@ def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
     cost_s = {f"task {number}": each for number, each in enumerate(costs_s)}
     device = Device(cost_s.__getitem__, max_batch_size)
     if has_bulk:
-        device.send(BatchKey("task 0"), HIGH, 50_000 // max_batch_size)
+        # No more than 400 batches can take.
+        device.send(BatchKey("task 0"), HIGH, min(50_000 // max_batch_size, 400 * max_batch_size))
     stream = Stream(device, list(map(BatchKey, cost_s)), name, waiting)
     for _ in range(20):
         stream.run(20)
@@ -404,3 +407,92 @@ def test_what_runs_in_slots_says_nothing_of_who_had_how_much_of_other_devices() 
     # A text took minutes; still the newcomer has its turn at once.
     admit("embed", other, 3)
     assert "other" in [run("embed", 0.01) for _ in range(2)]
+
+
+class LoadingDevice(Device):
+    """The same, where each batch has to load its model first, if its class is high."""
+
+    load_s = 0.2
+
+    def run(self, batches: int) -> None:
+        ended = self.scheduler.ended
+
+        def end(batch: Any, run_s: float | None, load_s: float = 0.0) -> None:
+            for charge in batch.charges:
+                if charge.flow.lane.priority_class == "high":
+                    load_s = self.load_s
+                    self.given_s[charge.flow.key, charge.flow.lane] += load_s
+            ended(batch, run_s, load_s)
+
+        with patch.object(self.scheduler, "ended", end):
+            super().run(batches)
+
+
+def test_classes_and_tenants_pay_for_the_loads_of_their_models() -> None:
+    device = LoadingDevice(lambda _: 0.01)
+    tasks = [BatchKey(f"task {number}") for number in range(20)]
+    others = (EMBED, NORMAL), (LABEL, Lane("high", "acme"))
+    for key in tasks:
+        device.send(key, HIGH, 16_000)
+    device.send(*others[0], 160_000)
+    device.run(1000)
+    assert device.share(others[0]) == pytest.approx(30 / 80, rel=0.02)
+    # Its own tasks have the rest in equal parts.
+    shares = [device.share((key, HIGH)) for key in tasks]
+    assert max(shares) < 1.1 * min(shares)
+
+
+def test_loads_of_one_tenant_are_not_paid_by_another() -> None:
+    device = LoadingDevice(lambda _: 0.01)
+    loads, other = Lane("high", "loads"), Lane("high", "other")
+    device.send(EMBED, loads, 16_000)
+    device.send(LABEL, other, 160_000)
+    device.load_s = 0.0
+    device.run(100)
+    ended, device.given_s[LABEL, other] = device.scheduler.ended, 0.0
+    device.given_s[EMBED, loads] = 0.0
+
+    def end(batch: Any, run_s: float | None) -> None:
+        is_load = batch.jobs[0].lane == loads
+        device.given_s[EMBED, loads] += 0.2 * is_load
+        ended(batch, run_s, 0.2 * is_load)
+
+    with patch.object(device.scheduler, "ended", end):
+        Device.run(device, 500)
+    assert device.share((EMBED, loads)) == pytest.approx(0.5, abs=0.01)
+
+
+def test_who_comes_after_the_loads_of_its_tenant_pays_for_them_too() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+
+    def send(key: BatchKey, lane: Lane) -> None:
+        scheduler.admit(Job("id", key, Limits(1), 1, 0.0, None, lane))
+
+    send(EMBED, HIGH)
+    batch = scheduler.next_batch(0, False, 0.0)
+    assert batch is not None
+    for _ in range(100):
+        send(LABEL, LOW)
+    scheduler.ended(batch, 0.01, 10.0)
+    send(BatchKey("new"), HIGH)
+    send(BatchKey("new"), Lane("high", "acme"))
+    order = []
+    for _ in range(102):
+        batch = scheduler.next_batch(0, False, 0.0)
+        assert batch is not None
+        order.append(batch.jobs[0].lane)
+        scheduler.ended(batch, 0.1)
+    # 10 s of a share of 50 are 4 s of one of 20.
+    assert order.index(Lane("high", "acme")) <= 1
+    assert order.index(HIGH) == pytest.approx(41, abs=2)
+    assert not scheduler._shares[""]._asleep.keys() - {(LABEL, LOW), (BatchKey("new"), HIGH)}
+
+
+def test_what_is_remembered_of_tenants_that_have_loaded_is_bounded() -> None:
+    device = LoadingDevice(lambda _: 0.01, 1)
+    stream = Stream(device, [EMBED, LABEL], "high", 10)
+    device.send(EMBED, LOW, 4000)
+    for _ in range(40):
+        stream.run(50)
+        shares = device.scheduler._shares[""]
+        assert max(len(shares), len(shares._owing), len(shares._loaded)) <= 300

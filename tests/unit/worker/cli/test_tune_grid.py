@@ -21,7 +21,7 @@ class Clock:
 class Priced(Model):
     """Items are their own lengths; a pass takes 10 us per token, padding counted, and 1 ms."""
 
-    cpu_streams = 1
+    pass_streams = 1
 
     def __init__(self, clock: Clock, fits: int = 10**9) -> None:
         self.clock = clock
@@ -108,7 +108,7 @@ def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
 def test_batches_are_cut_for_all_streams_as_in_a_worker() -> None:
     clock = Clock()
     model = Priced(clock)
-    model.cpu_streams = 4
+    model.pass_streams = 4
     (case,) = Grid(model, [100] * 64, "cpu", Memory(), clock).run((64,), (8192,), limit_s=1)
     assert case.largest_pass == 1600
 

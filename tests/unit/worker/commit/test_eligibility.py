@@ -122,9 +122,10 @@ def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
 ) -> None:
     reason = "a result backend of its own"
     apart = make_task(app, "apart", backend=RedisBackend(app=app, url=URL))
-    warn_of_tracer(app, [TASK, apart])
+    also = make_task(app, "also", backend=RedisBackend(app=app, url=URL))
+    warn_of_tracer(app, [TASK, apart, also])
     (line,) = caplog.messages
-    assert "task apart: each job takes Celery's tracer" in line
+    assert line.startswith("each job of apart, also takes Celery's tracer, which is")
     assert line.endswith(f"because of {reason}: {FIXES[reason]}")
     leased = job(LeaseHandle(lease_store, "7"))
     assert CommitEligibility(app, Listeners()).context(apart, [leased], 10.0) is None

@@ -84,7 +84,7 @@ class Harness:
                 call=call,
                 make_outcome=outcome,
                 info=info,
-                on_end=self.settled.append,
+                on_end=lambda _, failure: self.settled.append(failure),
                 may_hold=False,
             )
         )

@@ -99,18 +99,20 @@ class Scene:
                 partial(self.failed.setdefault, token),
                 request,
             )
-            on_end: Any = partial(self.ended.setdefault, token)
             self.executor.submit(
                 Completion(
                     task_id=token,
                     call=call,
                     make_outcome=lambda _: None,
                     info=info,
-                    on_end=on_end,
+                    on_end=self._note_end,
                     may_hold=may_hold,
                 )
             )
         return made
+
+    def _note_end(self, completion: Completion, failure: str | None) -> None:
+        self.ended.setdefault(completion.task_id, failure)
 
     def turn(self) -> list[str]:
         """Completes what is next; returns which jobs were traced."""

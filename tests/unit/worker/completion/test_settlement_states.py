@@ -45,7 +45,7 @@ class Executor:
     def end(self) -> None:
         """Lets the threads end what they have."""
         for completion in self.completions:
-            completion.on_end(None)
+            completion.on_end(completion, None)
         for jobs, ended in zip(self.notified, self._ended, strict=True):
             ended(jobs)
 
@@ -127,7 +127,7 @@ def test_failed_job_is_completed_by_a_thread_and_in_flight_until_then(scene: Sce
     (completion,) = scene.executor.completions
     assert completion.make_outcome(None) == Failed(error)
     assert (scene.settlement.pending, len(scene.in_flight)) == (1, 1)
-    completion.on_end("LookupError")
+    completion.on_end(completion, "LookupError")
     assert (scene.settlement.pending, len(scene.in_flight)) == (0, 0)
     assert (scene.metrics.failed_jobs, scene.metrics.failures["LookupError"]) == (1, 1)
 
@@ -359,7 +359,7 @@ def test_finishing_waits_for_all_that_is_being_completed(scene: Scene) -> None:
     scene.settlement.fail(scene.call("1"), LookupError())
     scene.settlement.fail(scene.call("2"), LookupError())
     for completion in scene.executor.completions:
-        scene.settlement.deliver(partial(completion.on_end, None))
+        scene.settlement.deliver(partial(completion.on_end, completion, None))
     scene.settlement.finish()
     assert scene.settlement.pending == 0
 

@@ -124,7 +124,7 @@ def completion_of(call: TaskCall, outcome: Any, *, may_hold: bool = False) -> Co
         call=call,
         make_outcome=lambda _: outcome,
         info=FACTS,
-        on_end=lambda _: None,
+        on_end=lambda *_: None,
         may_hold=may_hold,
     )
 

@@ -135,3 +135,56 @@ def test_what_is_no_batch_is_handled_and_passed_over() -> None:
     send(b"2")
     wait_for(lambda: len(seen) == 5, "the other thread has read them")
     assert intake.take() == 2
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_end_of_the_pipe_reaches_the_main_thread_once_it_waits(
+    ends: list[int], reads_ahead: bool, half: bool
+) -> None:
+    one, other = socket.socketpair()
+    intake: Intake[int] = Intake(one, int)
+    helper = threading.Thread(target=intake.run, daemon=True)
+    helper.start()
+    other.sendall(struct.pack(">Q", 1) + b"1")
+    assert intake.take() == 1
+    if reads_ahead:
+        intake.read_ahead()
+    if half:
+        other.shutdown(socket.SHUT_WR)
+    else:
+        other.close()
+    # A batch that runs does not hear of it: its function might take the error for its own.
+    with pytest.raises(queue.Empty):
+        intake.take_arrived()
+    with pytest.raises(EOFError):
+        intake.take()
+    assert intake.closed.is_set()
+    other.close()
+    helper.join(10)
+    assert not helper.is_alive()
+    assert ends == []
+    one.close()
+
+
+def test_process_ends_soon_where_the_main_thread_is_busy(
+    ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_worker.device.intake.LEAVE_S", 0.01)
+    one, other = socket.socketpair()
+    intake: Intake[int] = Intake(one, int)
+    helper = threading.Thread(target=intake.run, daemon=True)
+    helper.start()
+    other.close()
+    helper.join(10)
+    assert not helper.is_alive()
+    assert ends == [0]
+    one.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which the process would have ended."""
+    codes: list[int] = []
+    monkeypatch.setattr("batchery_worker.device.intake.os._exit", codes.append)
+    return codes

@@ -122,5 +122,5 @@ def test_cost_moves_step_by_step() -> None:
 
 def test_passes_side_by_side_keep_the_default() -> None:
     model = Simulated(DEFAULT * MAX_PASS_TOKENS_FACTOR)
-    model.cpu_streams = 2  # type: ignore[attr-defined]
+    model.pass_streams = 2  # type: ignore[attr-defined]
     assert set(run(serve(model, model), windows(1, 200))) == {DEFAULT}

@@ -1,7 +1,10 @@
 """The first pass of the next batch is begun while the device computes the last of this one."""
 
 import socket
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +149,18 @@ def test_urgent_batch_goes_before_those_that_are_prepared(device: Any, model: La
         device._intake._ready.put(prepared)
     device._look_ahead()
     assert [each.items for each in device._ahead] == [[8], [9]]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_error_of_a_model_is_not_taken_for_the_end_of_the_pipe(
+    device: Any, is_closed: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise EOFError
+
+    intake = SimpleNamespace(run=list, closed=threading.Event())
+    device._intake, device._run_next = intake, fail
+    if is_closed:
+        intake.closed.set()
+    with nullcontext() if is_closed else pytest.raises(EOFError):
+        device.run()

@@ -1,5 +1,6 @@
 """The models of a device: which are loaded, put aside, dropped, and taken back."""
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,13 +21,14 @@ class Weighty(Model):
     """Notes what becomes of it."""
 
     def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+        self.log, self.name, self.dimensions = log, name, 8
 
     def forward(self, batch: Any, *_: Any, **__: Any) -> Any:
         return batch
 
-    def put_aside(self) -> None:
+    def put_aside(self) -> bool:
         self.log.append(f"aside {self.name}")
+        return True
 
     def take_back(self) -> None:
         self.log.append(f"back {self.name}")
@@ -73,9 +75,11 @@ class Pool(ModelPool):
             error = ModelLoadError("no")
             raise error from MemoryError("full")
         self.now_s += self.sizes[name]
+        return self.make(name, self.sizes[name])
+
+    def make(self, name: str, size: int) -> LoadedModel:
         model = Weighty(self.log, name)
-        memory = Memory()
-        return LoadedModel(name, model, "cpu", memory, self.sizes[name] * MIB, self.clock)
+        return LoadedModel(name, model, "cpu", Memory(), size * MIB, self.clock)
 
     def use(self, name: str) -> LoadedModel:
         self.now_s += 1.0
@@ -179,6 +183,18 @@ def test_model_without_a_way_to_main_memory_is_dropped() -> None:
     assert pool.states()["a"] == "not loaded"
 
 
+def test_model_that_cannot_be_moved_is_dropped_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = Pool(1, Apart(), a=1, b=1)
+    served: Any = pool.use("a")
+    served.model.put_aside = lambda: False
+    pool.use("b")
+    assert pool.states() == {"a": "not loaded", "b": "loaded"}
+    assert "unload a" in pool.log
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
 def fail(*_: Any) -> None:
     raise RuntimeError("out of pinned memory")
 
@@ -256,3 +272,44 @@ def test_time_of_a_load_is_guessed_from_others_until_it_is_known() -> None:
     assert pool.expect_load_s("b") == 2.0
     pool.use("b")
     assert (pool.expect_load_s("b"), pool.expect_load_s("a")) == (0.0, 2.0)
+
+
+def test_version_of_a_model_that_was_put_aside_takes_its_place() -> None:
+    pool = Pool(1, Apart(), a=1, b=1)
+    old = pool.use("a")
+    pool.use("b")
+    new = pool.make("a", 1)
+    # Nobody computes with what is aside, so there is nothing to wait for.
+    assert pool.replace(new, 2.0) is None
+    assert pool.states() == {"a": "loaded", "b": "aside"}
+    assert not old.is_loaded
+    assert "unload a" in pool.log
+    assert pool.use("a") is new
+
+
+def test_version_that_is_larger_has_others_make_room() -> None:
+    pool = Pool(3, a=1, b=1, c=1)
+    for name in "abc":
+        pool.use(name)
+    old, new = pool.loaded["b"], pool.make("b", 2)
+    assert pool.replace(new, 2.0) is old
+    assert old.is_loaded  # Batches that it has prepared are still to come.
+    assert pool.states() == {"a": "not loaded", "b": "loaded", "c": "loaded"}
+    assert pool.figures()["b"]["held_bytes"] == 2 * MIB
+
+
+def test_version_that_can_never_fit_leaves_the_earlier_one() -> None:
+    pool = Pool(3, a=1, b=1, pinned="a")
+    pool.load_first(["a", "b"])
+    old, before = pool.loaded["b"], pool.figures()["b"]
+    assert "'b': needs 3.0 MiB" in explain(pool, lambda: pool.replace(pool.make("b", 3), 2.0))
+    assert pool.loaded["b"] is old
+    assert pool.figures()["b"] == before
+    assert pool.states() == {"a": "loaded", "b": "loaded"}
+
+
+def test_dimensions_are_known_of_a_model_that_is_not_there_now() -> None:
+    pool = Pool(1, a=1, b=1)
+    pool.use("a")
+    pool.use("b")
+    assert {name: pool.find_dimensions(name) for name in "abc"} == {"a": 8, "b": 8, "c": None}

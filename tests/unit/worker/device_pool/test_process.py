@@ -100,7 +100,7 @@ def test_device_takes_two_batches_and_none_next_to_a_suspect(device: DeviceProce
 def test_device_that_is_not_ready_takes_no_batch(device: DeviceProcess, state: State) -> None:
     device.state = state
     assert not device.has_room
-    assert device.figures()["state"] == state.name.lower()
+    assert device.figures()["state"] == state.name.lower().replace("_", " ")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from batchery import AppNotImportable, BatchTask, Model, ModelSettings, Settings, install, register
-from batchery.task import ModelTask
+from batchery.model_task import ModelTask
 from batchery_worker.device_pool.startup import choose_devices, device_setups
 from batchery_worker.device_pool.weights import estimate_bytes
 from support.tiny_models import save_model

@@ -72,6 +72,25 @@ def test_a_job_carries_its_item_its_key_and_its_limits(admission: Admission) -> 
     assert (given.items, given.is_multi_item) == (["text"], False)
 
 
+@pytest.mark.parametrize(
+    ("message", "waited_s"),
+    [
+        ({}, 0.0),
+        ({"batchery_sent_at": 90.0}, 10.0),
+        ({"batchery_sent_at": 110.0}, 0.0),
+        ({"batchery_sent_at": "long ago"}, 0.0),
+        ({"batchery_sent_at": float("nan")}, 0.0),
+        ({"batchery_sent_at": -1e300}, 0.0),
+        ({"batchery_sent_at": 9e99}, 0.0),
+        # It came when it was due.
+        ({"batchery_sent_at": 90.0, "eta": "2026-01-02T00:00:00"}, 0.0),
+    ],
+)
+def test_a_job_has_waited_since_it_was_sent(message: dict[str, Any], waited_s: float) -> None:
+    job = admit(Admission(Settings(), clock=lambda: 100.0), args=[1], **message)
+    assert job.waited_s == waited_s
+
+
 def test_limits_of_the_task_win_over_the_settings(admission: Admission) -> None:
     assert admission.options(own).limits == Limits(8, 0.0)
     assert admission.options(defaults).limits == Limits(32, 0.25)

@@ -8,7 +8,7 @@ import pytest
 
 from apps.batches import FOUR, app
 from batchery import Model, ModelSettings, StepModel, install, register
-from batchery.task import ModelTask
+from batchery.model_task import ModelTask
 from batchery_worker.ipc.messages import NotReady, Ready, Reload, Reloaded
 from support.fake_devices import FakeDevice
 from support.fake_worker import FakeWorker, StartPool
@@ -239,6 +239,13 @@ def test_different_versions_are_reported_once(
 # Drain
 
 
+def drain(worker: FakeWorker, device: str, *, undo: bool, number: str = "1") -> dict[str, str]:
+    """Orders that a device leaves, or returns; says how all devices are."""
+    answer = worker.pool.drain(number, device, undo=undo)
+    assert answer is not None
+    return cast(dict[str, str], answer["devices"])
+
+
 def test_a_device_that_is_drained_finishes_and_leaves(start_pool: StartPool) -> None:
     worker = start(start_pool, "cpu:0", "cpu:1")
     first, second = worker.devices.started
@@ -246,8 +253,8 @@ def test_a_device_that_is_drained_finishes_and_leaves(start_pool: StartPool) -> 
     worker.loop.settle()
     busy, idle = (first, second) if first.hear() else (second, first)
     name = "cpu:0" if busy is first else "cpu:1"
-    worker.pool.drain(name, undo=False)
-    assert (worker.pool.drain(name, undo=False) or {})[name] == "draining"
+    drain(worker, name, undo=False)
+    assert drain(worker, name, undo=False)[name] == "draining"
     jobs += worker.receive_each(*"bcdef")
     worker.work_off()
     assert worker.results(jobs) == list("abcdef")
@@ -257,7 +264,7 @@ def test_a_device_that_is_drained_finishes_and_leaves(start_pool: StartPool) -> 
     # It stays so, whatever the other one does.
     worker.pool.restart()
     worker.work_off()
-    assert worker.pool.drain(name, undo=True) is not None
+    drain(worker, name, undo=True)
     worker.work_off()
     assert {each["state"] for each in worker.info()["devices"].values()} == {"ready"}
     assert worker.info()["batches"]["device_restarts"] == 0
@@ -267,7 +274,7 @@ def test_nothing_is_wanted_while_all_devices_are_drained(start_pool: StartPool) 
     worker = start(start_pool)
     demand: Any = worker.pool.find_demand()
     assert demand.free() == 64
-    worker.pool.drain("cpu", undo=False)
+    drain(worker, "cpu", undo=False)
     assert (demand.free(), demand.limit({FOUR: 4}, 0)) == (0, 0)
     (job,) = worker.receive_each("a")
     worker.loop.sleep(60)
@@ -276,18 +283,18 @@ def test_nothing_is_wanted_while_all_devices_are_drained(start_pool: StartPool) 
     # The message comes again, as the connection broke.
     (job,) = worker.receive_each("a")
     assert demand.offer_stranded(lambda _: ()) == 0
-    worker.pool.drain("cpu", undo=True)
+    drain(worker, "cpu", undo=True)
     worker.work_off()
     assert worker.result(job.id) == "a"
 
 
 def test_a_drained_device_loads_the_new_version_when_it_starts(start_pool: StartPool) -> None:
     worker = start(start_pool)
-    worker.pool.drain("cpu", undo=False)
+    drain(worker, "cpu", undo=False)
     worker.work_off()
     report = order(worker, model="new")
     assert (states(report), report["is_over"]) == ({"cpu": "reloaded"}, True)
-    worker.pool.drain("cpu", undo=True)
+    drain(worker, "cpu", undo=True)
     worker.loop.settle()
     worker.device.hear()
     assert worker.device.setups[0].versions[EMBED].model == "new"
@@ -295,10 +302,86 @@ def test_a_drained_device_loads_the_new_version_when_it_starts(start_pool: Start
 
 def test_a_card_stands_for_all_of_its_processes(start_pool: StartPool) -> None:
     worker, slotted = start_slots(start_pool)
-    worker.pool.drain(f"cpu/{SLOTS}", undo=False)
+    drain(worker, f"cpu/{SLOTS}", undo=False)
     worker.work_off()
-    assert (worker.pool.drain("other", undo=False) or {})["cpu"] == "ready"
-    worker.pool.drain("cpu", undo=False)
+    assert drain(worker, "other", undo=False)["cpu"] == "ready"
+    drain(worker, "cpu", undo=False)
     worker.work_off()
-    assert set((worker.pool.drain("cpu", undo=False) or {}).values()) == {"drained"}
+    assert set(drain(worker, "cpu", undo=False).values()) == {"drained"}
     assert slotted.code == 0
+
+
+# Devices that were given up
+
+
+def give_up(worker: FakeWorker, device: FakeDevice) -> None:
+    """Has a device die, and all starts after that fail."""
+    worker.devices.get_ready = False
+    device.die()
+    for _ in range(5):
+        worker.loop.sleep(5)
+        worker.device.refuse("ModelLoadError", "the driver is too old")
+    worker.loop.settle()
+    worker.devices.get_ready = True
+
+
+def test_a_device_that_was_given_up_is_started_again(
+    start_pool: StartPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(start_pool, "cpu:0", "cpu:1")
+    first, second = worker.devices.started
+    give_up(worker, second)
+    text = "device cpu:1 is given up after 5 starts: the driver is too old; `batchery drain cpu:1"
+    assert text in caplog.text
+    figures = worker.info()["devices"]["cpu:1"]
+    assert (figures["state"], figures["error"]) == ("given up", "the driver is too old")
+    # A new version waits for it, and nothing else does.
+    order(worker, model="new")
+    first.say(Reloaded(EMBED, "v2", 1.5))
+    worker.loop.settle()
+    assert order(worker)["is_over"]
+    started = len(worker.devices.started)
+    assert drain(worker, "cpu:1", undo=False)["cpu:1"] == "given up"
+    worker.reconnect()
+    worker.pool.restart()
+    worker.work_off()
+    assert len(worker.devices.started) == started + 1
+    assert drain(worker, "cpu:1", undo=True)["cpu:1"] == "starting"
+    worker.work_off()
+    assert drain(worker, "cpu:1", undo=True)["cpu:1"] == "ready"
+    assert worker.info()["devices"]["cpu:1"]["error"] == ""
+    assert worker.device.setups[0].versions[EMBED].model == "new"
+
+
+def test_a_start_that_fails_again_is_the_only_one_of_its_order(start_pool: StartPool) -> None:
+    worker = start(start_pool, "cpu:0", "cpu:1")
+    give_up(worker, worker.devices.started[1])
+    started = len(worker.devices.started)
+    worker.devices.get_ready = False
+    for number in "12":
+        drain(worker, "cpu:1", undo=True, number=number)
+        worker.device.die(1)
+        worker.loop.sleep(60)
+        assert drain(worker, "cpu:1", undo=True, number=number)["cpu:1"] == "given up"
+    assert len(worker.devices.started) == started + 2
+    answer = worker.pool.drain("2", "cpu:1", undo=True) or {}
+    assert answer["errors"] == {"cpu:1": "device process for cpu:1 died: exit code 1"}
+
+
+def test_a_start_that_hangs_is_a_failed_one(
+    start_pool: StartPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start_pool("cpu:0", "cpu:1", device_start_timeout_s=50)
+    worker.devices.get_ready = False
+    worker.devices.started[1].die()
+    worker.loop.sleep(1)
+    worker.reconnect()
+    for _ in range(4):
+        held = worker.device
+        worker.loop.sleep(40)
+        assert held.code is None
+        worker.loop.sleep(11)
+        assert held.code == -9
+    worker.loop.sleep(60)
+    assert "cpu:1 is not ready after device_start_timeout_s = 50 s: it is killed" in caplog.text
+    assert worker.info()["devices"]["cpu:1"]["state"] == "given up"

@@ -69,6 +69,19 @@ def test_the_batch_behind_a_long_one_is_sent_when_that_is_almost_done(
     assert worker.works()[2:] == [[9, 10, 11, 12]]
 
 
+def test_the_batch_behind_a_short_one_is_sent_at_once_and_nothing_is_planned(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.receive_each(1)
+    worker.work_off()
+    planned, worker.loop.clock.look_s = worker.loop.planned, 1e-6
+    worker.receive_each(*range(2, 10))
+    worker.loop.run_once()
+    assert worker.works()[1:] == [[2, 3, 4, 5], [6, 7, 8, 9]]
+    assert worker.loop.planned == planned
+
+
 def test_how_long_a_batch_was_prepared_is_learned_in_seconds(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +146,9 @@ def test_the_next_batch_is_taken_when_a_long_one_is_about_to_end(start_pool: Sta
     worker.receive_each(5, 6, 7, 8)
     worker.works()
     began_s = worker.loop.clock.now_s
+    # As they have left, others may come; but no more of these.
+    assert asked.pop() == began_s
+    asked.clear()
     worker.loop.sleep(1.4)
     assert (demand.limit({FOUR: 4}, 0), asked) == (0, [])
     worker.loop.sleep(0.2)

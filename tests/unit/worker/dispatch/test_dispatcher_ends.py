@@ -1,9 +1,11 @@
 """What a reconnect and the end of a worker do to its jobs."""
 
 import pytest
+from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
 
 from apps.batches import LIMITED, PATIENT, app
+from batchery_worker.device_pool.supervisor import MAX_STEP_S
 from support.fake_worker import StartPool
 
 
@@ -30,7 +32,7 @@ def test_after_a_reconnect_what_runs_goes_on_and_what_waits_comes_again(
 
 def test_a_reconnect_does_not_give_a_job_its_time_limit_anew(start_pool: StartPool) -> None:
     worker = start_pool()
-    worker.receive_each("slow", task=LIMITED)
+    worker.receive_each("slow", "other", task=LIMITED)
     worker.loop.sleep(4)
     worker.reconnect()
     worker.loop.sleep(1)
@@ -112,3 +114,40 @@ def test_what_was_answered_is_settled_while_the_loop_is_held_up(start_pool: Star
         request.cancel(worker.pool)
     assert worker.results([answered, mate]) == ["answered", "mate"]
     assert sorted(worker.channel.acknowledged) == ["1", "2"]
+
+
+def test_a_device_is_killed_that_does_not_end_a_batch_whose_jobs_were_all_terminated(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    first, second = worker.receive_each("hangs", "hangs, too")
+    worker.loop.settle()
+    behind = worker.receive_each(*"abcd")
+    worker.loop.settle()
+    first.terminate(worker.pool, "TERM")
+    worker.loop.sleep(MAX_STEP_S + 1.0)
+    assert worker.device.code is None, "the other job of the batch is wanted"
+    assert worker.info()["devices"]["cpu"]["oldest_batch_s"] == pytest.approx(MAX_STEP_S + 1.0)
+    second.terminate(worker.pool, "TERM")
+    worker.loop.sleep(MAX_STEP_S - 1.0)
+    assert worker.device.code is None
+    worker.loop.sleep(2.0)
+    assert worker.devices.started[0].code == -9
+    worker.work_off()
+    assert worker.results(behind) == [*"abcd"]
+    assert all("hangs" not in work for work in worker.works())
+    for job in (first, second):
+        with pytest.raises(TaskRevokedError):
+            worker.result(job.id)
+
+
+def test_a_terminated_batch_that_ends_in_time_costs_no_process(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (job,) = worker.receive_each("ends")
+    worker.loop.settle()
+    job.terminate(worker.pool, "TERM")
+    worker.device.answer()
+    worker.loop.sleep(MAX_STEP_S * 2)
+    assert worker.device.code is None
+    assert len(worker.devices.started) == 1
+    assert worker.info()["devices"]["cpu"]["oldest_batch_s"] == 0

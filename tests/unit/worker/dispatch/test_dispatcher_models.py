@@ -1,6 +1,8 @@
 """Devices that have not loaded all models: who gets which batch, and the time that loads take."""
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from celery.exceptions import TimeLimitExceeded
@@ -89,6 +91,23 @@ def test_load_is_no_pass_that_hangs_and_counts_for_no_time_limit(start_pool: Sta
     assert worker.result(request.id) == "a"
 
 
+def test_load_is_charged_to_those_who_needed_it(start_pool: StartPool) -> None:
+    worker = start(start_pool, {FOUR: LOAD_S})
+    scheduler: Any = getattr(worker.pool, "_dispatcher")._scheduler  # noqa: B009 - private
+    worker.receive("a")
+    work = last_work(worker)
+    with patch.object(scheduler, "ended", wraps=scheduler.ended) as ended:
+        worker.device.say(Loads(work.id, LOAD_S / 2))
+        worker.loop.sleep(LOAD_S)
+        worker.device.say(Loaded(work.id))
+        worker.loop.settle()
+        worker.loop.sleep(1.0)
+        worker.work_off()
+        worker.receive("b")
+        worker.work_off()
+    assert [call.args[2] for call in ended.call_args_list] == [LOAD_S, 0.0]
+
+
 def test_time_limit_counts_from_the_end_of_a_load(start_pool: StartPool) -> None:
     worker = start(start_pool, {LIMITED: LOAD_S})
     request = worker.receive("a", task=LIMITED)
@@ -148,5 +167,6 @@ def test_worker_ends_when_a_model_has_no_device_left(
         worker.loop.sleep(5.0)
         worker.device.die(1)
     worker.loop.sleep(5.0)
-    assert list(worker.info()["devices"]) == ["cpu:0"]
+    states = {name: each["state"] for name, each in worker.info()["devices"].items()}
+    assert states == {"cpu:0": "ready", "cpu:1": "given up"}
     assert worker_state.should_stop == exit_code

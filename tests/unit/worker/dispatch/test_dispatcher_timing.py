@@ -6,6 +6,7 @@ import pytest
 
 from apps.batches import FOUR, LIMITED
 from batchery import DeadlineExceeded
+from batchery_worker.dispatch import dispatcher
 from support.fake_worker import FakeWorker, StartPool
 
 #: Priorities of the lowest and the highest class.
@@ -189,3 +190,16 @@ def test_log_says_once_that_a_target_cannot_be_kept(
     assert len(warnings) == lines
     assert all("_ms = 100 cannot" in each for each in warnings)
     assert all("one item alone takes 2000" in each for each in warnings)
+
+
+def test_jobs_that_come_one_by_one_wake_the_loop_once(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[object] = []
+    monkeypatch.setattr(dispatcher, "begin_next_turn", woken.append)
+    worker = start_pool()
+    worker.receive_each(*range(8))
+    assert woken == [worker.loop]
+    worker.work_off()
+    worker.receive_each(8)
+    assert woken == [worker.loop] * 2

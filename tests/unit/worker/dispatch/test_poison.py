@@ -30,6 +30,9 @@ class Recorder:
     def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
         return list(dispatched.batch.jobs)
 
+    def wants(self, _: TaskCall) -> bool:
+        return True
+
     def fail(self, call: TaskCall, error: Exception) -> None:
         self.failures[call.task_id] = error
 
@@ -156,14 +159,27 @@ def test_poison_job_without_a_lease_only_fails(scene: Scene) -> None:
     assert isinstance(scene.recorder.failures["a"], DeviceDied)
 
 
-def test_job_that_reached_its_hard_limit_alone_fails_at_once(scene: Scene) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["beside others", "alone on its device"])
+def test_only_job_of_a_batch_that_reached_its_hard_limit_fails_at_once(
+    scene: Scene, alone: bool
+) -> None:
     job = scene.job("a")
-    batch = dispatched(job, alone=True)
+    batch = dispatched(job, alone=alone)
     batch.expired, batch.hard_limit_s = True, 3.0
     scene.detector.on_death(batch, HOW)
     assert isinstance(scene.recorder.failures["a"], TimeLimitExceeded)
     assert scene.next_batch() is None
     assert scene.dead_letters == []
+
+
+def test_jobs_of_a_batch_that_reached_its_hard_limit_run_one_by_one(scene: Scene) -> None:
+    batch = dispatched(scene.job("a"), scene.job("b"), alone=False)
+    batch.expired, batch.hard_limit_s = True, 3.0
+    scene.detector.on_death(batch, HOW)
+    assert scene.recorder.failures == {}
+    first = scene.next_batch()
+    assert first is not None
+    assert (first.alone, len(first.jobs)) == (True, 1)
 
 
 def test_note_has_the_leased_jobs_of_one_store(scene: Scene) -> None:

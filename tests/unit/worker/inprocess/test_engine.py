@@ -179,7 +179,7 @@ def test_passes_side_by_side_end_with_the_engine(bert: Path) -> None:
     settings = settings_of(bert, cpu_streams=2, forward="padded")
     with Engine(settings, device="cpu", max_batch_tokens=64) as engine:
         results = engine.call(TEXTS * 3)
-        assert any("cpu-stream" in name for name in batchery_threads())
+        assert any("batchery-stream" in name for name in batchery_threads())
     assert not batchery_threads()
     expected = one_by_one(settings_of(bert), TEXTS)
     assert np.abs(vectors(results) - np.concatenate([expected] * 3)).max() < TOLERANCE
@@ -269,6 +269,8 @@ def test_what_is_no_model_or_device_is_refused() -> None:
         Engine(Doubling)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="device='gpu': not a device"):
         Engine(Doubling(), device="gpu")
+    with pytest.raises(SettingsError, match=r"'tiny'.* is of kind generation, which runs in slots"):
+        Engine(ModelSettings(kind="generation", model="tiny"))
     with (
         pytest.raises(DeviceUnavailable, match="'cuda:77': not on this machine"),
         Engine(Doubling(), device="cuda:77"),

@@ -1,5 +1,7 @@
 """Engine onnx: the results of torch, and one line for each file that does not suit."""
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,20 @@ from onnx import TensorProto, helper
 from batchery.engine_settings import ENGINE_KINDS
 from batchery.errors import InvalidItem, ModelLoadError, SettingsError, StartError
 from batchery.execution.bisect_failures import is_out_of_memory
+from batchery.installer import KINDS
 from batchery.settings import ModelSettings, Settings
 from batchery_worker.cli.export import export
+from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import ModelSource
 from support.tiny_models import Build, Copy, Load, run
 
 #: Greatest difference of any number in fp32, for numbers up to 1: the sums run in another order.
 TOLERANCE = 5e-6
+
+OTHER_KIND = (
+    "engine = 'onnx' is for embedding, classification, rerank alone; leave engine out for others"
+)
 
 LABELS = ("animal", "weather", "trade")
 
@@ -87,6 +95,40 @@ def test_scores_are_those_of_torch(exported: Exported, classifier: Load, texts: 
         assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
 
 
+def test_scores_of_pairs_are_those_of_torch(
+    exported: Exported, load: Load, texts: list[str]
+) -> None:
+    folder = exported("rerank", "bert", ("relevance",))
+    items = [{"query": query, "text": text} for query in texts for text in texts]
+    expected, found = (
+        run(load("rerank", folder, engine=engine, max_length=78), items, raw_scores=True)
+        for engine in ("transformers", "onnx")
+    )
+    assert len({each["tokens"] for each in found}) > 10
+    for one, other in zip(found, expected, strict=True):
+        assert one == {**other, "score": pytest.approx(other["score"], abs=TOLERANCE)}
+
+
+def test_memory_and_version_are_those_of_the_file(
+    exported: Exported, copied: Copy, embedder: Load
+) -> None:
+    folder = copied(exported("embedding", "bert"))
+    files = sorted((folder / "onnx").iterdir())
+    model = embedder(folder, engine="onnx")
+    assert model.memory_bytes == sum(path.stat().st_size for path in files)
+    # The same before it is loaded, and without safetensors.
+    (folder / "model.safetensors").unlink()
+    assert estimate_bytes(model.settings, "cpu") == model.memory_bytes
+    assert estimate_bytes(model.settings, "cuda:0") == model.memory_bytes
+    assert not model.put_aside()
+    first = embedder(folder, engine="onnx").version()
+    assert embedder(folder, engine="onnx").version() == first
+    os.utime(files[0], (1, 1))
+    assert embedder(folder, engine="onnx").version() != first
+    other = model.settings.model_copy(update={"onnx_file": "none.onnx"})
+    assert estimate_bytes(other, "cpu") is None
+
+
 def test_minilm_and_a_quantized_file_of_it(
     tmp_path: Path, minilm: Any, copied: Copy, embedder: Load
 ) -> None:
@@ -110,7 +152,11 @@ def test_minilm_and_a_quantized_file_of_it(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"kind": "rerank"}, "kind = 'rerank' (from {}): engine = 'onnx' is for embedding and"),
+        *(
+            ({"kind": kind}, f"kind = {kind!r} (from {{}}): {OTHER_KIND}")
+            for kind in KINDS
+            if kind not in ENGINE_KINDS["onnx"]
+        ),
         ({"engine": "vllm"}, "kind = 'embedding' (from {}): engine = 'vllm' is for generation"),
         ({"dtype": "bf16"}, "dtype = 'bf16' (from {}): engine = 'onnx' takes auto: the file has"),
         ({"quantize": "int8"}, "quantize = 'int8' (from {}): engine = 'onnx' takes none: set onnx"),
@@ -134,7 +180,11 @@ IDS, MASK = _int("input_ids", "b", "l"), _int("attention_mask", "b", "l")
 
 
 def save_graph(
-    folder: Path, *inputs: Any, output: str = "last_hidden_state", width: int = 32
+    folder: Path,
+    *inputs: Any,
+    output: str = "last_hidden_state",
+    width: int = 32,
+    name: str = "model.onnx",
 ) -> None:
     """A file that repeats each token's id as its vector."""
     numbers = [[1, 1, width], [2]]
@@ -150,13 +200,15 @@ def save_graph(
     values = helper.make_tensor_value_info(output, TensorProto.FLOAT, ("b", "l", width))
     graph = helper.make_graph(nodes, "test", inputs, [values], constants)
     versions = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=versions, ir_version=8), folder / "model.onnx")
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=versions, ir_version=8), path)
 
 
 @pytest.mark.parametrize(
     ("inputs", "options", "problem"),
     [
-        ([IDS], {}, "takes no attention_mask"),
+        ([IDS], {}, "takes input_ids, and no attention_mask; export it with inputs of these names"),
         ([IDS, MASK, _int("position_ids", "b", "l")], {}, "takes ['position_ids'], which its"),
         ([IDS, _int("attention_mask", "b", 128)], {}, "of the fixed shape ['b', 128]; export it"),
         ([IDS, MASK], {"output": "pooled"}, "model.onnx gives pooled, not last_hidden_state; exp"),
@@ -188,6 +240,34 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     assert "there is no other.onnx;" in _refusal(embedder, folder, onnx_file="other.onnx")
     (folder / "model.onnx").write_bytes(b"no graph")
     assert "model.onnx failed:" in _refusal(embedder, folder)
+
+
+def test_weights_that_are_missing_or_cut_short_are_named(
+    exported: Exported, copied: Copy, embedder: Load
+) -> None:
+    folder = copied(exported("embedding", "bert"))
+    data = folder / "onnx" / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-100])
+    problem = "model.onnx cannot be loaded; copy it again with its weights, or export it anew: [ON"
+    assert problem in _refusal(embedder, folder)
+    data.unlink()
+    assert problem in _refusal(embedder, folder)
+
+
+def test_a_file_for_shorter_texts_is_refused_until_max_length_says_so(
+    exported: Exported, copied: Copy, embedder: Load
+) -> None:
+    folder = copied(exported("embedding", "bert"))
+    config = folder / "config.json"
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps({**known, "max_position_embeddings": 300}))
+    problem = "model.onnx cannot compute a text of 300 tokens; set max_length to what it was"
+    assert problem in _refusal(embedder, folder)
+    assert embedder(folder, engine="onnx", max_length=80).max_length == 80
+    # Shorter ones are no problem.
+    config.write_text(json.dumps({**known, "max_position_embeddings": 40}))
+    (long,) = run(embedder(folder, engine="onnx"), ["cat " * 100])
+    assert (long["tokens"], long["truncated"]) == (40, True)
 
 
 def test_a_folder_needs_no_other_weights(build: Build, copied: Copy, embedder: Load) -> None:
@@ -225,14 +305,20 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     for kind in ENGINE_KINDS["onnx"]:
         with pytest.raises(StartError, match=r"no config\.json"):
             CliRunner().invoke(export, [kind, str(tmp_path)], catch_exceptions=False)
-    assert CliRunner().invoke(export, ["rerank", str(tmp_path)]).exit_code == 2
+    answer = CliRunner().invoke(export, ["zero_shot", str(tmp_path)])
+    assert (answer.exit_code, "'rerank'" in answer.output) == (2, True)
 
 
 def test_a_file_that_has_lengths_as_constants_is_not_left(build: Build, copied: Copy) -> None:
     folder = copied(build("gpt2"))
     with pytest.raises(ModelLoadError, match="no file that is right can be made of it"):
         CliRunner().invoke(export, ["embedding", str(folder)], catch_exceptions=False)
-    assert not (folder / "onnx" / "model.onnx").exists()
+    assert not [*folder.rglob("*onnx*")]
+    # Nor does it take the place of another one.
+    save_graph(folder, IDS, MASK, name="onnx/model.onnx")
+    with pytest.raises(ModelLoadError, match="no file that is right can be made of it"):
+        CliRunner().invoke(export, ["embedding", str(folder)], catch_exceptions=False)
+    assert [path.name for path in sorted(folder.rglob("*onnx*"))] == ["onnx", "model.onnx"]
 
 
 def _session(settings: ModelSettings, device: str = "cpu") -> OnnxSession:

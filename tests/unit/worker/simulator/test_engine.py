@@ -69,8 +69,8 @@ class Watched(RealScheduler):
             self.sizes.append(batch.items)
         return batch
 
-    def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
-        super().ended(batch, run_s)
+    def ended(self, batch: SimulatedBatch, run_s: float | None, load_s: float = 0.0) -> None:
+        super().ended(batch, run_s, load_s)
         (self.died if run_s is None else self.done).update(job.id for job in batch.jobs)
 
 
@@ -356,8 +356,8 @@ class Accountant(RealScheduler):
         self.given_s: dict[Lane, float] = defaultdict(float)
         self.gaps: list[float] = []
 
-    def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
-        super().ended(batch, run_s)
+    def ended(self, batch: SimulatedBatch, run_s: float | None, load_s: float = 0.0) -> None:
+        super().ended(batch, run_s, load_s)
         assert run_s is not None
         for job in batch.jobs if batch.jobs[0].arrived_s >= BACKLOG_S else ():
             self.given_s[job.lane] += run_s * job.items / batch.items

@@ -13,8 +13,8 @@
 --                   live is renewed by readers; goes when the sender gives the job up, or expires.
 -- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
 --           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
---           must have, tokens with spaces between; then for each job the number of its first piece,
---           how many there are, and the pieces.
+--           must have (empty where readers are not looked for), tokens with spaces between; then for
+--           each job the number of its first piece, how many there are, and the pieces.
 -- Returns   a digit for each job: 1 written, 0 fenced, 2 its readers have gone, 3 it has no stream.
 --           Nil if this server does not know the worker: the broker is another one, or the worker is
 --           fenced.
@@ -38,10 +38,10 @@ local answers, at = {}, 7
 for i = 1, count do
   local stream, reader = KEYS[2 * i + 1], KEYS[2 * i + 2]
   local first, pieces = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
-  local left_ms = redis.call('PTTL', reader)
+  local left_ms = least_ms and redis.call('PTTL', reader) or -1
   if has_leases and not held[i] then
     answers[i] = 0
-  elseif redis.call('EXISTS', stream) == 0 then
+  elseif least_ms and redis.call('EXISTS', stream) == 0 then
     answers[i] = 3
   elseif left_ms ~= -1 and left_ms < least_ms then
     answers[i] = 2
@@ -50,7 +50,11 @@ for i = 1, count do
     for n = 0, pieces - 1 do
       -- Redis refuses an id that is not above the last one: it has this piece already.
       local id = string.format('%d-0', first + n)
-      redis.pcall('XADD', stream, 'MAXLEN', '~', most, id, 'p', ARGV[at + 2 + n])
+      local piece = ARGV[at + 2 + n]
+      if not redis.pcall('XADD', stream, 'NOMKSTREAM', 'MAXLEN', '~', most, id, 'p', piece) then
+        answers[i] = 3
+        break
+      end
     end
   end
   at = at + 2 + pieces

@@ -6,11 +6,18 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
-from batchery.errors import InvalidItem, ModelLoadError, StartError
+from batchery.errors import InvalidItem, ModelLoadError, PromptTooLong, StartError
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
+from batchery_worker.models.generation.growing_text import REPLACEMENT
+from batchery_worker.models.generation.prompts import (
+    Prompts,
+    ending_tokens,
+    is_chat,
+    make_decoder,
+    read_bytes,
+)
 from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
@@ -118,21 +125,24 @@ class TextGenerator(StepModel):
             try:
                 content, own = split_options(item)
                 options = read_keywords(self.keywords, {**keywords, **own})
-                prepared.append(self._prompt(self._prompts.read(content), options))
+                field = "messages" if is_chat(content) else "prompt"
+                prepared.append(self._prompt(self._prompts.read(content), options, field))
             except InvalidItem as error:
-                prepared.append(Failed(InvalidItem(str(error))))
+                prepared.append(Failed(type(error)(str(error))))
         return prepared
 
-    def _prompt(self, tokens: list[int], options: GenerationKeywords) -> Prompt:
+    def _prompt(
+        self, tokens: list[int], options: GenerationKeywords, field: str = "prompt"
+    ) -> Prompt:
         limits = self._limits()
         name = min(limits, key=limits.__getitem__)
         room = limits[name] - (0 if self.has_encoder else len(tokens))
         if room < (options.max_new_tokens or 1) or len(tokens) > limits[name]:
             each = "or" if self.has_encoder else "and"
-            raise InvalidItem(
-                f"prompt: its {len(tokens)} tokens {each} {options.max_new_tokens or 1} new ones"
-                f" are more than {name} = {limits[name]}; shorten it"
-                + (", or lower max_new_tokens" if options.max_new_tokens else "")
+            raise PromptTooLong(
+                f"{field}: {len(tokens)} tokens {each} {options.max_new_tokens or 1} new ones"
+                f" are more than {name} = {limits[name]}; send fewer"
+                + (", or ask for fewer new ones" if options.max_new_tokens else "")
             )
         wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)
         return Prompt(tokens, options, wanted)
@@ -196,6 +206,11 @@ class TextGenerator(StepModel):
         self, text: SlotText, token: int, own: float, likeliest: Sequence[tuple[int, float]]
     ) -> None:
         """Remembers the probability of a token, and those of the likeliest ones."""
-        decode = self.tokenizer.decode
-        top = [[decode([each]), each, value] for each, value in likeliest]
-        text.logprobs.append({"token": decode([token]), "id": token, "logprob": own, "top": top})
+        tokenizer = self.tokenizer
+        top = [[tokenizer.decode([each]), each, value] for each, value in likeliest]
+        shown = tokenizer.decode([token])
+        found = {"token": shown, "id": token, "logprob": own, "top": top}
+        spelled = [(shown, token), *((each, id_) for each, id_, _ in top)]
+        if any(REPLACEMENT in each for each, _ in spelled):
+            found["bytes"] = [read_bytes(tokenizer, id_, each) for each, id_ in spelled]
+        text.logprobs.append(found)

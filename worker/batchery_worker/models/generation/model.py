@@ -1,7 +1,8 @@
 """The kind `generation` with the engine `transformers`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
 from batchery_worker.models.generation.static_batch import StaticBatch, start_token
 from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
+from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.inputs import GenerationKeywords
@@ -71,6 +73,9 @@ class GenerationModel(TextGenerator):
 
     _batch: PagedBatch | StaticBatch
 
+    #: Around what a step computes.
+    _computing: Callable[[], AbstractContextManager[object]] = nullcontext
+
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, allocates the cache, and compares it with a plain pass.
 
@@ -90,6 +95,8 @@ class GenerationModel(TextGenerator):
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
             settle_cuda()
+        elif self._device.type == "cpu" and self._split.is_whole:
+            self._computing = StepThreads(torch.get_num_threads()).step
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
         self._split.begin(self, config)
@@ -238,9 +245,10 @@ class GenerationModel(TextGenerator):
         """
         advances = self._end_resumed()
         try:
-            names, logits = self._batch.forward()
-            texts = [self._texts[name] for name in names]
-            tokens = self._choose(texts, logits) if texts else []
+            with self._computing():
+                names, logits = self._batch.forward()
+                texts = [self._texts[name] for name in names]
+                tokens = self._choose(texts, logits) if texts else []
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

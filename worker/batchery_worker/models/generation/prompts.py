@@ -1,9 +1,12 @@
 """From items to tokens: prompts, and chats by the model's own template."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic_core import from_json
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from batchery.errors import InvalidItem
 from batchery_worker.models.inputs import check_text, check_token_ids
@@ -11,6 +14,12 @@ from batchery_worker.models.source import reason
 
 #: Roles that chats have everywhere. Others are taken if the template names them.
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def is_chat(item: Any) -> bool:
+    """Whether an item has messages, and no prompt."""
+    first = item[:1] if isinstance(item, list) else [item]
+    return bool(first) and isinstance(first[0], Mapping)
 
 
 class Prompts:
@@ -36,9 +45,12 @@ class Prompts:
             return self._not_empty(self._tokenizer(text)["input_ids"])
         if isinstance(item, Mapping):
             if unknown := sorted(map(str, item.keys() - {"messages", "tools", "tool_choice"})):
-                raise InvalidItem(f"item: has {unknown[0]!r}; a chat has 'messages' and 'tools'")
+                raise InvalidItem(
+                    f"item: has {unknown[0]!r}; a chat has 'messages' and 'tools', and options are"
+                    " keywords of the call, or stand in 'options'"
+                )
             return self._chat(item.get("messages"), item.get("tools"), item.get("tool_choice"))
-        if isinstance(item, list) and item and isinstance(item[0], Mapping):
+        if is_chat(item):
             return self._chat(item, None)
         if isinstance(item, list):
             return check_token_ids(item, self._vocabulary, self._max_chars)
@@ -94,7 +106,10 @@ class Prompts:
             raise InvalidItem(
                 f"messages[{at}].content: must be a text, not {type(content).__name__}"
             )
-        return {**message, "content": content or ""}
+        found = {**message, "content": content or ""}
+        if isinstance(calls := message.get("tool_calls"), list):
+            found["tool_calls"] = [_open_arguments(call) for call in calls]
+        return found
 
 
 def _text(at: int, part: Any) -> str:
@@ -103,6 +118,19 @@ def _text(at: int, part: Any) -> str:
     if not isinstance(text, str):
         raise InvalidItem(f"messages[{at}].content: the model reads only parts with a text")
     return text
+
+
+def _open_arguments(call: Any) -> Any:
+    """A call of a tool, with its arguments as an object: so templates have them, OpenAI as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = from_json(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    is_object = isinstance(arguments, dict)
+    return {**call, "function": {**function, "arguments": arguments}} if is_object else call
 
 
 def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
@@ -114,6 +142,23 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return lambda tokens: str(
         tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
+
+
+#: The bytes that characters in the vocabularies of most models stand for.
+BYTES: dict[str, int] = {
+    character: byte
+    for byte, character in bytes_to_unicode().items()  # type: ignore[no-untyped-call]
+}
+
+
+def read_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """The bytes of a token, whose text may be a part of a character; None if they are unknown."""
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    found = re.fullmatch("<0x([0-9A-F]{2})>", name)
+    values = [int(found[1], 16)] if found else [BYTES.get(each, -1) for each in name]
+    if -1 in values or bytes(values).decode(errors="replace") != text:
+        return None
+    return values
 
 
 def ending_tokens(defaults: Any, tokenizer: Any) -> frozenset[int]:

@@ -110,8 +110,12 @@ class SlotText:
         self._sent = len(self.tokens)
 
     def piece(self, released: str) -> dict[str, Any] | None:
-        """What its readers get now; None if there is no text to show."""
-        return self._take(released) if released else None
+        """What its readers get now; None if there is nothing to show.
+
+        Of several texts each says when it ends; the result says so of one.
+        """
+        ends = self.finish_reason is not None and self.prompt.options.n > 1
+        return self._take(released) if released or ends else None
 
     def take_rest(self) -> dict[str, Any]:
         """Its tokens that no piece has had, as a piece for `resume`."""
@@ -121,6 +125,8 @@ class SlotText:
         piece: dict[str, Any] = {"text": released, "tokens": self.tokens[self._sent :]}
         if self.prompt.options.n > 1:
             piece["choice"] = self.choice
+            if self.finish_reason is not None:
+                piece["finish_reason"] = self.finish_reason
         if self.prompt.options.logprobs is not None:
             piece["logprobs"] = self.logprobs[self._sent :]
         self._sent = len(self.tokens)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 #: Pause between two looks at an event, in seconds.
 POLL_S = 10e-6
 
-#: Number of cores up to which the thread that waits for results leaves its core to those that
+#: Number of cores up to which a thread that waits for results leaves its core to those that
 #: prepare batches and store results. With more it spins, which sees the results sooner.
 FEW_CORES = 4
 
@@ -103,10 +103,17 @@ class PendingCopy:
 class DeviceToHost:
     """Copies results of one device to the host, while it computes what was queued afterwards."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waiters: int = 1) -> None:
+        """Opens a stream for the copies.
+
+        Args:
+            device: Where results come from.
+            waiters: Number of threads that wait for results at a time.
+        """
         # Not the stream of the inputs: there the next inputs would wait for these results.
         self._stream = copy_stream(device)
-        self._sleeps = self._stream is not None and len(os.sched_getaffinity(0)) <= FEW_CORES
+        cores = len(os.sched_getaffinity(0))
+        self._sleeps = self._stream is not None and cores <= FEW_CORES * waiters
 
     def start(self, values: Tensor) -> PendingCopy:
         """Starts to copy what is queued on the device's current stream, without waiting."""

@@ -36,14 +36,10 @@ class StreamEvent(BaseModel):
     error: Any = None
 
 
-class Disagreement(ServerFailed):
-    """A second stream does not go on from what readers have of the first."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "its stream was cut, and another one does not go on from what readers have; run the"
-            " job again"
-        )
+#: A second stream does not go on from what readers have of the first.
+DISAGREES = (
+    "its stream was cut, and another one does not go on from what readers have; run the job again"
+)
 
 
 class ServerChoice:
@@ -66,14 +62,14 @@ class ServerChoice:
         """Adds an event; returns the piece for readers, empty if it has nothing new for them.
 
         Raises:
-            Disagreement: The text is not what readers have.
+            ServerFailed: The text is not what readers have.
         """
         parts = event.delta or {}
         text = (event.text or "") + (parts.get("content") or "")
         fresh = text[max(0, len(self.sent) - len(self._text)) :]
         self._text += text
         if not self._text.startswith(self.sent) and not self.sent.startswith(self._text):
-            raise Disagreement
+            raise ServerFailed(DISAGREES)
         self.sent = max(self.sent, self._text, key=len)
         delta = {
             name: value
@@ -130,17 +126,17 @@ class ServerAnswer:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def read_sent(self) -> dict[int, str]:
-        """The texts that readers have by now. Raises Disagreement: they have more than texts."""
+        """The texts that readers have by now. Raises ServerFailed: they have more than texts."""
         if self._has_deltas:
-            raise Disagreement
+            raise ServerFailed(DISAGREES)
         return {index: choice.sent for index, choice in enumerate(self._choices)}
 
     def add(self, data: str) -> tuple[list[dict[str, Any]], Any]:
         """Adds an event; returns the pieces for readers, and an error that the server reports.
 
         Raises:
-            ServerFailed: It is no event of a completion, or there is no end of them.
-            Disagreement: As `ServerChoice.add`.
+            ServerFailed: It is no event of a completion, there is no end of them, or the text is
+                not what readers have.
         """
         self._left_chars -= len(data)
         if self._left_chars < 0:
@@ -157,6 +153,12 @@ class ServerAnswer:
         self.usage = event.usage or self.usage
         is_one = len(self._choices) == 1
         pieces = [piece if is_one else {**piece, "choice": at} for piece, at in added if piece]
+        if not is_one:
+            pieces += [
+                {"text": "", "choice": each.index, "finish_reason": each.finish_reason}
+                for each in event.choices
+                if each.finish_reason
+            ]
         self._has_deltas |= any("delta" in piece for piece in pieces)
         return pieces, event.error
 
@@ -192,8 +194,11 @@ def merge(known: dict[str, Any], delta: Mapping[str, Any]) -> None:
 def read_logprobs(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Log probabilities as the kind `generation` has them, of a chat or of a completion."""
     for each in found.get("content") or ():
-        top = [[other["token"], None, other["logprob"]] for other in each.get("top_logprobs") or ()]
-        yield {"token": each["token"], "id": None, "logprob": each["logprob"], "top": top}
+        others = each.get("top_logprobs") or []
+        top = [[other["token"], None, other["logprob"]] for other in others]
+        read = {"token": each["token"], "id": None, "logprob": each["logprob"], "top": top}
+        known = [one.get("bytes") for one in (each, *others)]
+        yield {**read, "bytes": known} if any(known) else read
     tokens = found.get("tokens") or ()
     tops = found.get("top_logprobs") or [{}] * len(tokens)
     for token, logprob, others in zip(

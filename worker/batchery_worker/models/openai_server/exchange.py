@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from batchery.errors import InvalidItem, ServerFailed, counted
+from batchery.errors import (
+    InvalidItem,
+    PromptTooLong,
+    ServerBusy,
+    ServerFailed,
+    ServerRefused,
+    counted,
+)
 from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
@@ -67,10 +74,12 @@ class ModelServer(NamedTuple):
 class TryAgain(Exception):
     """The server failed in a way that may pass."""
 
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
-        """Takes a text, and for how many seconds the server asks not to come again."""
+    def __init__(self, reason: str, status: Any = None, after_s: float = 0.0) -> None:
+        """Takes a text, a status, and for how many seconds the server asks not to come again."""
         super().__init__(reason)
         self.after_s = after_s
+        #: The error if it does not pass.
+        self.lasting = ServerBusy if status == 429 else ServerFailed
 
 
 class Exchange:
@@ -106,7 +115,7 @@ class Exchange:
             await self._run()
         except ServerFailed as error:
             name = self._server.client.base_url.copy_with(username=None, password=None)
-            self._end(Failed(ServerFailed(f"server {name}: {error}")))
+            self._end(Failed(type(error)(f"server {name}: {error}")))
         except Exception as error:  # noqa: BLE001 - whatever it is, this job ends with it, alone
             self._end(Failed(error))
 
@@ -123,7 +132,7 @@ class Exchange:
                 ends_s = min(ends_s, time.monotonic() + limit_s)
                 pause = pause_s(failures, getattr(error, "after_s", 0.0))
                 if time.monotonic() + pause > ends_s:
-                    raise ServerFailed(
+                    raise getattr(error, "lasting", ServerFailed)(
                         f"{error}; gave up after {counted(failures, 'attempt')}, as"
                         f" server_retry_s = {limit_s:g}"
                     ) from None
@@ -171,8 +180,9 @@ class Exchange:
         pieces, error = answer.add(data)
         if error is not None:
             reason, code = read_reason(error)
-            is_lasting_error = isinstance(code, int) and is_lasting(code)
-            raise (ServerFailed if is_lasting_error else TryAgain)(f"it broke off: {reason}")
+            if isinstance(code, int) and is_lasting(code):
+                raise ServerRefused(f"it broke off: {reason}")
+            raise TryAgain(f"it broke off: {reason}", code)
         for piece in pieces if self._is_streamed else ():
             self._deliver(self, piece, GOES_ON)
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
@@ -225,12 +235,15 @@ async def read_refusal(response: httpx2.Response) -> Exception:
         reason, code = body.decode(errors="replace"), None
     text = f"it answered {status}: {reason[:MAX_ERROR_CHARS]}{ADVICE.get(status, '')}"
     if status in UNFIT:
-        return InvalidItem(f"the server refuses the item: {text}")
+        is_too_long = code == "context_length_exceeded" or "maximum context length" in reason
+        kind = PromptTooLong if is_too_long else InvalidItem
+        return kind(f"the server refuses the item: {text}")
     # Money does not come back within minutes.
     if is_lasting(status) or code == "insufficient_quota":
-        return ServerFailed(text)
+        return ServerRefused(text)
     after_s = read_retry_after(response.headers.get("retry-after", ""))
-    return TryAgain(f"{text} (it asks for a pause of {after_s:g} s)" if after_s else text, after_s)
+    asked = f" (it asks for a pause of {after_s:g} s)" if after_s else ""
+    return TryAgain(text + asked, status, after_s)
 
 
 def read_reason(body: Any) -> tuple[str, Any]:

@@ -19,12 +19,20 @@ class ServerKeywords(GenerationKeywords):
     """Keywords of a job; a server refuses those that it does not know.
 
     Attributes:
-        response_format: The form of the answer, such as a JSON schema, as OpenAI has it.
-        tools: Functions that the model may call, as OpenAI has them.
+        min_p: As vLLM has it, which OpenAI has not.
+        frequency_penalty: As OpenAI has it, and so on.
+        presence_penalty: The same.
+        logit_bias: The same.
+        response_format: The form of the answer, such as a JSON schema.
+        tools: Functions that the model may call.
         tool_choice: Which of them it must call.
         extra_body: More fields of the request, which outrank all others; None leaves one out.
     """
 
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -39,6 +47,7 @@ class ServerItem(Keywords):
         messages: A chat; either this or `prompt`.
         tools: As the keyword.
         tool_choice: As the keyword.
+        extra_body: As the keyword.
         options: Keywords of this item alone, which outrank those of the job.
     """
 
@@ -46,6 +55,7 @@ class ServerItem(Keywords):
     messages: list[dict[str, Any]] | None = None
     tools: Any = None
     tool_choice: Any = None
+    extra_body: Any = None
     options: dict[str, Any] | None = None
 
 
@@ -61,8 +71,7 @@ def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings)
         InvalidItem: The item or one of the keywords is wrong; names it.
     """
     read = read_item(item)
-    own = {"tools": read.tools, "tool_choice": read.tool_choice}
-    own = {name: value for name, value in own.items() if value is not None}
+    own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
     options = read_keywords(ServerKeywords, {**keywords, **own, **(read.options or {})})
     body = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
     body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens

@@ -4,7 +4,7 @@ A device of several parts is spelled with `+`, such as `cuda:0+cuda:1`. To all b
 is one device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -24,11 +24,13 @@ class Whole:
     Attributes:
         device: Where its inputs go, and its results come from.
         ranks: Number of processes that compute it.
+        stages: Number of parts that compute different passes at the same time.
         options: Keyword arguments of `from_pretrained`.
         is_whole: Whether it may be moved, quantized and captured as on a device of its own.
     """
 
     ranks = 1
+    stages = 1
     is_whole: ClassVar[bool] = True
 
     def __init__(self, device: str) -> None:
@@ -69,6 +71,13 @@ class Whole:
     def release(self, model: Any) -> None:
         """Has all processes forget a model."""
 
+    def settle_thread(self) -> None:
+        """Gets a thread ready to compute passes."""
+
+    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Runs a pass on a thread of several that compute; returns its values, on the CPU."""
+        return compute()
+
 
 def open_split(device: str, settings: ModelSettings) -> Whole:
     """Opens the device of a model.
@@ -99,10 +108,21 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
         )
     from batchery_worker.models.split.group import enter_group
     from batchery_worker.models.split.layers import Layers
+    from batchery_worker.models.split.pipeline import Pipeline
 
+    if settings.split == "pipeline":
+        return Pipeline(device, settings)
     if settings.split == "layers" or parts[-1] in ("cpu", "disk"):
         return Layers(device, settings)
     return enter_group(device)
+
+
+def build_empty(auto_class: Any, config: Any, settings: ModelSettings) -> Any:
+    """Builds a model of transformers that lies nowhere: it has no weights, only its parts."""
+    # Any other number format would be torch's default meanwhile, on all threads.
+    options = {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code}
+    with torch.device("meta"):
+        return auto_class.from_config(config, **options)
 
 
 def memory_share(device: torch.device) -> float:

@@ -53,10 +53,13 @@ class Layers(Whole):
         self._settings = settings
         self._parts = device.split("+")
         parts = [device_named(part) for part in self._parts if part != "disk"]
-        self._budget = {
-            part.index if part.type == "cuda" else "cpu": self._find_room(part) for part in parts
-        }
+        self._budget = {self.budget_key(part): self._find_room(part) for part in parts}
         self.options: dict[str, Any] = {"device_map": "auto", "max_memory": self._budget}
+
+    @staticmethod
+    def budget_key(part: torch.device) -> int | str:
+        """What accelerate calls a part."""
+        return part.index if part.type == "cuda" else "cpu"
 
     def _find_room(self, part: torch.device) -> int:
         if part == self.device and self._settings.layer_memory_bytes:

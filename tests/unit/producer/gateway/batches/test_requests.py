@@ -46,7 +46,7 @@ def test_good_file_has_a_model_and_no_errors() -> None:
         (request(None), "missing_custom_id", "no custom_id"),
         (request(7), "missing_custom_id", "no custom_id"),
         (b'{"custom_id": "\\ud800"}', "invalid_custom_id", "half a character"),
-        (request("a"), "duplicate_custom_id", "already used in line 1"),
+        (request("a"), "duplicate_custom_id", "'a' is already used in line 1"),
         (request("b", method="GET"), "invalid_method", "'GET': must be POST"),
         (request("b", url="/v1/completions"), "invalid_url", "must be /v1/embeddings"),
         (request("b", body=[]), "missing_body", "no body"),

@@ -12,8 +12,9 @@ from batchery import Generation
 from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
+from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
 from support.tiny_models import CORPUS, Build, Copy, Load
-from support.tiny_writers import WRITERS, Driver, make_prompts, save_writer
+from support.tiny_writers import WRITERS, Driver, make_byte_tokenizer, make_prompts, save_writer
 
 
 def refusal(outcome: Any) -> str:
@@ -140,9 +141,35 @@ def test_n_texts_are_as_many_draws_and_their_pieces_say_which(writer: Load) -> N
     assert len(texts) == 20
     assert len(set(texts)) > 10
     for number, text in enumerate(texts):
-        own = [piece["text"] for piece in driver.pieces["one"] if piece["choice"] == number]
-        assert "".join(own) == text
+        own = [piece for piece in driver.pieces["one"] if piece["choice"] == number]
+        assert "".join(piece["text"] for piece in own) == text
+        ends = [at for at, piece in enumerate(own, 1) if "finish_reason" in piece]
+        assert ends == [len(own)]
     assert result["tokens_out"] <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Oslo"}', "{'city': 'Oslo'}"),
+        ({"city": "Oslo"}, "{'city': 'Oslo'}"),
+        ("", "{}"),
+        ("Oslo", "Oslo"),
+        ("[1]", "[1]"),
+        ('{"a":' * 300 + "1" + "}" * 300, '{"a":' * 300 + "1" + "}" * 300),
+    ],
+)
+def test_arguments_of_a_call_in_the_history_reach_the_template_as_an_object(
+    arguments: Any, shown: str
+) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[1].tool_calls[0].function.arguments }}"
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    tokens = Prompts(tokenizer, 1000, 10_000).read(messages)
+    assert make_decoder(tokenizer)(tokens) == shown
+    assert function["arguments"] == arguments
 
 
 def test_logprobs_are_those_of_a_plain_pass(writer: Load) -> None:
@@ -157,6 +184,27 @@ def test_logprobs_are_those_of_a_plain_pass(writer: Load) -> None:
         assert each["logprob"] == pytest.approx(float(expected[each["id"]]), abs=1e-4)
         assert [top[1] for top in each["top"]] == expected.topk(3).indices.tolist()
         assert each["top"][0][2] == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def test_bytes_of_parts_of_characters_are_those_of_the_tokens(writer: Load) -> None:
+    model, _ = writer("llama")
+    tokenizer = model.tokenizer
+    for token in range(len(tokenizer)):
+        shown = tokenizer.decode([token])
+        found = read_bytes(tokenizer, token, shown)
+        if token not in tokenizer.all_special_ids:
+            assert found is not None
+            assert bytes(found).decode(errors="replace") == shown
+    whole = tokenizer("Zürich 日本 🙂", add_special_tokens=False)["input_ids"]
+    parts = [read_bytes(tokenizer, token, tokenizer.decode([token])) or [] for token in whole]
+    assert b"".join(map(bytes, parts)).decode() == "Zürich 日本 🙂"
+    assert len(parts) > len("Zürich 日本 🙂")
+    result = Driver(model).one(CORPUS[0], logprobs=20, max_new_tokens=20, temperature=2.0, seed=1)
+    noted = [each for each in result["logprobs"] if "bytes" in each]
+    assert noted
+    for each in noted:
+        shown = [each["token"], *(top[0] for top in each["top"])]
+        assert [bytes(found).decode(errors="replace") for found in each["bytes"]] == shown
 
 
 @pytest.mark.parametrize("after", [1, 5, 11])
@@ -204,7 +252,7 @@ def test_memory_that_runs_out_in_a_step_costs_no_job(
 def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
     writer: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, plain = writer("llama", slots=3)
+    model, plain = writer("llama", slots=3, cache_tokens=512)
 
     def forward(batch: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -233,9 +281,10 @@ def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
         (7, {}, "item: must be a prompt, or the messages of a chat, not int"),
         ([1, 100_000], {}, "token ids: 100000 at position 1"),
         ("a " * 400, {}, "are more than max_length = 160"),
-        ("a b", {"max_new_tokens": 500}, "max_length = 160; shorten it, or lower max_new_tokens"),
+        ("a b", {"max_new_tokens": 500}, "max_length = 160; send fewer, or ask for fewer new ones"),
         ({"messages": []}, {}, "messages: must be a list with at least one message"),
         ({"prompt": "a", "echo": True}, {}, "item: has 'echo'"),
+        ({"prompt": "a", "n": 2}, {}, "options are keywords of the call"),
         ({"prompt": "a", "options": {"n": 0}}, {}, "keyword n = 0"),
         ([{"role": "asistant", "content": "a"}], {}, "messages[0].role = 'asistant': there are"),
         ([{"role": "developer", "content": "a"}], {}, "refuses them: no developer here"),
@@ -245,7 +294,9 @@ def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
         ("a", {"temperature": -1}, "keyword temperature = -1"),
         ("a", {"top_p": 0}, "keyword top_p = 0"),
         ("a", {"n": 1000}, "keyword n = 1000"),
-        ("a", {"stop": [""]}, "keyword stop"),
+        ("a", {"stop": [""]}, "keyword stop = '': String should have at least 1 character"),
+        ("a", {"stop": ["b"] * 17}, "List should have at most 16 items"),
+        ("a", {"stop": 3}, "keyword stop = 3: Input should be a valid string"),
         ("a", {"logprobs": 1000}, "keyword logprobs = 1000"),
     ],
 )

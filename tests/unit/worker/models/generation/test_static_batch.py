@@ -146,9 +146,8 @@ def test_limits_hold_for_prompt_and_text_each(writer: Load) -> None:
     for item, count in (([5] * 81, 1), ([5], 81)):
         problem = Driver(model).one(item, max_new_tokens=count).exception
         assert isinstance(problem, InvalidItem)
-        assert f"its {len(item)} tokens or {count} new ones are more than max_length = 80" in str(
-            problem
-        )
+        refused = f"prompt: {len(item)} tokens or {count} new ones are more than max_length = 80"
+        assert refused in str(problem)
 
 
 def test_memory_that_runs_out_in_a_step_costs_no_job(

@@ -1,7 +1,7 @@
 """Forward passes side by side on a CPU: their threads, and their results."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,19 +12,12 @@ from torch import Tensor
 from batchery import Failed
 from batchery.execution.batch import compute, prepare
 from batchery_worker.batching.planner import plan
-from batchery_worker.models.hardware.cpu_streams import CpuStreams
+from batchery_worker.models.hardware.cpu_threads import PassStreams
 from support.patience import patient
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Longest wait for another thread, in seconds.
 TIMEOUT_S = patient(30)
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 class Passes:
@@ -50,7 +43,7 @@ def passes() -> Passes:
 
 def test_lone_pass_has_all_threads_and_runs_on_the_waiting_thread(passes: Passes) -> None:
     torch.set_num_threads(4)
-    pending = CpuStreams(2, threads=4).submit(passes(7.0))
+    pending = PassStreams(2, threads=4).submit(passes(7.0))
     assert passes.threads == []
     assert pending.wait().tolist() == [7.0]
     assert passes.threads == [4]
@@ -64,25 +57,25 @@ def test_passes_of_two_streams_run_at_the_same_time() -> None:
         meet.wait()
         return torch.ones(1)
 
-    streams = CpuStreams(2, threads=2)
+    streams = PassStreams(2, threads=2)
     pending = [streams.submit(computing), streams.submit(computing)]
     assert [each.wait().tolist() for each in pending] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(("count", "threads", "each"), [(2, 4, 2), (3, 4, 1), (2, 1, 1), (4, 8, 4)])
 def test_passes_share_the_threads(passes: Passes, count: int, threads: int, each: int) -> None:
-    streams = CpuStreams(count, threads)
+    streams = PassStreams(count, threads)
     asked = 2 if count == 4 else count
     pending = [streams.submit(passes()) for _ in range(asked)]
     for one in pending:
         one.wait()
     assert passes.threads == [each] * asked
-    assert all(name.startswith("batchery-cpu-stream") for name in passes.ran_on)
+    assert all(name.startswith("batchery-stream") for name in passes.ran_on)
 
 
 def test_a_thread_keeps_its_number_when_another_one_changes_its_own(passes: Passes) -> None:
     torch.set_num_threads(3)
-    streams = CpuStreams(2, threads=2)
+    streams = PassStreams(2, threads=2)
     for one in [streams.submit(passes()), streams.submit(passes())]:
         one.wait()
     assert passes.threads == [1, 1]
@@ -96,7 +89,7 @@ def test_passes_begin_as_soon_as_all_streams_are_taken() -> None:
         began.release()
         return torch.ones(1)
 
-    streams = CpuStreams(2, threads=2)
+    streams = PassStreams(2, threads=2)
     pending = [streams.submit(computing)]
     assert not began.acquire(blocking=False)
     pending.append(streams.submit(computing))
@@ -110,7 +103,7 @@ def test_error_of_a_pass_is_raised_to_its_waiter(passes: Passes) -> None:
     def failing() -> Tensor:
         raise MemoryError("no room")
 
-    streams = CpuStreams(2, threads=2)
+    streams = PassStreams(2, threads=2)
     bad, good = streams.submit(failing), streams.submit(passes(3.0))
     with pytest.raises(MemoryError, match="no room"):
         bad.wait()
@@ -131,7 +124,7 @@ def test_results_are_those_of_one_pass_at_a_time(
     results = []
     for streams in (1, 4):
         model = load(folder, forward=forward, cpu_streams=streams)
-        assert (model.cpu_streams, model.passes_ahead) == (streams, 0 if streams == 1 else streams)
+        assert (model.pass_streams, model.passes_ahead) == (streams, 0 if streams == 1 else streams)
         prepared = prepare(model, many, {})
         # The same cuts for both.
         cut = partial(plan, max_batch_tokens=64, max_batch_size=4, pads=model.pads)

@@ -1,0 +1,120 @@
+"""The task of a model: a batch task with a queue of its own, whose function is a `Model`."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+from celery.canvas import chunks
+from celery.utils.imports import symbol_by_name
+
+from batchery.execution.batch import compute, prepare
+from batchery.execution.steps import run_steps
+from batchery.model import Model, StepModel
+from batchery.settings import ModelSettings
+from batchery.task import BatchTask
+
+#: Guards the loading of a model: threads of an ordinary pool must share one copy.
+_loading = threading.Lock()
+
+
+class QueuedChunks(chunks):
+    """Celery's `chunks`, whose queue holds for its parts, too."""
+
+    def group(self) -> Any:
+        """The parts, as jobs of `starmap`."""
+        whole = super().group()
+        for part in whole.tasks:
+            part.set(queue=self.options["queue"])
+        return whole
+
+
+class ModelTask(BatchTask):
+    """A batch task that runs a `Model`; made by `register`."""
+
+    abstract = True
+
+    #: Characters of a result in logs and events: enough to tell vectors apart, not to read them.
+    resultrepr_maxsize = 128
+
+    #: Queue that its jobs are sent to, unless the call names another. Celery's own attribute is
+    #: `queue`, which Celery 6 will ignore.
+    model_queue: str
+
+    #: Other names of the model, with commas between them; None if it has none.
+    model_aliases: str | None = None
+
+    #: Devices of a worker that have it, or how many of them; None for all.
+    devices: Sequence[str] | None = None
+    replicas: int | None = None
+    #: Whether it stays loaded, whatever else needs the memory of its devices.
+    pinned: bool = False
+
+    #: The class, or its import path: a producer does not need the model's code.
+    model: type[Model] | str
+    #: Keyword arguments of its constructor.
+    model_options: Mapping[str, Any] = {}
+
+    _loaded: Model | None = None
+
+    @cached_property
+    def sees_request(self) -> bool:
+        """Always False: a model gets items, and no task."""
+        return False
+
+    def run(self, items: list[Any], **keywords: Any) -> list[Any]:
+        """Runs one batch on a model in this process, loaded on the CPU at the first call.
+
+        For tests, scripts and workers without devices, which run a model in their own processes.
+        """
+        model = self._local_model
+        prepared = prepare(model, items, keywords)
+        if isinstance(model, StepModel):
+            with _loading:
+                # It has the items of one batch at a time.
+                return run_steps(model, prepared, keywords)
+        outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
+        return outcomes
+
+    def _get_exec_options(self) -> dict[str, Any]:
+        # Celery asks here for a task's default options, in `delay` as in `send_task`.
+        options = super()._get_exec_options()  # type: ignore[misc]
+        return {**options, "queue": self.model_queue}
+
+    def map(self, it: Iterable[Any]) -> Any:
+        """As Celery's `map`, in the model's queue."""
+        return super().map(it).set(queue=self.model_queue)
+
+    def starmap(self, it: Iterable[Any]) -> Any:
+        """As Celery's `starmap`, in the model's queue."""
+        return super().starmap(it).set(queue=self.model_queue)
+
+    def chunks(self, it: Iterable[Any], n: int) -> Any:
+        """As Celery's `chunks`, in the model's queue."""
+        made: Any = QueuedChunks
+        return made(self.s(), it, n, app=self.app, queue=self.model_queue)
+
+    @property
+    def model_settings(self) -> ModelSettings | None:
+        """The settings of a built-in model, as they were at the start; None for an own class."""
+        settings = self.model_options.get("settings")
+        return settings if isinstance(settings, ModelSettings) else None
+
+    def make_model(self, settings: ModelSettings | None = None) -> Model:
+        """A new model, not loaded yet.
+
+        Args:
+            settings: Of another version of a built-in model; None for its own.
+        """
+        model = symbol_by_name(self.model) if isinstance(self.model, str) else self.model
+        options = {**self.model_options, **({"settings": settings} if settings else {})}
+        return cast(type[Model], model)(**options)
+
+    @property
+    def _local_model(self) -> Model:
+        with _loading:
+            if self._loaded is None:
+                model = self.make_model()
+                model.load("cpu")
+                self._loaded = model
+        return self._loaded

@@ -1,0 +1,93 @@
+"""How device processes end: what they tell the app, and what becomes of their children."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from apps import households
+from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S
+from conftest import StartWorker
+from support.harness import has_ended, wait_for
+from support.patience import patient
+
+TIMEOUT_S = patient(60)
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str) -> None:
+    households.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def read_farewells(folder: Path) -> list[list[str]]:
+    path = folder / "farewells"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def expected(*pids: int) -> list[list[str]]:
+    pairs = ([["signal", str(pid), "0", "MainThread"], ["atexit", str(pid)]] for pid in pids)
+    return [each for pair in pairs for each in pair]
+
+
+@pytest.mark.parametrize("pause_s", [None, 0.0, 0.2])
+def test_a_device_of_a_worker_that_ends_says_so_once(
+    start_worker: StartWorker, tmp_path: Path, pause_s: float | None
+) -> None:
+    worker = start_worker("apps.households", "-c", "1")
+    (device,) = worker.devices()
+    if pause_s is not None:
+        # After a long one, another thread reads the pipe.
+        assert households.pid.delay(pause_s).get(timeout=TIMEOUT_S) == device.pid
+    assert worker.stop() == 0, worker.log
+    assert read_farewells(tmp_path) == expected(device.pid)
+    assert "Traceback" not in worker.log
+
+
+def test_a_device_that_is_recycled_or_drained_says_so(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    worker = start_worker("apps.households", "-c", "1", env={"BATCHERY_DEVICE_MAX_JOBS": "1"})
+    worker.wait_answers(households.app)
+    pids = [households.pid.delay(0.1).get(timeout=TIMEOUT_S) for _ in range(3)]
+    wait_for(lambda: read_farewells(tmp_path) == expected(*pids), "all have said so")
+    wait_for(lambda: [each.pid for each in worker.devices()] not in ([], pids[-1:]), "a fresh one")
+    (device,) = worker.devices()
+    order = {"number": "1", "device": "cpu", "undo": False}
+    households.app.control.broadcast("batchery_drain", arguments=order)
+    pids.append(device.pid)
+    wait_for(lambda: read_farewells(tmp_path) == expected(*pids), "so has this one")
+    assert worker.stop() == 0, worker.log
+    assert read_farewells(tmp_path) == expected(*pids)
+    assert "died" not in worker.log
+
+
+@pytest.mark.parametrize("farewell", ["raise", "exit", "hang"])
+def test_a_receiver_does_not_keep_its_worker(
+    start_worker: StartWorker, tmp_path: Path, farewell: str
+) -> None:
+    worker = start_worker("apps.households", "-c", "1", env={"FAREWELL": farewell})
+    (device,) = worker.devices()
+    started_s = time.monotonic()
+    assert worker.stop() == 0, worker.log
+    assert time.monotonic() - started_s < LEAVE_TIMEOUT_S + patient(20)
+    assert has_ended(device.pid)
+    notes = expected(device.pid)[: 2 if farewell == "raise" else 1]
+    assert read_farewells(tmp_path) == notes
+    assert ("no farewell" in worker.log) == (farewell == "raise")
+
+
+@pytest.mark.parametrize("way", ["fork", "exec"])
+def test_the_death_of_a_device_is_noticed_though_its_child_lives(
+    start_worker: StartWorker, way: str
+) -> None:
+    start_worker("apps.households", "-c", "1")
+    device, child = households.leave_child.delay(way).get(timeout=TIMEOUT_S)
+    try:
+        os.kill(device, signal.SIGKILL)
+        assert households.pid.delay(0).get(timeout=TIMEOUT_S) != device
+        assert psutil.pid_exists(child)
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,314 @@
+"""A pipeline: layers on several parts, each of which computes another pass at the same time."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import check_device_map  # type: ignore[import-untyped]
+from transformers import AutoConfig
+
+from batchery import Failed, ModelLoadError, ModelSettings
+from batchery.execution.batch import Lookahead, compute, prepare
+from batchery_worker.batching.planner import plan
+from batchery_worker.models.embedding import EmbeddingModel
+from batchery_worker.models.generation.model import GenerationModel
+from batchery_worker.models.split import pipeline as pipeline_module
+from batchery_worker.models.split.pipeline import Pipeline, assign_parts, find_layers
+from support.patience import patient
+from support.tiny_models import ARCHITECTURES, Build, Load, run
+
+#: Longest wait for another pass, in seconds.
+TIMEOUT_S = patient(30)
+
+#: A token that no text of the tests has, as it is none of a text's.
+UNUSED = 1
+
+FOUR = "cpu:0+cpu:1+cpu:2+cpu:3"
+
+#: Those with one stack of at least two layers.
+STACKS = sorted(set(ARCHITECTURES) - {"bart", "t5"})
+
+TWO_CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def cut(lengths: Sequence[int]) -> list[list[int]]:
+    return plan(lengths, 64, 4)
+
+
+def settings_of(folder: Path, **options: Any) -> ModelSettings:
+    return ModelSettings(**{"kind": "embedding", "model": str(folder), **options})
+
+
+@pytest.fixture
+def four(build: Build, embedder: Load) -> EmbeddingModel:
+    """A BERT of four layers, one in each stage."""
+    model: EmbeddingModel = embedder(build("bert", num_hidden_layers=4), FOUR, split="pipeline")
+    return model
+
+
+def watch(model: Any, seen: Callable[[int], None]) -> None:
+    """Has each layer report its number when a pass begins there."""
+    for number, layer in enumerate(model.model.encoder.layer):
+        layer.register_forward_pre_hook(lambda *_, number=number: seen(number))
+
+
+@pytest.mark.parametrize("architecture", STACKS)
+def test_results_are_those_of_one_device_in_order(
+    build: Build, embedder: Load, texts: list[str], architecture: str
+) -> None:
+    folder, many = build(architecture), texts * 20
+    alone = embedder(folder, forward="padded", cpu_streams=1)
+    beside = embedder(folder, "cpu:0+cpu:1", split="pipeline")
+    assert (beside.pass_streams, beside.passes_ahead) == (2, 2)
+    expected, found = (
+        compute(model, prepare(model, many, {}), {}, cut)[0] for model in (alone, beside)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["classification", "rerank", "token_classification"])
+def test_other_kinds_have_the_same_results(build: Build, load: Load, kind: str) -> None:
+    labels = ("A",) if kind == "rerank" else ("A", "B")
+    head = "TokenClassification" if kind == "token_classification" else ""
+    folder = build("bert", labels=labels, head=head)
+    results = []
+    for device, split in (("cpu", "tensor"), ("cpu:0+cpu:1", "pipeline")):
+        model = load(kind, folder, device, split=split, forward="padded")
+        texts = ["a dog", "rain falls on green hills", "tea", "ships carry tea and salt"]
+        results.append(run(model, [model.sample_item(text) for text in texts]))
+    assert results[0] == results[1]
+
+
+def test_each_stage_has_one_pass_and_all_have_one_at_the_same_time(
+    four: EmbeddingModel, texts: list[str]
+) -> None:
+    begun = [0] * 4
+    inside = [0] * 4
+    # The fourth pass begins, the third is in the second stage, and so on.
+    meet = threading.Barrier(4, timeout=TIMEOUT_S)
+
+    def begin(stage: int) -> None:
+        begun[stage] += 1
+        inside[stage] += 1
+        assert inside[stage] == 1
+        if begun[stage] == 4 - stage:
+            meet.wait()
+
+    def leave(stage: int, *_: Any) -> None:
+        inside[stage] -= 1
+
+    watch(four, begin)
+    for stage, layer in enumerate(four.model.encoder.layer):
+        layer.register_forward_hook(partial(leave, stage))
+    found = compute(four, prepare(four, texts * 10, {}), {}, cut)[0]
+    assert not [each for each in found if isinstance(each, Failed)]
+    assert inside == [0] * 4
+    assert len(set(begun)) == 1
+
+
+def test_the_next_batch_begins_before_the_last_one_ends(
+    four: EmbeddingModel, texts: list[str]
+) -> None:
+    batch, following = (prepare(four, some, {}) for some in (texts[:1], texts[1:2]))
+    lookahead = Lookahead(four)
+    begun = threading.Semaphore(0)
+    counted: list[int] = []
+
+    def begin(stage: int) -> None:
+        if stage == 0:
+            begun.release()
+        if stage == 3 and not counted:
+            counted.append(1)
+            # Both have begun while the first is not done.
+            for _ in range(2):
+                assert begun.acquire(timeout=TIMEOUT_S)
+
+    watch(four, begin)
+    start_next = partial(lookahead.start, following, {})
+    for items in (batch, following):
+        outcomes = compute(four, items, {}, cut, lookahead=lookahead, start_next_batch=start_next)[
+            0
+        ]
+        assert not isinstance(outcomes[0], Failed)
+
+
+def test_an_item_that_fails_in_the_middle_fails_alone(
+    four: EmbeddingModel, texts: list[str]
+) -> None:
+    many = texts * 4
+    prepared = prepare(four, many, {})
+    expected = compute(four, prepared, {}, cut)[0]
+    poison = prepared[len(texts) + 2]
+    ill = poison.copy()
+    ill[0, 1] = UNUSED
+    prepared[len(texts) + 2] = ill
+    inputs = threading.local()
+
+    def remember(_: Any, inputs_: Any, keywords: Any) -> None:
+        inputs.ids = keywords["input_ids"]
+
+    def begin(stage: int) -> None:
+        if stage == 2 and bool((inputs.ids == UNUSED).any()):
+            raise RuntimeError("the third stage is ill")
+
+    four.model.register_forward_pre_hook(remember, with_kwargs=True)
+    watch(four, begin)
+    for _ in range(3):
+        found = compute(four, prepared, {}, cut)[0]
+        failed = found[len(texts) + 2]
+        assert isinstance(failed, Failed)
+        assert "the third stage is ill" in str(failed.error)
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if place != len(texts) + 2:
+                assert one["vector"] == pytest.approx(other["vector"], abs=1e-5)
+
+
+def test_a_stage_without_memory_halves_its_pass_and_no_other(
+    four: EmbeddingModel, texts: list[str]
+) -> None:
+    failed: list[int] = []
+    passed: list[int] = []
+    memory = SimpleNamespace(failed=failed.append, passed=passed.append)
+    prepared = prepare(four, texts * 4, {})
+    expected = compute(four, prepared, {}, cut)[0]
+
+    def check(_: Any, inputs: Any) -> None:
+        if len(inputs[0]) > 2:
+            raise MemoryError
+
+    four.model.encoder.layer[3].register_forward_pre_hook(check)
+    found = compute(four, prepared, {}, cut, memory=memory)[0]
+    assert failed
+    assert passed
+    for one, other in zip(found, expected, strict=True):
+        assert one["vector"] == pytest.approx(other["vector"], abs=1e-5)
+
+
+def test_an_urgent_pass_takes_its_turn_among_the_others(
+    four: EmbeddingModel, texts: list[str]
+) -> None:
+    ahead, urgent = (prepare(four, some, {}) for some in (texts, texts[:1]))
+    pending = [four.forward([each]) for each in ahead]
+    four.is_urgent = True
+    soon = four.forward(urgent)
+    four.is_urgent = False
+    vector = four.postprocess(soon)[0]["vector"]
+    found = [four.postprocess(each)[0]["vector"] for each in pending]
+    assert found[0] == vector
+
+
+def test_a_model_that_has_ended_has_no_threads(four: EmbeddingModel, texts: list[str]) -> None:
+    run(four, texts)
+    compute(four, prepare(four, texts * 4, {}), {}, cut)
+    assert four._streams is not None
+    threads = four._streams._pool._threads
+    assert threads
+    four.unload()
+    assert not [each for each in threads if each.is_alive()]
+
+
+# A tensor that XLNet has besides its modules.
+@pytest.mark.filterwarnings("ignore:The following device_map keys .*mask_emb")
+@pytest.mark.parametrize("architecture", STACKS)
+def test_each_card_gets_its_share_of_the_layers(
+    build: Build, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    split = on_two_cards(monkeypatch, build(architecture))
+    config = AutoConfig.from_pretrained(build(architecture))
+    model = EmbeddingModel(settings_of(build(architecture)))
+    split.begin(model, config)
+    places = split.options["device_map"]
+    with torch.device("meta"):
+        whole = EmbeddingModel.auto_class.from_config(config)  # type: ignore[no-untyped-call]
+    # Nothing is left out.
+    check_device_map(whole, places)
+    assert [places[each] for each in find_layers(whole)] == [0, 1]
+
+
+def test_layers_are_shared_by_their_weights() -> None:
+    def layer(width: int) -> torch.nn.Module:
+        return torch.nn.Linear(1, width, bias=False)
+
+    model = torch.nn.Module()
+    model.embeddings = torch.nn.Embedding(1000, 1)
+    model.layers = torch.nn.ModuleList([layer(each) for each in (2, 2, 2, 6, 6, 6)])
+    model.positions = torch.nn.Dropout()
+    model.head = layer(1000)
+    parts = {name: part for name, part, _ in assign_parts(model, find_layers(model), 2)}
+    assert parts == {
+        "embeddings": 0,
+        **{f"layers.{number}": int(number > 3) for number in range(6)},
+        "positions": 0,
+        "head": 1,
+    }
+
+
+def test_on_cards_each_pass_waits_for_the_last_one_to_leave_the_stage(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = on_two_cards(monkeypatch, build("bert"))
+    noted: list[str] = []
+
+    def stream(device: torch.device) -> Any:
+        ends = f"pass {name[0]} leaves {device}"
+        return SimpleNamespace(
+            wait_event=lambda end: noted.append(f"pass {name[0]} waits: {end}"),
+            record_event=lambda: ends,
+        )
+
+    name = [1]
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    copied = SimpleNamespace(start=lambda values: SimpleNamespace(wait=lambda: values))
+    monkeypatch.setattr(split, "_to_host", copied)
+
+    def computing() -> torch.Tensor:
+        split._go_on(0)
+        split._go_on(1)
+        split._go_on(1)
+        return torch.ones(1)
+
+    for name[0] in (1, 2):
+        assert split.run(computing).tolist() == [1.0]
+    assert noted == ["pass 2 waits: pass 1 leaves cuda:0", "pass 2 waits: pass 1 leaves cuda:1"]
+
+
+def on_two_cards(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Pipeline:
+    """A pipeline on two cards that are not there; nothing may be computed on it."""
+    cards = iter(TWO_CARDS * 2)
+    monkeypatch.setattr(pipeline_module, "device_named", lambda _: next(cards))
+    split = Pipeline("cpu:0+cpu:1", settings_of(folder, split="pipeline", dtype="fp32"))
+    split.device, split._budget = TWO_CARDS[0], {0: 10**9, 1: 10**9}
+    return split
+
+
+@pytest.mark.parametrize(
+    ("architecture", "device", "options", "problem"),
+    [
+        ("bert", "cpu+disk", {}, r"stay on cards, not for cpu\+disk; set split = 'layers'"),
+        ("bert", FOUR, {}, "is 4 parts, and a bert has 2 layers"),
+        ("bart", "cpu:0+cpu:1", {}, "a bart has two; set split = 'layers'"),
+        ("bert", "cpu:0+cpu:1", {"layer_memory_bytes": 9}, r"0.00 of 0.00 GiB on cpu:0.*\+cpu"),
+        ("bert", "cpu:0+cpu:1", {"quantize": "int8"}, "is for one device"),
+    ],
+)
+def test_what_has_no_pipeline_is_refused_by_name(
+    build: Build,
+    embedder: Load,
+    architecture: str,
+    device: str,
+    options: dict[str, Any],
+    problem: str,
+) -> None:
+    with pytest.raises(ModelLoadError, match=problem):
+        embedder(build(architecture), device, split="pipeline", **options)
+
+
+def test_texts_are_not_written_in_a_pipeline(build: Build) -> None:
+    settings = settings_of(build("llama"), kind="generation", split="pipeline")
+    with pytest.raises(ModelLoadError, match="one token after the other; set split = 'tensor'"):
+        GenerationModel(settings).load("cpu:0+cpu:1")

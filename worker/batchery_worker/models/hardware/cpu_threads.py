@@ -1,0 +1,187 @@
+"""Threads of torch: forward passes side by side, each with its own; and how many a step has.
+
+On a CPU, a single pass with all threads waits at the end of each operation for the slowest thread,
+and whatever else the machine does makes one thread slow. So do a limit that torch does not see, and
+operations too small to be shared. docs/benchmarks.md has the difference. On cards, the stages of a
+pipeline are the streams.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+#: Steps before the first trial or after a change, and between two trials.
+FIRST_STEPS, STEPS_BETWEEN = 32, 1000
+
+#: Steps of a trial. Both numbers of threads take turns; the first step of a turn, which wakes
+#: threads, is not counted.
+TRIAL_STEPS, TURN_STEPS = 32, 4
+
+#: How long steps may last, as a part of what they last now, for fewer threads to be taken, which
+#: leave cores to others; and for more.
+FEWER, MORE = 1.05, 0.9
+
+
+class PassStreams:
+    """Runs forward passes of one model on threads. Several threads may ask for passes."""
+
+    def __init__(self, count: int, threads: int, settle: Callable[[], None] = lambda: None) -> None:
+        """Starts no thread yet.
+
+        Args:
+            count: Maximum number of passes at a time, at least 1.
+            threads: Threads of torch, shared by the passes that run; at least 1.
+            settle: Called once by each thread before its first pass.
+        """
+        self._count = count
+        self._threads = threads
+        settle_all = partial(_settle_threads, settle)
+        self._pool = ThreadPoolExecutor(count, "batchery-stream", initializer=settle_all)
+        self._waiting: deque[tuple[Future[Tensor], Callable[[], Tensor]]] = deque()
+        self._running: list[Future[Tensor]] = []
+        self._lock = threading.Lock()
+
+    def submit(self, compute: Callable[[], Tensor]) -> "PendingPass":
+        """Takes a pass, which starts as soon as all streams are taken or a result is asked for.
+
+        Only then is it known how many passes share the threads: a lone pass has them all.
+
+        Args:
+            compute: Returns what the pass makes, (B, ...), in inference mode.
+        """
+        future: Future[Tensor] = Future()
+        with self._lock:
+            self._waiting.append((future, compute))
+            full = len(self._waiting) >= self._count
+        if full:
+            self.start()
+        return PendingPass(self, future)
+
+    def run_now(self, compute: Callable[[], Tensor]) -> "PendingPass":
+        """Runs a pass on this thread, beside those of the streams: it waits for none of them.
+
+        Args:
+            compute: As for `submit`.
+        """
+        future: Future[Tensor] = Future()
+        _run(future, compute, 1)
+        return PendingPass(self, future)
+
+    def start(self) -> None:
+        """Starts all passes that were taken; a lone pass has ended when this returns."""
+        lone = None
+        with self._lock:
+            self._running = [each for each in self._running if not each.done()]
+            self._running += [future for future, _ in self._waiting]
+            if len(self._running) == len(self._waiting) == 1:
+                # Run it on this thread, which would otherwise only wait for another one.
+                lone = self._waiting.popleft()
+            while self._waiting:
+                threads = max(1, self._threads // min(self._count, len(self._running)))
+                self._pool.submit(_run, *self._waiting.popleft(), threads)
+        if lone is not None:
+            _run(*lone, self._threads)
+
+    def close(self) -> None:
+        """Ends the threads, after the passes that run; takes no more passes."""
+        self._pool.shutdown()
+
+
+class PendingPass:
+    """A pass that waits, runs or has run."""
+
+    def __init__(self, streams: PassStreams, result: Future[Tensor]) -> None:
+        self._streams = streams
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """Waits for what the pass makes; may be called again.
+
+        Raises:
+            Exception: The pass has raised it.
+        """
+        self._streams.start()
+        return self._result.result()
+
+
+class StepThreads:
+    """Tries half and twice as many threads now and then, and keeps what is better; one thread's.
+
+    Attributes:
+        count: How many threads steps have, but for some of a trial.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begins with all threads.
+
+        Args:
+            most: Maximum number of threads, at least 1.
+            clock: Seconds, on any scale.
+        """
+        self.count = self._most = most
+        self._clock = clock
+        #: How many are tried; 0 between two trials.
+        self._tried = 0
+        self._goes_up = False
+        #: Steps until the trial begins or ends.
+        self._left = FIRST_STEPS
+        #: How long the steps of a trial lasted, by their threads.
+        self._lasted_s: dict[int, list[float]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[int]:
+        """Gives a step its threads of torch until the end of the block; says how many."""
+        turn, at = divmod(TRIAL_STEPS - self._left, TURN_STEPS)
+        threads = self._tried if self._tried and turn % 2 else self.count
+        torch.set_num_threads(threads)
+        began_s = self._clock()
+        try:
+            yield threads
+        finally:
+            torch.set_num_threads(self._most)
+        if self._tried and at:
+            self._lasted_s.setdefault(threads, []).append(self._clock() - began_s)
+        self._left -= 1
+        if not self._left and self._tried:
+            self._end_trial()
+        elif not self._left:
+            self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        fewer, more = max(self.count // 2, 1), min(2 * self.count, self._most)
+        goes_up = self._goes_up if fewer < self.count < more else self.count < more
+        self._tried = more if goes_up else fewer
+        self._left, self._lasted_s = TRIAL_STEPS, {}
+
+    def _end_trial(self) -> None:
+        lasted_s = {threads: median(each) for threads, each in self._lasted_s.items()}
+        limit = FEWER if self._tried < self.count else MORE
+        is_better = lasted_s[self._tried] <= limit * lasted_s[self.count]
+        self._left = FIRST_STEPS if is_better else STEPS_BETWEEN
+        self._goes_up = (self._tried > self.count) == is_better
+        self.count = self._tried if is_better else self.count
+        self._tried = 0
+
+
+def _settle_threads(settle: Callable[[], None]) -> None:
+    # With its first operation a thread adopts the number that another thread has set last.
+    torch.get_num_threads()
+    settle()
+
+
+def _run(future: Future[Tensor], compute: Callable[[], Tensor], threads: int) -> None:
+    try:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            future.set_result(compute())
+    except BaseException as error:  # noqa: BLE001 - for whoever waits
+        future.set_exception(error)
