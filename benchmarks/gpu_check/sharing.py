@@ -1,10 +1,8 @@
 """Two models on one card: one that is put aside and comes back, and passes on a stream each."""
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +10,14 @@ import torch
 from batchery_worker.device.loading import find_memory
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.tokenizer import Prepared
-from benchmarks.gpu_check.check import CUDA, Check
+from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.passes import texts
 
 #: The models that share the card.
 MODELS = ("minilm", "bert-base")
+
+#: Settings of `cuda_stream`: the usual one comes first.
+STREAMS = ("shared", "own")
 
 #: Numbers and lengths of the texts of a pass: one that leaves most of a GPU idle, and a full one.
 SHAPES = ((1, 32), (8, 28), (64, 256))
@@ -62,18 +63,16 @@ def put_aside(check: Check) -> dict[str, Any]:
 
 
 def two_on_streams(check: Check) -> dict[str, Any]:
-    """Passes of two models one after the other, and at the same time on a stream each."""
+    """Passes of two models in turn, on one stream and on a stream each, as a device starts them."""
     rows = []
-    models = [check.model(name) for name in MODELS]
+    shared, own = ([check.model(name, cuda_stream=how) for name in MODELS] for how in STREAMS)
     for count, length in DRY_SHAPES if check.dry else SHAPES:
-        batches = [texts(model, count, length) for model in models]
-        pairs = list(zip(models, batches, strict=True))
-        expected = [_run(*pair) for pair in pairs]
-        alone_s, _ = _time(check, partial(_one_by_one, check, pairs))
-        both_s, made = _time(check, partial(_at_once, check, pairs))
-        is_equal = all(map(torch.equal, made, expected))
-        row = {"texts": count, "length": length, "gain": round(alone_s / both_s, 2)}
-        rows.append({**row, "alone_ms": alone_s * 1e3, "both_ms": both_s * 1e3, "equal": is_equal})
+        batches = [texts(model, count, length) for model in shared]
+        expected = [_run(*pair) for pair in zip(shared, batches, strict=True)]
+        (shared_s, _), (own_s, made) = (_time(check, each, batches) for each in (shared, own))
+        gain, is_equal = round(shared_s / own_s, 2), all(map(torch.equal, made, expected))
+        row = {"texts": count, "length": length, "gain": gain, "equal": is_equal}
+        rows.append({**row, "shared_ms": shared_s * 1e3, "own_ms": own_s * 1e3})
     gains = [row["gain"] for row in rows]
     found: dict[str, Any] = {"rows": rows, "note": f"streams are {gains} times as fast"}
     if not all(row["equal"] for row in rows):
@@ -85,41 +84,28 @@ def _run(model: EmbeddingModel, batch: Sequence[Prepared]) -> torch.Tensor:
     return torch.as_tensor(model.forward(batch).pending.wait()).clone()
 
 
-def _repeat(
-    check: Check, model: EmbeddingModel, batch: Sequence[Prepared], stream: Any = None
-) -> torch.Tensor:
-    with nullcontext() if stream is None else CUDA.stream(stream):
-        passes = [model.forward(batch) for _ in range(check.repeats(PASSES))]
-        return torch.as_tensor([each.pending.wait() for each in passes][-1]).clone()
+def _run_in_turn(
+    check: Check, models: Sequence[EmbeddingModel], batches: Sequence[Sequence[Prepared]]
+) -> list[torch.Tensor]:
+    """The last vectors of each model; the next pass is started before a result is awaited."""
+    pairs = list(zip(models, batches, strict=True)) * check.repeats(PASSES)
+    made: deque[torch.Tensor] = deque(maxlen=len(models))
+    started = None
+    for model, batch in pairs:
+        earlier, started = started, model.forward(batch)
+        if earlier is not None:
+            made.append(earlier.pending.wait().clone())
+    assert started is not None
+    made.append(started.pending.wait().clone())
+    return list(made)
 
 
-def _one_by_one(check: Check, pairs: Sequence[Any]) -> list[torch.Tensor]:
-    return [_repeat(check, model, batch) for model, batch in pairs]
-
-
-def _at_once(check: Check, pairs: Sequence[Any]) -> list[torch.Tensor]:
-    """The last vectors of each model, whose passes a thread of its own launches."""
-    made: dict[int, torch.Tensor] = {}
-
-    def run(number: int) -> None:
-        stream = None if check.dry else CUDA.Stream(check.device)
-        model, batch = pairs[number]
-        made[number] = _repeat(check, model, batch, stream)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(pairs))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return [made[number] for number in range(len(pairs))]
-
-
-def _time(check: Check, run: Callable[[], list[torch.Tensor]]) -> tuple[float, list[torch.Tensor]]:
+def _time(check: Check, *run: Any) -> tuple[float, list[torch.Tensor]]:
     """How long it takes, in seconds, and what it makes; the second time counts."""
-    run()
+    _run_in_turn(check, *run)
     check.wait()
     started_s = time.perf_counter()
-    made = run()
+    made = _run_in_turn(check, *run)
     check.wait()
     return time.perf_counter() - started_s, made
 

@@ -162,6 +162,13 @@ class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel
         Literal["auto", "never"],
         Field(description="Small forward passes as CUDA graphs, where that is faster."),
     ] = "auto"
+    cuda_stream: Annotated[
+        Literal["shared", "own"],
+        Field(
+            description="Whether a card runs the passes of all models in the order in which they"
+            " were launched, or this model's beside those of others."
+        ),
+    ] = "shared"
     max_length: Annotated[
         int | None,
         Field(gt=0, description="Maximum tokens of a text; the model's own limit if unset."),

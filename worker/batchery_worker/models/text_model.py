@@ -30,7 +30,12 @@ from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choos
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
+from batchery_worker.models.hardware.transfers import (
+    DeviceToHost,
+    PendingCopy,
+    move_to_host,
+    open_stream,
+)
 from batchery_worker.models.inputs import (
     PromptKeywords,
     TextKeywords,
@@ -131,6 +136,9 @@ class TextModel(Model):
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
         self._streams: PassStreams | None = None
+        # The model is loaded there as well, so that its first pass finds its weights.
+        has_own = self.settings.cuda_stream == "own" and self._split.is_whole
+        self._own_stream = open_stream(self._device) if has_own else None
         if self._device.type == "cuda":
             settle_cuda()
             self.passes_ahead = 1
@@ -140,7 +148,7 @@ class TextModel(Model):
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
         try:
-            with quiet():
+            with quiet(), torch.cuda.stream(self._own_stream):
                 self._load(ModelSource(self.settings))
             self._split.share([(self, "forward")])
         except StartError:
@@ -404,12 +412,14 @@ class TextModel(Model):
         if isinstance(self._pass, Graphed):
             self._pass = self._pass.without_graphs
             self.pads = self._pass.pads
-        move_to_host(self.model)
+        with torch.cuda.stream(self._own_stream):
+            move_to_host(self.model)
         return True
 
     def take_back(self) -> None:
         """Moves the weights back to the device."""
-        self.model.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._own_stream):
+            self.model.to(self._device, non_blocking=True)
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side, and what other processes hold."""
@@ -480,7 +490,7 @@ class TextModel(Model):
             take = self._streams.run_now if self.is_urgent else self._streams.submit
             return Outputs(heads, take(partial(self._split.run, compute)), batch=batch)
         started_s = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.stream(self._own_stream):
             pending = self._to_host.start(compute())
         return Outputs(heads, pending, time.perf_counter() - started_s, batch)
 

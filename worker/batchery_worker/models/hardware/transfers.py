@@ -16,8 +16,8 @@ POLL_S = 10e-6
 FEW_CORES = 4
 
 
-def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A new stream for copies that run while a CUDA device computes; None on other devices."""
+def open_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream, beside what a CUDA device does on others; None on other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class HostToDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # A stream of its own: behind the last pass, the copy would come too late.
-        self._stream = copy_stream(device)
+        self._stream = open_stream(device)
 
     def send(self, numbers: NDArray[Any] | Tensor) -> Tensor:
         """Copies numbers to the device, without waiting for the end of the copy.
@@ -111,7 +111,7 @@ class DeviceToHost:
             waiters: Number of threads that wait for results at a time.
         """
         # Not the stream of the inputs: there the next inputs would wait for these results.
-        self._stream = copy_stream(device)
+        self._stream = open_stream(device)
         cores = len(os.sched_getaffinity(0))
         self._sleeps = self._stream is not None and cores <= FEW_CORES * waiters
 
