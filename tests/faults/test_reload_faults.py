@@ -14,7 +14,7 @@ from batchery.cli.explain import explain
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.transport.live_workers import LiveWorkers
 from conftest import StartGateway, StartWorker
-from support.harness import Worker, queue_length, wait_for
+from support.harness import Worker, kill_all, queue_length, wait_for
 from support.patience import patient
 from support.roles import acting_as, probing
 from support.steady_callers import SteadyCallers
@@ -166,7 +166,7 @@ def test_workers_that_cannot_answer_hold_nothing_up(
 ) -> None:
     worker, killed = start(start_worker, tmp_path), start(start_worker, tmp_path)
     # The worker beside it takes no remote control.
-    start_gateway(models={}, gateway={"worker": True})
+    gateway = start_gateway(models={}, gateway={"worker": True})
     wait_for(lambda: JOBS_QUEUE in list_served(redis_url), "the worker beside is there", TIMEOUT_S)
     (tmp_path / "version").write_text("v1")
     began_s = time.monotonic()
@@ -179,3 +179,5 @@ def test_workers_that_cannot_answer_hold_nothing_up(
     done = run(reload, "text")
     assert (done.exit_code, done.output.split(" ")[0]) == (0, worker.name), done.output
     assert len(done.output.splitlines()) == 1
+    # Other tests look at the queues that are served.
+    kill_all(gateway.process)

@@ -125,6 +125,8 @@ class OwnRedis:
             self._process.send_signal(signal.SIGCONT)
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self.binary} has ended: {self._process.args}"
         with contextlib.closing(Redis.from_url(self.url)) as client:
             try:
                 return bool(client.ping())
