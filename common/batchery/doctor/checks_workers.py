@@ -6,7 +6,7 @@ from batchery.cli.survey import NOT_INSTALLED
 from batchery.doctor import thresholds as limits
 from batchery.doctor.facts import Facts
 from batchery.doctor.findings import Find, Symptom, when
-from batchery.protocol.figures import DeviceSnapshot, WorkerFigures
+from batchery.protocol.figures import GIVEN_UP, DeviceSnapshot, WorkerFigures
 
 # Who consumes what
 
@@ -158,6 +158,11 @@ def check_devices(find: Callable[[Facts, str, DeviceSnapshot], list[Symptom]]) -
     return check_workers(find_in_worker)
 
 
+def _find_given_up(_: Facts, name: str, device: DeviceSnapshot) -> list[Symptom]:
+    is_gone, text = device.state == GIVEN_UP, f"{name} was given up: {device.error}"
+    return when(is_gone, text, device=name)
+
+
 def _find_out_of_memory(_: Facts, name: str, device: DeviceSnapshot) -> list[Symptom]:
     return [
         Symptom(f"{model} ran out of memory {each.out_of_memory:,} times on {name}", model=model)
@@ -194,6 +199,7 @@ CHECKS: Mapping[str, Find] = {
     "padding-waste": check_workers(_find_padding),
     "latency-missed": check_workers(_find_missed_target),
     "device-restarts": check_workers(_find_restarts),
+    "device-given-up": check_devices(_find_given_up),
     "device-on-cpu": _find_local_idle_gpus,
     "device-out-of-memory": check_devices(_find_out_of_memory),
     "device-memory": check_devices(_find_full_device),

@@ -28,14 +28,9 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded, mask_forms
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
-from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
+from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import (
-    DeviceToHost,
-    PendingCopy,
-    move_to_host,
-    open_stream,
-)
+from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
 from batchery_worker.models.inputs import (
     PromptKeywords,
     TextKeywords,

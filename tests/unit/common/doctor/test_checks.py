@@ -179,6 +179,7 @@ WRONG: list[Case] = [
     ("padding-waste", batches(tokens=500_000), "50%"),
     ("latency-missed", {"settings": make_settings(target_latency_ms=8.0)}, "10 ms on average"),
     ("device-restarts", batches(device_restarts=2), "2 device processes"),
+    ("device-given-up", device(state="given up", error="no such card"), "given up: no such card"),
     ("device-on-cpu", batches(device="cpu"), "beside 1 CUDA devices"),
     ("device-out-of-memory", batches(model={"out_of_memory": 9}), "embed ran out of memory 9"),
     ("device-memory", device(memory=MemorySnapshot(reserved_bytes=79, total_bytes=80)), "99%"),

@@ -63,6 +63,13 @@ def use_device(name: str) -> None:
         torch.cuda.set_device(device)
 
 
+def open_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream, beside what a CUDA device does on others; None on other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def settle_cuda() -> None:
     """Keeps cuDNN from attention, for the whole process; to be called before the first pass.
 

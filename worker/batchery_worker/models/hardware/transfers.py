@@ -8,19 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from batchery_worker.models.hardware.devices import open_stream
+
 #: Pause between two looks at an event, in seconds.
 POLL_S = 10e-6
 
 #: Number of cores up to which a thread that waits for results leaves its core to those that
 #: prepare batches and store results. With more it spins, which sees the results sooner.
 FEW_CORES = 4
-
-
-def open_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A new stream, beside what a CUDA device does on others; None on other devices."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def move_to_host(model: nn.Module) -> None:
