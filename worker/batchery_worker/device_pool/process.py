@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +56,10 @@ SPINS = 1_000
 
 #: How long a process may take to end after its pipe was closed, in seconds; then it is killed.
 LEAVE_TIMEOUT_S = 5.0
+
+#: How long a killed process may take to end, in seconds, before its worker ends without it: the
+#: driver of a card may hold a process for ever.
+KILL_TIMEOUT_S = 10.0
 
 #: How long a process that closed its pipe itself may take to end, in seconds; the event loop waits.
 REAP_TIMEOUT_S = 0.05
@@ -436,10 +441,10 @@ class DeviceProcess:
                 code = process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                code = process.wait()
+                code = _wait_killed(process)
             ending = describe_ending(code)
         for each in self._dying:
-            each.wait()
+            _wait_killed(each)
         return ending
 
 
@@ -477,6 +482,18 @@ def start_process(end: socket.socket) -> Process:
                 raise
     follow_log(log)
     return process
+
+
+def _wait_killed(process: Process) -> int:
+    """Waits for the end of a process that was killed; returns its exit code."""
+    try:
+        return process.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        logger.error(
+            "device process %d was killed and does not end: a driver holds it, and its memory",
+            process.pid,
+        )
+        return -signal.SIGKILL
 
 
 def describe_ending(code: int) -> str:

@@ -190,6 +190,17 @@ def test_stop_waits_for_the_process_and_kills_a_slow_one(
     assert device.state is State.DEAD
 
 
+def test_stop_ends_without_a_process_that_a_driver_holds(
+    device: DeviceProcess, devices: FakeDevices, caplog: pytest.LogCaptureFixture
+) -> None:
+    (fake,) = devices.started
+    fake.hangs = True
+    # It is killed, and nothing happens.
+    fake.kill = lambda: None  # type: ignore[method-assign]
+    assert device.stop(kill_at_once=True) == "killed by signal 9"
+    assert f"device process {fake.pid} was killed and does not end" in caplog.text
+
+
 def test_a_process_that_cannot_be_spawned_can_be_spawned_later(
     unborn: DeviceProcess, devices: FakeDevices
 ) -> None:
