@@ -126,7 +126,7 @@ class OwnRedis:
 
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, f"{self.binary} has ended: {self._process.args}"
+        assert self._process.poll() is None, f"{self.binary} has ended"
         with contextlib.closing(Redis.from_url(self.url)) as client:
             try:
                 return bool(client.ping())
