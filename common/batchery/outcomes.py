@@ -7,7 +7,7 @@ yield a `Partial` at any time, which is no outcome.
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from batchery.errors import ItemFailed
 from batchery.tracebacks import Frame
@@ -49,7 +49,7 @@ class Partial:
         piece: What JSON can write.
     """
 
-    index: int
+    index: SupportsIndex
     piece: Any
 
 

@@ -175,6 +175,18 @@ def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budge
         assert max(shared for _, shared in outcomes) <= 10
 
 
+def test_the_budget_of_the_settings_is_reported_before_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATCHERY_MAX_BATCH_TOKENS", "512")
+    with started(setup(load=["lengths"])) as process:
+        ready = process.read()
+        assert isinstance(ready, Ready)
+        assert ready.figures is not None
+        model = ready.figures["models"]["lengths"]
+        assert (model["max_batch_tokens"], model["chosen_by"]) == (512, "setting")
+
+
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
     device: Process,
 ) -> None:

@@ -267,6 +267,19 @@ def test_a_model_that_loads_for_too_long_is_given_up(monkeypatch: pytest.MonkeyP
     engine.close()
 
 
+def test_a_process_that_hangs_is_ended_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_s, before = patient(2), children()
+    monkeypatch.setenv("BATCHERY_MAX_PASS_S", str(limit_s))
+    with Engine(Obedient(), device="cpu", process=True, max_batch_size=1) as engine:
+        held, other = engine.submit("hold"), engine.submit(4)
+        with pytest.raises(DeviceDied, match=rf"no answer for {limit_s:g} s \(setting max_pass_s"):
+            held.result(patient(60))
+        assert other.result(patient(60)) == 8
+    assert children() == before
+
+
 SCRIPT = """
 import os, sys
 from apps.engine_models import Obedient

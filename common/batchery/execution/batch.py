@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json
@@ -190,7 +190,7 @@ def _take(name: str, count: int, receive: Callable[[Partial], None], yielded: An
     if not isinstance(yielded, Partial):
         return False
     index = yielded.index
-    if not isinstance(index, int) or not 0 <= index < count:
+    if not isinstance(index, SupportsIndex) or not 0 <= int(index) < count:
         raise BatchArgumentError(
             f"{name} yielded a Partial for index {index!r:.80}, and was given"
             f" {counted(count, 'item')}; count them from 0"

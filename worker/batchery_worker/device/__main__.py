@@ -30,6 +30,7 @@ from celery.result import denied_join_result
 from batchery.device_names import main_device
 from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
+from batchery.installation import get_installation
 from batchery.model import StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
@@ -434,6 +435,9 @@ class Device:
         task = cast(ModelTask, find_task(self._app, name))
         make_model = partial(task.make_model, settings or self._versions.get(name))
         served = serve_model(name, make_model, self._setup.device, self._memory, gives_json=True)
+        # Each batch has it, too; but somebody may look before the first one.
+        own = get_installation(self._app).settings.max_batch_tokens
+        served.limit(task.max_batch_tokens or own)
         served.identity = build_identity(task, served.model)
         served.version = read_version(served.model)
         return served

@@ -142,7 +142,9 @@ class EngineModel:
         device = choose_devices(self.devices)[0]
         check_device(device)
         memory = find_memory(device, self.memory_fraction)
-        return memory, serve_model(self.name, self.make_model, device, memory, gives_json=False)
+        served = serve_model(self.name, self.make_model, device, memory, gives_json=False)
+        served.limit(self.max_batch_tokens)
+        return memory, served
 
     def work(self, number: int, keywords: Mapping[str, Any], content: bytes = b"") -> Work:
         """A batch as `LoadedModel` knows it; `content` has items and keywords, if they travel."""

@@ -128,6 +128,11 @@ class LoadedModel:
             logger.exception("%s: unload has failed", self.name)
         return model
 
+    def limit(self, max_batch_tokens: int | None) -> None:
+        """Limits the tokens of a forward pass; None for the default of the device."""
+        self._budget.ceiling = max_batch_tokens or self._default_tokens
+        self._source = "setting" if max_batch_tokens else "default"
+
     def start(self, items: Sequence[Any], work: Work) -> None:
         """Starts the first passes of the batch that comes next, as many as the model allows.
 
@@ -151,9 +156,7 @@ class LoadedModel:
 
         A call of `between_passes` may compute another batch of this model.
         """
-        setting = work.max_batch_tokens
-        self._budget.ceiling = setting or self._default_tokens
-        self._source = "setting" if setting else "default"
+        self.limit(work.max_batch_tokens)
         allowed, failed_passes = self._budget.allows(), self._failed_passes
         interrupted, self._batch = self._batch, _BatchPasses()
         self._report_urgent(work.urgent)

@@ -136,7 +136,7 @@ class Engine(EngineCall):
             settings.memory_fraction,
         )
         self._device: SpawnedDevice | LocalDevice = (
-            SpawnedDevice(served, settings.device_start_timeout_s)
+            SpawnedDevice(served, settings.device_start_timeout_s, settings.max_pass_s)
             if process
             else LocalDevice(served)
         )

@@ -135,15 +135,19 @@ class SpawnedDevice:
     #: The next process can compute again, whatever ended this one.
     problem = ""
 
-    def __init__(self, model: EngineModel, start_timeout_s: float) -> None:
+    def __init__(
+        self, model: EngineModel, start_timeout_s: float, max_pass_s: float | None = None
+    ) -> None:
         """Starts no process yet.
 
         Args:
             model: To be pickled.
             start_timeout_s: How long the process may take to load the model, in seconds.
+            max_pass_s: How long it may take to answer a batch, in seconds; None for ever.
         """
         self._model = model
         self._start_timeout_s = start_timeout_s
+        self._max_pass_s = max_pass_s
         self._device: DeviceProcess | None = None
         self._selector: DefaultSelector
         self._number = 0
@@ -228,12 +232,15 @@ class SpawnedDevice:
         self._send_ahead(device, look_ahead)
         try:
             while number not in self._answers:
-                for reply in self._receive(device):
+                for reply in self._receive(device, self._find_deadline_s()):
                     # Those before it are of batches that nobody wanted any more.
                     if isinstance(reply, Done) and reply.id >= number:
                         self._answers[reply.id] = reply
         except EOFError:
             raise self._died() from None
+        except TimeoutError:
+            limit = f"no answer for {self._max_pass_s:g} s (setting max_pass_s)"
+            raise self._died(f"{limit}; it was ", kill_at_once=True) from None
         return _read_answer(self._answers.pop(number), len(items))
 
     def figures(self) -> dict[str, Any]:
@@ -308,9 +315,14 @@ class SpawnedDevice:
             if replies := device.receive():
                 return replies
 
-    def _died(self) -> DeviceDied:
+    def _find_deadline_s(self) -> float | None:
+        """Until when the batch that begins now must be answered."""
+        return None if self._max_pass_s is None else monotonic() + self._max_pass_s
+
+    def _died(self, why: str = "", *, kill_at_once: bool = False) -> DeviceDied:
         """Cleans up after the process."""
-        text = f"{self._model.name}: its device process died: {self._stop()}"
+        ending = self._stop(kill_at_once=kill_at_once)
+        text = f"{self._model.name}: its device process died: {why}{ending}"
         logger.warning("%s; the next batch starts another one", text)
         return DeviceDied(text)
 

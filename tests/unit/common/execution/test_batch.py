@@ -264,6 +264,18 @@ def doubling_returned(items: list[int]) -> Any:
     return [each for each in mixed if not isinstance(each, Partial)]
 
 
+def test_the_index_of_a_piece_may_be_a_number_of_numpy() -> None:
+    pieces: list[Any] = []
+
+    def function(items: list[int]) -> Any:
+        for index in np.arange(len(items)):
+            yield Partial(index, "a piece")
+            yield "a result"
+
+    outcomes = run_function(function, [1, 2], {}, receive=lambda _: pieces.append)
+    assert (outcomes, [each.index for each in pieces]) == (["a result"] * 2, [0, 1])
+
+
 def test_generators_of_all_kinds_yield_outcomes_and_pieces_of_each_call() -> None:
     for each in (doubling, doubling_async, doubling_returned):
         calls: list[tuple[Sequence[int], list[Any]]] = []

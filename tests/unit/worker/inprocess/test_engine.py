@@ -238,8 +238,8 @@ def test_a_name_of_the_settings_brings_their_limits(
         f'kind = "embedding"\nmodel = "{bert}"\nmax_batch_tokens = 50\nmax_wait_ms = 7\n'
     )
     with Engine("embed") as engine:
-        assert len(engine.call("the cat")["vector"]) == 32
         assert engine.figures["max_batch_tokens"] == 50
+        assert len(engine.call("the cat")["vector"]) == 32
         assert engine.figures["chosen_by"] == "setting"
         options = engine._thread.options
     assert (options.max_batch_size, options.max_wait_ms) == (5, 7)
