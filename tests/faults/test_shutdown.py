@@ -12,7 +12,7 @@ import psutil
 import pytest
 from celery.result import ResultSet
 
-from apps import ledger
+from apps import ledger, signalled
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
@@ -87,6 +87,23 @@ def test_a_cold_shutdown_loses_no_job(
     assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
     # What ran when the worker was told to drop it runs again; nothing else does.
     assert len(executions(book)) == JOBS + started - finished
+
+
+def test_a_cold_shutdown_ends_a_worker_whose_main_thread_holds_a_lock(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    signalled.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.signalled")
+    first = signalled.echo.apply_async((2.0,), task_id="first")
+    wait_for(lambda: "[first] received" in worker.log, "it has the first job")
+    last = signalled.echo.apply_async((0.0,), task_id="last")
+    assert worker.process.wait(TIMEOUT_S) == 0, worker.log
+    assert "AssertionError" not in worker.log
+    assert first.get(timeout=TIMEOUT_S) == 2.0
+    assert unsettled(redis_url) == 0
+    # Without what ends it.
+    start_worker("apps.signalled", env={"ENDS": ""})
+    assert last.get(timeout=TIMEOUT_S) == 0.0
 
 
 def test_a_second_sigterm_changes_nothing(start_worker: StartWorker, book: Path) -> None:

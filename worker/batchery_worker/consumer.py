@@ -25,7 +25,8 @@ from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import BatchRequest, get_lease, give_back
+from batchery_worker.event_loop import is_cold_shutdown
+from batchery_worker.request import BatchRequest, cancel_active, get_lease, give_back
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -120,6 +121,12 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             return super().ensure_connected(conn)
         finally:
             del conn.ensure_connection
+
+    def stop(self) -> None:
+        """Ends; after a cold shutdown's signal, first what its handler had to leave."""
+        if is_cold_shutdown():
+            cancel_active(self.pool)
+        super().stop()
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Makes the function that is called with each message."""

@@ -25,9 +25,9 @@ from batchery_worker.device_pool.process import (
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.event_loop import is_cold_shutdown
+from batchery_worker.event_loop import is_cold_shutdown, is_in_signal_handler
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.request import BatchRequest
+from batchery_worker.request import BatchRequest, cancel_active
 
 logger = logging.getLogger("batchery.pool")
 
@@ -253,18 +253,25 @@ class HybridPool:
         self._ordinary.close()
 
     def stop(self) -> None:
-        """Finishes what is on a device, unless the shutdown is a cold one; then ordinary jobs."""
+        """Finishes what is on a device, unless the shutdown is a cold one; then ordinary jobs.
+
+        In the handler of a signal, devices are left for `terminate`, which Celery calls next.
+        """
         self._ordinary.close()
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and not is_in_signal_handler():
             if self._private_hub is not None:
                 self._private_hub.stop()
             if not is_cold_shutdown():
                 self._dispatcher.drain()
+                if is_cold_shutdown():
+                    cancel_active(self)
             self._leave(kill_at_once=is_cold_shutdown())
         self._ordinary.stop()
 
     def terminate(self) -> None:
         """Cold shutdown: kills the devices; what they held was not acknowledged."""
+        if self._dispatcher is not None and self._private_hub is not None:
+            self._private_hub.stop()
         self._leave(kill_at_once=True)
         self._ordinary.terminate()
 

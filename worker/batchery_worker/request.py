@@ -12,11 +12,21 @@ from celery.worker.request import Request as CeleryRequest
 from batchery.protocol.headers import expiring_as_asked
 from batchery.protocol.pieces import tell_readers
 from batchery.transport.lease_store import LeaseStore
+from batchery_worker.event_loop import is_in_signal_handler
 
 if TYPE_CHECKING:
     _Request: Any
 else:
     _Request = CeleryRequest
+
+
+def cancel_active(pool: Any) -> None:
+    """Drops the batch jobs that run, at the end of a cold shutdown, unless they are answered."""
+    for request in tuple(worker_state.active_requests):
+        is_open = not (request.task.acks_late and request.acknowledged)
+        if is_open and isinstance(request, BatchRequest):
+            # The broker delivers it again, but for a message that was acknowledged early.
+            request.cancel(pool, emit_retry=not request.task.acks_late)
 
 
 class LeaseHandle(NamedTuple):
@@ -84,8 +94,11 @@ class BatchRequest(_Request):  # type: ignore[misc]
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.
 
-        A device may have answered while Celery waited: then the job is finished, not dropped.
+        A device may have answered while Celery waited: then the job is finished, not dropped. So
+        this waits for other threads, and is left for `cancel_active` in the handler of a signal.
         """
+        if is_in_signal_handler():
+            return
         finish = getattr(pool, "finish_answered", None)
         if finish is not None:
             finish()
