@@ -15,7 +15,7 @@ ARGS ?=
 
 # How many test processes at a time: more than processors, as most tests wait for processes that they
 # have started. Each takes 0.8 GB, and what it starts about as much.
-PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
+PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
 
 # Which Redis the tests run on: a path, or a package that brings one; all that are there if empty.
 #   make test REDIS_SERVER=/usr/bin/redis-server
