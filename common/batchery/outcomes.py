@@ -25,7 +25,7 @@ class Failed:
 
     Attributes:
         error: The exception that the caller's `get()` raises; or a text, which becomes an
-            `ItemFailed`.
+            `ItemFailed`. Of a class an instance is made, as `raise` does.
         traceback: Where it was raised, as text; empty if it was not raised.
         frames: The same for programs, see `tracebacks.py`.
     """
@@ -33,6 +33,10 @@ class Failed:
     error: BaseException | str
     traceback: str = ""
     frames: tuple[Frame, ...] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.error, str):
+            object.__setattr__(self, "error", _instance(self, self.error, BaseException))
 
     @property
     def exception(self) -> BaseException:
@@ -62,15 +66,23 @@ class RetryAfter:
 
     Attributes:
         seconds: Minimum time until the next attempt, in seconds; 0 or more.
-        error: The reason, for the log, the RETRY state and the final failure.
+        error: The reason, for the log, the RETRY state and the final failure: an exception, or a
+            text, which becomes an `ItemFailed`.
     """
 
     seconds: float
-    error: Exception | None = None
+    error: Exception | str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.seconds < inf:
             raise ValueError(f"RetryAfter({self.seconds!r}): seconds must be 0 or more, and finite")
+        if self.error is not None and not isinstance(self.error, str):
+            object.__setattr__(self, "error", _instance(self, self.error, Exception))
+
+    @property
+    def exception(self) -> Exception | None:
+        """The error as an exception, even if it was given as a text; None if there is none."""
+        return ItemFailed(self.error) if isinstance(self.error, str) else self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,17 @@ class Replace:
             raise TypeError(
                 f"Replace({self.signature!r:.80}): give task.s(...), a chain or a group"
             )
+
+
+def _instance(outcome: Failed | RetryAfter, error: Any, kind: type[BaseException]) -> Any:
+    """The exception that an outcome was given, or an instance of the class that it was given."""
+    if isinstance(error, type) and issubclass(error, kind):
+        error = error()
+    if not isinstance(error, kind):
+        raise TypeError(
+            f"{type(outcome).__name__}(error={error!r:.80}): give an exception or a text"
+        )
+    return error
 
 
 class Answered(Exception):

@@ -5,6 +5,7 @@ where each frame was, and the main process makes a traceback of that. Celery wri
 result, and tools that group errors by their frames find those of the user's code.
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
@@ -29,22 +30,39 @@ def collect_frames(error: BaseException) -> tuple[Frame, ...]:
     return tuple(frames[first:][-MAX_FRAMES:])
 
 
+def error_text(error: BaseException) -> str:
+    """What an exception says; if its own code raises, that it does."""
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - whatever that code raises
+        return f"its text cannot be made: {type(problem).__name__}"
+
+
+def format_error(error: BaseException) -> str:
+    """An exception and its traceback as Python prints them, as far as the exception's code lets."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - as above: Python looks for attributes such as notes
+        lines = traceback.format_tb(error.__traceback__)
+        return "".join([*lines, f"{type(error).__name__}: {error_text(error)}\n"])
+
+
 def with_frames(error: BaseException, frames: Sequence[Frame]) -> BaseException:
     """Gives an exception a traceback that is made of frames, if there are any; returns it."""
-    traceback: TracebackType | None = None
+    trace: TracebackType | None = None
     for filename, function, line, module in reversed(frames):
         frame = _frame(filename, function, line, module)
         # An instruction below 0 is none, so nobody looks for its columns.
-        traceback = TracebackType(traceback, frame, -1, line)
-    return error.with_traceback(traceback)
+        trace = TracebackType(trace, frame, -1, line)
+    return error.with_traceback(trace)
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[Frame]:
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        yield code.co_filename, code.co_name, traceback.tb_lineno, module
-        traceback = traceback.tb_next
+def _frames(trace: TracebackType | None) -> Iterator[Frame]:
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        yield code.co_filename, code.co_name, trace.tb_lineno, module
+        trace = trace.tb_next
 
 
 def _is_ours(frame: Frame) -> bool:
@@ -59,6 +77,6 @@ def _frame(filename: str, function: str, line: int, module: str) -> FrameType:
     try:
         stub()
     except ZeroDivisionError as error:
-        traceback: Any = error.__traceback__
-    frame: FrameType = traceback.tb_next.tb_frame
+        trace: Any = error.__traceback__
+    frame: FrameType = trace.tb_next.tb_frame
     return frame

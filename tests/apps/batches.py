@@ -55,4 +55,6 @@ def double(number: int) -> int:
 
 @app.task(shared=False, acks_late=True)
 def late(number: int) -> int:
+    if number < 0:
+        raise ValueError("as told")
     return number

@@ -2,13 +2,14 @@
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from celery import Celery, signals
 from celery.backends.redis import RedisBackend
 
-from batchery import BatchTask, install
+from batchery import BatchTask, Failed, install
 
 app = install(Celery("ledger", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
@@ -68,6 +69,32 @@ class Fussy(Exception):
         super().__init__(code, "fussy")
 
 
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses every attribute, also those that Python sets."""
+
+    code: int
+
+
+class Nosy(Exception):
+    """Finds its attributes elsewhere, and nothing there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Argless(Exception):
+    """Even what every exception has is broken."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        raise OSError("no args")
+
+
+#: What may be raised, and returned as `Failed`.
+ODD_ERRORS = {"frozen": Frozen(3), "nosy": Nosy("as told"), "argless": Argless("as told")}
+
+
 def nested(levels: int) -> list[Any]:
     made: list[Any] = []
     for _ in range(levels):
@@ -83,15 +110,36 @@ def misbehave(texts: list[str]) -> Any:
             raise Mute
         if text == "fussy":
             raise Fussy(code=3)
+        if text.startswith("raise "):
+            raise ODD_ERRORS[text.removeprefix("raise ")]
 
     def answer(text: str) -> Any:
         if text == "generator":
             raise LookupError("in the middle")
         if text in ("huge", "too huge"):
             return "x" * (100_000_000 if text == "huge" else MAX_BYTES + 1)
+        if text.startswith("return "):
+            return Failed(ODD_ERRORS[text.removeprefix("return ")])
+        if text == "no error":
+            return Failed(None)  # type: ignore[arg-type]
         return nested(10_000) if text == "deep" else text.upper()
 
     return (answer(text) for text in texts)
+
+
+#: What a hook may raise. Some backends raise the same while they are away.
+HOOK_ERRORS: dict[str, type[Exception]] = {
+    "RuntimeError": RuntimeError,
+    "KeyError": KeyError,
+    "OSError": OSError,
+    "MemoryError": MemoryError,
+}
+
+
+def _note_run(text: str) -> None:
+    """Notes a run in the file that a text such as `fail KeyError runs.txt` names."""
+    with open(text.split()[-1], "a") as file:
+        file.write("run\n")
 
 
 class Hooked(BatchTask):
@@ -101,8 +149,10 @@ class Hooked(BatchTask):
     max_batch_size = 64
 
     def run(self, texts: list[str]) -> list[str]:
-        if "fail" in texts:
-            raise ValueError("as told")
+        for text in texts:
+            if text.startswith("fail"):
+                _note_run(text)
+                raise ValueError("as told")
         return texts
 
     def on_success(self, retval: str, task_id: str, args: Any, kwargs: Any) -> None:
@@ -113,7 +163,7 @@ class Hooked(BatchTask):
             raise RuntimeError("on_success is broken")
 
     def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        raise RuntimeError("on_failure is broken")
+        raise HOOK_ERRORS[args[0].split()[1]]("on_failure is broken")
 
     def after_return(
         self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any

@@ -112,9 +112,40 @@ def test_a_hook_that_raises_does_not_stop_the_worker(text: str, worker: Worker) 
     wait_for(job.ready, "a result")
 
 
-def test_a_broken_on_failure_keeps_the_failure() -> None:
-    with pytest.raises(ValueError, match="as told"):
-        ledger.hooked.delay("fail").get(timeout=TIMEOUT_S)
+@pytest.mark.parametrize("hook_error", ledger.HOOK_ERRORS)
+def test_a_job_whose_on_failure_is_broken_runs_once(
+    hook_error: str, tmp_path: Path, redis_url: str
+) -> None:
+    job_id = ledger.hooked.delay(f"fail {hook_error} {tmp_path / 'runs'}").id
+
+    def is_told() -> bool:
+        """Celery stores the failure, and then that of the hook; a result keeps what it has read."""
+        result = ledger.hooked.AsyncResult(job_id)
+        return result.state == "FAILURE" and not isinstance(result.result, ValueError)
+
+    wait_for(is_told, "the last failure")
+    wait_for(lambda: unsettled(redis_url) == 0, "no message unacknowledged")
+    assert ledger.executions(tmp_path / "runs") == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise frozen", r"Frozen\(code=3\)"),
+        ("return frozen", r"Frozen\(code=3\)"),
+        ("raise nosy", "Nosy: as told"),
+        ("return nosy", "Nosy: as told"),
+        ("raise argless", "Argless: as told"),
+        ("return argless", "Argless: as told"),
+        ("no error", r"Failed\(error=None\): give an exception or a text"),
+    ],
+)
+def test_an_odd_error_fails_its_job_alone(text: str, says: str) -> None:
+    jobs = ledger.misbehave.submit_many(["before", text, "after"])
+    with pytest.raises(Exception, match=says):
+        jobs[1].get(timeout=TIMEOUT_S)
+    assert jobs[0].get(timeout=TIMEOUT_S) == "BEFORE"
+    assert jobs[2].get(timeout=TIMEOUT_S) == "AFTER"
 
 
 def test_a_slow_on_success_delays_no_other_job(tmp_path: Path) -> None:

@@ -143,21 +143,29 @@ def run_function(
     def call(part: Sequence[int]) -> Any:
         own_items = [items[position] for position in part]
         take = partial(_take, name, len(part), receive(part))
+        raised: Exception | None = None
         try:
             with around(part):
-                answer = function(own_items, **keywords)
-                if inspect.isasyncgen(answer):
-                    answer = _collect_async(answer, take)
-                if inspect.iscoroutine(answer):
-                    answer = (resolve or _resolve)(answer)
-                # A generator runs the function's body here, so its exceptions belong here as well.
-                return _collect(answer, take) if inspect.isgenerator(answer) else answer
+                try:
+                    answer = function(own_items, **keywords)
+                    if inspect.isasyncgen(answer):
+                        answer = _collect_async(answer, take)
+                    if inspect.iscoroutine(answer):
+                        answer = (resolve or _resolve)(answer)
+                    # A generator runs the function's body here, so its exceptions belong here too.
+                    return _collect(answer, take) if inspect.isgenerator(answer) else answer
+                except Exception as error:  # noqa: BLE001 - it is raised below
+                    # `contextlib` writes to what passes through it, and a frozen one refuses.
+                    raised = error
+            raise raised
         except AttributeError as error:
             if error.obj is own_items:
                 error.args = (f"{error}; {name} gets a list of items, not one: loop over them",)
             elif isinstance(error.obj, list) and any(error.obj is item for item in own_items):
                 error.args = (f"{error}; the item is a list: {ONE_JOB_EACH}",)
             raise
+        finally:
+            raised = None  # Its frames hold this one.
 
     name = getattr(function, "__name__", type(function).__name__)
     if models is None:

@@ -1,7 +1,6 @@
 """Keeps one bad item from failing its batch mates: after an exception each half runs by itself."""
 
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength, counted
 from batchery.outcomes import Answered, Failed, Replace, RetryAfter
-from batchery.tracebacks import collect_frames
+from batchery.tracebacks import collect_frames, error_text, format_error
 
 #: Outcomes that are not values. An item with one of them needs no forward pass. Exceptions are
 #: Celery's `Ignore` and `Reject`: any other one has become a `Failed`.
@@ -107,14 +106,13 @@ def _failed(error: BaseException, name: str) -> Any:
     if isinstance(error, Answered):
         return error.outcome
     if is_out_of_memory(error):
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = (error_text(error) or type(error).__name__).splitlines()[0]
         error = OutOfMemory(
             f"{name}: no memory for this item, even alone ({text});"
             " use a shorter item, a smaller dtype or a larger device"
         )
         return Failed(error)
-    trace = "".join(traceback.format_exception(error))
-    frames = collect_frames(error)
+    trace, frames = format_error(error), collect_frames(error)
     return Failed(_safe(error, name).with_traceback(None), trace, frames)
 
 
@@ -131,7 +129,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # Only torch's allocator has an error of its own. CUDA's libraries, pinned memory and a CPU's
     # memory have only a text.
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    text = error_text(error).lower() if isinstance(error, RuntimeError) else ""
     return any(each in text for each in OUT_OF_MEMORY_TEXTS)
 
 
@@ -146,7 +144,7 @@ def has_run_out(error: BaseException | None) -> bool:
 
 def _safe(error: BaseException, name: str) -> Exception:
     if isinstance(error, MemoryError):
-        return OutOfMemory(f"{name}: no memory for this item ({error})")
+        return OutOfMemory(f"{name}: no memory for this item ({error_text(error)})")
     return as_exception(error, name)
 
 
@@ -155,5 +153,5 @@ def as_exception(error: BaseException, name: str) -> Exception:
     if isinstance(error, SystemExit):
         return RuntimeError(f"{name} called sys.exit({error.code!r})")
     if not isinstance(error, Exception):
-        return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
+        return RuntimeError(f"{name} raised {type(error).__name__}: {error_text(error)}")
     return error

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from batchery.errors import BatchArgumentError, InvalidItem, counted
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery.tracebacks import error_text
 
 DEADLINE, TENANT, SENT_AT = "batchery_deadline", "batchery_tenant", "batchery_sent_at"
 
@@ -326,8 +327,4 @@ def _entry(outcome: Any) -> dict[str, Any]:
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    try:
-        message = str(error)
-    except Exception as problem:  # noqa: BLE001 - the exception's own code, and its mates are fine
-        message = f"its text cannot be made: {type(problem).__name__}"
-    return {"type": type(error).__name__, "message": message}
+    return {"type": type(error).__name__, "message": error_text(error)}

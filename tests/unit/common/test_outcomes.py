@@ -20,6 +20,32 @@ def test_exception_of_failed_is_kept() -> None:
     assert Failed(error).exception is error
 
 
+def test_class_of_exceptions_is_made_an_instance_as_raise_does() -> None:
+    made: Any = Failed(LookupError)  # type: ignore[arg-type]
+    assert type(made.exception) is LookupError
+    again: Any = RetryAfter(1, LookupError)  # type: ignore[arg-type]
+    assert type(again.exception) is LookupError
+
+
+@pytest.mark.parametrize("error", [None, 7, b"bytes", ["a list"], Failed("twice"), int])
+def test_failure_without_an_exception_or_a_text_is_refused(error: Any) -> None:
+    with pytest.raises(TypeError, match=r"Failed\(error=.*give an exception or a text"):
+        Failed(error)
+
+
+def test_text_of_a_retry_becomes_item_failed() -> None:
+    error = RetryAfter(1, "rate limited").exception
+    assert isinstance(error, ItemFailed)
+    assert str(error) == "rate limited"
+    assert RetryAfter(1).exception is None
+
+
+@pytest.mark.parametrize("error", [7, b"bytes", KeyboardInterrupt(), KeyboardInterrupt])
+def test_retry_for_no_exception_is_refused(error: Any) -> None:
+    with pytest.raises(TypeError, match=r"RetryAfter\(error=.*give an exception or a text"):
+        RetryAfter(1, error)
+
+
 @pytest.mark.parametrize("seconds", [0, 0.5, 3600])
 def test_a_retry_takes_any_time_from_now_on(seconds: float) -> None:
     assert RetryAfter(seconds).seconds == seconds

@@ -1,7 +1,9 @@
 """What a restart of the devices does to jobs, and ordinary jobs beside those of batches."""
 
 import pytest
+from celery.app import trace
 from celery.backends.cache import CacheBackend
+from celery.exceptions import BackendStoreError
 from celery.worker import state as worker_state
 
 from apps.batches import double, late
@@ -78,12 +80,32 @@ def test_an_ordinary_job_whose_result_finds_no_backend_is_given_back(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_off(*_: object, **__: object) -> None:
-        raise ConnectionError("as told")
+        raise BackendStoreError("as told") from ConnectionError("away")
 
-    monkeypatch.setattr(CacheBackend, "mark_as_done", cut_off)
+    monkeypatch.setattr(CacheBackend, "store_result", cut_off)
     monkeypatch.setattr(CacheBackend, "exception_safe_to_retry", lambda *_: True)
     worker = start_pool()
     ordinary = worker.receive(21, task=late.name)
     worker.loop.until(lambda: worker.channel.rejected, "it is given back")
     assert worker.channel.rejected == [(ordinary.message.delivery_tag, True)]
     assert ordinary not in worker_state.active_requests
+
+
+def test_an_ordinary_job_whose_on_failure_is_broken_fails_and_does_not_run_again(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend raises the same while it is away."""
+
+    def break_off(*_: object) -> None:
+        raise OSError("as told")
+
+    monkeypatch.setattr(late, "on_failure", break_off)
+    # Celery's fast tracer, which workers have, does not catch what a hook raises.
+    monkeypatch.setattr(trace, "report_internal_error", break_off)
+    monkeypatch.setattr(CacheBackend, "exception_safe_to_retry", lambda *_: True)
+    worker = start_pool()
+    ordinary = worker.receive(-1, task=late.name)
+    worker.loop.until(lambda: ordinary.acknowledged, "it has failed")
+    assert worker.channel.rejected == []
+    assert ordinary not in worker_state.active_requests
+    assert isinstance(late.AsyncResult(ordinary.id).result, OSError)

@@ -20,6 +20,7 @@ from celery import Celery
 from celery._state import get_current_task
 from celery.app import amqp
 from celery.backends.redis import RedisBackend
+from celery.exceptions import BackendError
 from celery.states import FAILURE, PENDING, STARTED, SUCCESS
 from kombu.exceptions import OperationalError
 from redis.backoff import AbstractBackoff, NoBackoff
@@ -115,11 +116,36 @@ def _may_come_again() -> bool:
     return current_completion() is not None or late
 
 
-def is_backend_away(backend: Any, error: BaseException) -> bool:
+class BackendAway(RetryDeadlineExceeded):
+    """A result backend took nothing, however often it was tried by its own settings."""
+
+    def __init__(self, error: BaseException) -> None:
+        BaseException.__init__(self, f"the result backend is away: {error}")
+
+
+@contextmanager
+def outage_told_apart(backend: Any) -> Iterator[None]:
+    """Makes `BackendAway` of what a backend that is away raises; for the backend's own calls alone.
+
+    Code of users, such as a hook, may raise the same errors, and no job runs again for these.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_away(backend, error):
+            raise BackendAway(error) from error
+        raise
+
+
+def _is_away(backend: Any, error: Exception) -> bool:
     """Whether an error means that a backend takes no results for now; False if it refused one."""
-    causes = (error, error.__cause__)
-    return isinstance(error, RetryDeadlineExceeded) or any(
-        isinstance(cause, Exception) and backend.exception_safe_to_retry(cause) for cause in causes
+    # Celery wraps what it has tried for long enough.
+    cause = error.__cause__ if isinstance(error, BackendError) else error
+    # A KeyError is among Celery's connection errors, and comes of malformed messages, too.
+    return (
+        isinstance(cause, Exception)
+        and not isinstance(cause, KeyError)
+        and bool(backend.exception_safe_to_retry(cause))
     )
 
 
@@ -171,19 +197,24 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         with expiring_as_asked(self, request):
             return super().store_result(task_id, result, state, traceback, request, **options)
 
+    def on_chord_part_return(self, *args: Any, **options: Any) -> None:
+        """Counts a part of a chord, and sends the body after the last one."""
+        with outage_told_apart(self):
+            super().on_chord_part_return(*args, **options)
+
     def mark_as_done(self, *args: Any, **options: Any) -> Any:
         """Stores a result, publishes what follows the job, and counts it in a chord."""
-        with _with_deadline():
+        with _with_deadline(self):
             return super().mark_as_done(*args, **options)
 
     def mark_as_failure(self, *args: Any, **options: Any) -> Any:
         """Stores a failure, and notifies those who wait for it."""
-        with _with_deadline():
+        with _with_deadline(self):
             return super().mark_as_failure(*args, **options)
 
     def mark_as_retry(self, *args: Any, **options: Any) -> Any:
         """Stores that a job will run again."""
-        with _with_deadline():
+        with _with_deadline(self):
             return super().mark_as_retry(*args, **options)
 
 
@@ -310,13 +341,18 @@ def _outbox() -> Outbox | None:
 
 
 @contextmanager
-def _with_deadline() -> Iterator[None]:
+def _with_deadline(backend: Any) -> Iterator[None]:
     """Gives the completion of an ordinary job a deadline; its function must not have one."""
-    if current_completion() is not None:
-        yield
-        return
-    with completing(JobCompletion()):
-        yield
+    try:
+        if current_completion() is not None:
+            yield
+        else:
+            with completing(JobCompletion()):
+                yield
+    except BackendError:
+        # Of the errors of a backend only these have a class of their own.
+        with outage_told_apart(backend):
+            raise
 
 
 def _publish_tag() -> str | None:

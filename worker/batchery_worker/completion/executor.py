@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,12 @@ import redis
 from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
+from celery.worker import state as worker_state
+from kombu.utils.encoding import safe_repr
 
 from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
+from batchery.outcomes import Failed
 from batchery.protocol.pieces import tell_readers
 from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
@@ -27,10 +30,10 @@ from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.atomic_finish import AtomicFinisher, WithheldJob
 from batchery_worker.completion.backend import (
     for_completion,
-    is_backend_away,
+    outage_told_apart,
     publish_until_deadline,
 )
-from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised
+from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, plain_info, raised
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import give_back
 
@@ -169,7 +172,7 @@ class CompletionExecutor:
     def _finish_all(self, jobs: Sequence[tuple[Completion, WithheldJob]]) -> None:
         """Writes what was held back, and ends the jobs."""
         try:
-            with completing(JobCompletion()):
+            with completing(JobCompletion()), outage_told_apart(self._app.backend):
                 statuses = self._finisher().finish([held for _, held in jobs])
         except (redis.RedisError, RetryDeadlineExceeded):
             for completion, _ in jobs:
@@ -194,11 +197,18 @@ class CompletionExecutor:
             yield
         except BaseException as error:  # noqa: BLE001 - after any error the job must be settled
             completion.held = None
-            logger.error("%s[%s] cannot be completed: %r", call.task_name, call.task_id, error)
-            if call.request is not None and is_backend_away(self._app.backend, error):
+            name, text = call.task_name, safe_repr(error)
+            logger.error("%s[%s] cannot be completed: %s", name, call.task_id, text)
+            if call.request is not None and isinstance(error, RetryDeadlineExceeded):
                 self._end(completion, lambda _: _give_back(call), None)
                 return
-            self._end(completion, call.error_callback, ExceptionInfo(), type(error).__name__)
+            outcome = completion.outcome
+            cause = outcome.exception if isinstance(outcome, Failed) else error
+            info = plain = plain_info(cause, error.__traceback__)
+            # Python asks the code of the exception, and of those that it came from.
+            with suppress(Exception):
+                info = ExceptionInfo()
+            self._end(completion, partial(_fail, call, plain), info, type(error).__name__)
 
     def _notify(self, completion: Completion, held: WithheldJob | None = None) -> None:
         """Tells Celery that a job has ended; with `held`, its message is acknowledged already."""
@@ -243,6 +253,8 @@ class CompletionExecutor:
                 callback(result)
             except Exception as error:
                 if not is_away(error):
+                    # The result is stored. Without this the job would stay here for ever.
+                    _acknowledge(call)
                     raise
                 # Celery's own code stores failures here. A lease of a living worker never ends by
                 # itself, so the job must not stay with it.
@@ -258,6 +270,23 @@ class CompletionExecutor:
             self._local.finisher = AtomicFinisher(for_completion(self._app.backend))
         finisher: AtomicFinisher = self._local.finisher
         return finisher
+
+
+def _fail(call: TaskCall, plain: ExceptionInfo, info: ExceptionInfo) -> None:
+    """Stores the failure of a job: `info`, or `plain` if that cannot be stored."""
+    try:
+        call.error_callback(info)
+    except Exception as error:
+        if is_away(error):
+            raise
+        logger.exception("%s[%s] cannot fail with its own error", call.task_name, call.task_id)
+        call.error_callback(plain)
+
+
+def _acknowledge(call: TaskCall) -> None:
+    if call.request is not None:
+        worker_state.task_ready(call.request)
+        call.request.acknowledge()
 
 
 def _give_back(call: TaskCall) -> None:

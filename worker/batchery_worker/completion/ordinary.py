@@ -7,23 +7,24 @@ job can be given back instead.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Reject
 from celery.worker.request import Request
+from kombu.utils.encoding import safe_repr
 
 from batchery.retry import RetryDeadlineExceeded
 from batchery_worker.completion.backend import (
     for_completion,
-    is_backend_away,
     publish_until_deadline,
 )
-from batchery_worker.completion.tracer import drop_frames
-from batchery_worker.request import give_back
+from batchery_worker.completion.tracer import drop_frames, plain_info
 
 logger = logging.getLogger("batchery.pool")
 
@@ -44,7 +45,7 @@ def wait_here(app: Celery) -> None:
 
 
 def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a job in a process of a prefork pool, or in that of a solo pool.
+    """Runs a job in a process of a prefork pool, in that of a solo pool, or on a thread.
 
     Raises:
         Reject: Its result found no backend; the worker gives the job back.
@@ -148,21 +149,26 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
 
     def _run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for_completion(self.app.backend)
-        return drop_frames(target(*args, **kwargs))
+        return run_in_child(target, *args, **kwargs)
 
     def _on_done(self, request: Any, future: Future[Any]) -> None:
-        """Gives a job back whose result found no backend.
+        """Ends a job whose tracer broke off as a pool of processes does: by `Request.on_failure`.
 
-        Celery forgets such a job, and with a lease, which a living worker never loses, so would the
-        queue.
+        That gives back what is rejected because its result found no backend. Celery's threads
+        forget such a job, and with a lease, which a living worker never loses, so would the queue.
         """
         self._jobs.pop(future, None)
         error = None if future.cancelled() else future.exception()
         if error is None:
             return
-        away = is_backend_away(self.app.backend, error)
-        if away and isinstance(request, Request) and request.task.acks_late:
-            logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
-            give_back(request)
-        else:
-            logger.error("a job ended without an outcome", exc_info=error)
+        logger.error("a job ended without an outcome: %s", safe_repr(error))
+        if not isinstance(request, Request):
+            return
+        info = plain_info(error, error.__traceback__)
+        # Python asks the code of the exception, and of those that it came from.
+        with suppress(Exception):
+            info = ExceptionInfo((type(error), error, error.__traceback__))
+        try:
+            request.on_failure(info)
+        except (Exception, RetryDeadlineExceeded):
+            logger.exception("the failure of %s[%s] cannot be stored", request.name, request.id)

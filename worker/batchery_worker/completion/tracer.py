@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
 from traceback import walk_stack, walk_tb
+from types import TracebackType
 from typing import Any, cast
 
 import redis
@@ -22,11 +23,13 @@ from celery.app import trace
 from celery.exceptions import Ignore, Reject, Retry
 
 from batchery.completion import JobCompletion, Outbox, completing, current_completion
+from batchery.errors import ItemFailed
 from batchery.outcomes import Failed, Replace
+from batchery.tracebacks import error_text
 from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import WithheldJob
-from batchery_worker.completion.backend import for_completion
+from batchery_worker.completion.backend import for_completion, outage_told_apart
 from batchery_worker.in_flight import TaskCall
 
 #: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
@@ -128,7 +131,7 @@ class Tracer:
         outbox, completion.held = completion.held.outbox, None
         try:
             with completing(JobCompletion(outbox=outbox)):
-                outbox.replay()
+                self._write(completion.call, outbox)
         finally:
             _note_dedupe_keys(completion.call, outbox)
 
@@ -140,9 +143,13 @@ class Tracer:
         is_error, value = completion.traced
         if call.lease is None or (is_error and not isinstance(raised(value), Retry)):
             # A failure after all: the result cannot be encoded, or no retries are left.
-            outbox.replay()
+            self._write(call, outbox)
         else:
             completion.held = WithheldJob(call.lease, outbox)
+
+    def _write(self, call: TaskCall, outbox: Outbox) -> None:
+        with outage_told_apart(for_completion(self._app.tasks[call.task_name].backend)):
+            outbox.replay()
 
     def _open_outbox(self, call: TaskCall) -> Outbox | None:
         """Makes the outbox of a job; None if its message has no lease, or no tag."""
@@ -280,6 +287,17 @@ def raised(info: ExceptionInfo) -> Any:
     return error.exc if isinstance(error, ExceptionWithTraceback) else error
 
 
+def plain_info(error: BaseException, trace: TracebackType | None) -> ExceptionInfo:
+    """A failure with no more than the class and the text of an exception whose own code raises.
+
+    Args:
+        error: The exception.
+        trace: Where the job broke off.
+    """
+    plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
+    return ExceptionInfo((ItemFailed, plain, trace))
+
+
 def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Takes its frames from the exception of a job that did not succeed.
 
@@ -296,7 +314,8 @@ def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
     if traced[0] and isinstance(traced[1], ExceptionInfo):
         error = raised(traced[1])
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        error.__traceback__ = None
+        # One that refuses attributes takes this, too.
+        error.with_traceback(None)
         # The job's own exception is another one where that cannot be pickled.
         outer = walk_stack(frames[0].f_back) if frames and frames[0].f_back else ()
         for frame in [*frames, *(frame for frame, _ in outer)]:

@@ -311,7 +311,7 @@ class BatchLoop:
         # Nothing crosses a process here, so callers see where it was raised.
         for place, trace in raised.items():
             if isinstance(outcomes[place], Failed):
-                outcomes[place].exception.__traceback__ = trace
+                outcomes[place].exception.with_traceback(trace)
         raised.clear()  # The traces lead to it.
         return outcomes
 
@@ -349,7 +349,7 @@ class BatchLoop:
         if isinstance(outcome, RetryAfter | Replace):
             text = f"{self.name} answered {type(outcome).__name__}, which takes a Celery worker"
             error = ItemFailed(text)
-            error.__cause__ = getattr(outcome, "error", None)
+            error.__cause__ = getattr(outcome, "exception", None)
             return Failed(error)
         if isinstance(outcome, BaseException):
             return Failed(outcome)  # Celery's Ignore and Reject.

@@ -256,16 +256,20 @@ def copy_exception(error: E) -> E:
     """An exception for one caller alone: one object raised in all would grow all their tracebacks.
 
     Its `__init__` is not called, as that may take other arguments than `args`. What cannot be made
-    without it, such as pydantic's, is shared.
+    without it, such as pydantic's, is shared, and so is what refuses attributes.
     """
+    try:
+        return _copy(error)
+    except Exception:  # noqa: BLE001 - whatever the class does
+        return error
+
+
+def _copy(error: E) -> E:
     kind = type(error)
     args: tuple[Any, ...] = error.args
     if isinstance(error, BaseExceptionGroup):
         args = error.message, tuple(map(copy_exception, error.exceptions))
-    try:
-        made: E = kind.__new__(kind, *args)
-    except Exception:  # noqa: BLE001 - whatever the class does
-        return error
+    made: E = kind.__new__(kind, *args)
     vars(made).update(vars(error))
     # Slots, the fields of Python's own classes such as `OSError.filename`, cause and traceback.
     for base in kind.__mro__:

@@ -7,15 +7,11 @@ carries only plain data, so no result of a model can make the main process impor
 
 import marshal
 import pickle
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
 from celery.canvas import Signature
-from celery.utils.serialization import create_exception_cls
 from kombu.utils import json
 
 import batchery.errors
@@ -24,11 +20,14 @@ from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.headers import Form
 from batchery.settings import ModelSettings
-from batchery.tracebacks import Frame, collect_frames, with_frames
+from batchery.tracebacks import error_text
+from batchery_worker.ipc.exceptions import (
+    encode_chain,
+    encode_exception,
+    read_chain,
+    read_exception,
+)
 from batchery_worker.ipc.values import Encoded, is_plain
-
-#: Maximum number of exceptions of which each is the cause of the one before.
-MAX_CHAINED = 5
 
 #: Headers that the function does not see: it has their values already, or has no use for them.
 _UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
@@ -36,13 +35,6 @@ _UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "ta
 #: The context of one job: token of its lease; how long it waited, in ms; further fields of the
 #: stored result, None if no result is stored. None for a job that needs the tracer.
 JobCommit = tuple[str, float, Mapping[str, Any] | None] | None
-
-#: Maximum size of an exception's attribute, as marshal writes it; larger ones stay behind.
-MAX_ATTRIBUTE_BYTES = 2**16
-
-#: An exception: as the result backend stores it, in JSON; module and name of its class and of those
-#: above it, up to `Exception`; and its attributes.
-SpelledException = tuple[str, Sequence[tuple[str, str]], dict[str, Any]]
 
 
 class CachePolicy(NamedTuple):
@@ -373,10 +365,12 @@ def dump_outcomes(outcomes: Sequence[Any]) -> bytes:
 
 
 def _sendable_failure(failed: Failed) -> Failed:
-    if _why_stuck(failed) is None:
-        return failed
+    return failed if _why_stuck(failed) is None else _as_text(failed)
+
+
+def _as_text(failed: Failed) -> Failed:
     error = failed.exception
-    return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error}"))
+    return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error_text(error)}"))
 
 
 def _sendable_value(outcome: Any) -> Any:
@@ -404,20 +398,33 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
 
     Returns:
         A tuple that `marshal` writes and `decode_outcome` reads. A value that neither `marshal` nor
-        Celery's JSON can write becomes a failure that says so.
+        Celery's JSON can write becomes a failure that says so. An exception whose own code raises
+        becomes an `ItemFailed` with its text.
     """
+    try:
+        return _encode(outcome, backend)
+    except Exception as error:  # noqa: BLE001 - whatever the outcome's own code raises
+        if isinstance(outcome, Failed):
+            return _encode(_as_text(outcome), backend)
+        text = f"the outcome is a {type(outcome).__name__} that cannot be sent"
+        refused = UnserialisableResult(f"{text}: {type(error).__name__}: {error_text(error)}")
+        return _encode(Failed(refused), backend)
+
+
+def _encode(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Encoded):
         return "encoded", outcome.json
     if isinstance(outcome, Failed):
-        return "failed", _encode_chain(outcome, backend), str(outcome.traceback or "")
+        return "failed", encode_chain(outcome, backend), str(outcome.traceback or "")
     if isinstance(outcome, RetryAfter):
-        cause = encode_exception(outcome.error, backend) if outcome.error else None
+        reason = outcome.exception
+        cause = None if reason is None else encode_exception(reason, backend)
         return "retry", float(outcome.seconds), cause
     if isinstance(outcome, Replace):
         return _encode_signature(outcome, backend)
     if isinstance(outcome, Reject):
-        reason, requeue = (*outcome.args, None, False)[:2]
-        return "reject", None if reason is None else str(reason), bool(requeue)
+        why, requeue = (*outcome.args, None, False)[:2]
+        return "reject", None if why is None else str(why), bool(requeue)
     if isinstance(outcome, Ignore):
         return "ignore", str(outcome)
     # marshal itself would accept more: code objects, sets, and objects with a buffer, such as a
@@ -461,42 +468,7 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
         return Reject(content, requeue=spelled[2])
     if kind == "ignore":
         return Ignore(content)
-    error = _chain(content, backend)
-    if spelled[2] and error.__traceback__ is None:
-        error.__cause__ = RemoteTraceback(spelled[2])
-    return Failed(error)
-
-
-def _encode_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, list[Frame], bool]]:
-    """Spells an exception and those that it came from: each with its frames.
-
-    The last element says whether the next one is its cause, and not just its context.
-    """
-    error: BaseException | None = failed.exception
-    frames = failed.frames or collect_frames(failed.exception)
-    chain: list[tuple[SpelledException, list[Frame], bool]] = []
-    while error is not None and len(chain) < MAX_CHAINED:
-        cause = error.__cause__
-        chain.append((encode_exception(error, backend), list(frames), cause is not None))
-        error = cause or (None if error.__suppress_context__ else error.__context__)
-        frames = collect_frames(error) if error is not None else ()
-    return chain
-
-
-def _chain(
-    spelled: Sequence[tuple[SpelledException, Sequence[Frame], bool]], backend: Any
-) -> Exception:
-    """Reads what `_encode_chain` wrote."""
-    error = None
-    for content, frames, has_cause in reversed(spelled):
-        inner, error = error, read_exception(content, backend)
-        with_frames(error, frames)
-        if has_cause:
-            error.__cause__ = inner
-        else:
-            error.__context__ = inner
-    assert error is not None
-    return error
+    return Failed(read_chain(content, spelled[2], backend))
 
 
 def batch_info(
@@ -534,63 +506,3 @@ def batch_info(
         "device": device,
         **({"version": version} if version else {}),
     }
-
-
-def encode_exception(error: BaseException, backend: Any) -> SpelledException:
-    """Spells an exception as data that marshal writes."""
-    kinds = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
-    return (
-        json.dumps(backend.prepare_exception(error, "json")),
-        [(each.__module__, each.__qualname__) for each in kinds],
-        {name: value for name, value in vars(error).items() if _is_small(value)},
-    )
-
-
-def read_exception(spelled: SpelledException, backend: Any) -> Exception:
-    """Makes the exception that `encode_exception` was given.
-
-    It looks for the class among the modules that are loaded and imports nothing: an error of torch
-    must not bring torch in. Hooks, `autoretry_for` and `throws` see the class. If that is unknown
-    here, as is one that a function defines, or cannot be made, they see one of its name below the
-    nearest that can.
-    """
-    content, kinds, attributes = spelled
-    stored = json.loads(content)
-    error: Exception = backend.exception_to_python(stored)
-    if type(error) is not _find_exception(*kinds[0]):
-        # Its `__init__` takes other arguments than `args`, or there is no such class here.
-        made = _make_exception(kinds, stored["exc_message"])
-        error = error if made is None else made
-    vars(error).update(attributes)
-    return error
-
-
-def _make_exception(kinds: Sequence[tuple[str, str]], args: Sequence[Any]) -> Exception | None:
-    """Makes an exception without calling `__init__`."""
-    module, name = kinds[0]
-    for each in kinds:
-        kind = _find_exception(*each)
-        if kind is None:
-            continue
-        with suppress(Exception):
-            if each != kinds[0]:
-                kind = create_exception_cls(name, module, parent=kind)
-            made: Exception = kind.__new__(kind, *args)
-            made.args = tuple(args)
-            return made
-    return None
-
-
-def _find_exception(module: str, name: str) -> Any:
-    """A class of exceptions; None if there is none of that name in the modules that are loaded."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
-
-
-def _is_small(value: Any) -> bool:
-    try:
-        return is_plain(value) and len(marshal.dumps(value)) <= MAX_ATTRIBUTE_BYTES
-    except ValueError:  # It is nested more deeply than marshal takes.
-        return False

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any
 
@@ -529,3 +531,20 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> No
     learner = Learner(budget=100)
     outcomes, _, _ = compute(Small(40, error), ["x" * 41], {}, learner.cut, memory=learner)
     assert (outcomes[0].exception, learner.budget) == (error, 100)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def test_exception_that_refuses_attributes_passes_what_is_around_the_function() -> None:
+    @contextmanager
+    def around(_: Any) -> Iterator[None]:
+        yield
+
+    def function(items: list[int]) -> list[int]:
+        raise Frozen(items[0])
+
+    outcomes = run_function(function, [1, 2], {}, around=around)
+    assert [outcome.exception for outcome in outcomes] == [Frozen(1), Frozen(2)]

@@ -140,3 +140,23 @@ def test_item_without_memory_says_what_to_do(text: str, said: str) -> None:
 def test_returned_memory_error_says_that_there_was_no_memory() -> None:
     outcome = as_failed(Failed(MemoryError("host")))
     assert isinstance(failure(outcome), OutOfMemory)
+
+
+class Untold(RuntimeError):
+    """Python cannot print it: `traceback` asks it for its notes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def test_exception_that_cannot_be_told_fails_its_item_alone() -> None:
+    def call(items: Sequence[int]) -> list[int]:
+        return double(items) if 13 not in items else raising(Untold())(items)
+
+    one, other = isolated(call, 13, 1)
+    assert other == 2
+    assert type(failure(one)) is Untold
+    assert one.traceback.endswith("Untold: its text cannot be made: KeyError\n")

@@ -2,41 +2,72 @@
 
 from typing import Any
 
+import pytest
 from celery import Celery
+from celery.backends.redis import RedisBackend
+from celery.exceptions import BackendStoreError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from batchery.retry import RetryDeadlineExceeded
-from batchery_worker.completion.backend import for_completion, is_backend_away
+from batchery_worker.completion.backend import BackendAway, for_completion, outage_told_apart
 
 
 def redis_backend() -> Any:
     return Celery("away", backend="redis://127.0.0.1:1/0", set_as_current=False).backend
 
 
+def is_told_apart(backend: Any, error: BaseException) -> bool:
+    with pytest.raises(BaseException) as caught, outage_told_apart(backend):  # noqa: PT011
+        raise error
+    return caught.type is BackendAway
+
+
 def test_backend_that_is_away_is_told_apart_from_one_that_refuses() -> None:
     backend = redis_backend()
-    assert is_backend_away(backend, RedisConnectionError("refused"))
-    assert not is_backend_away(backend, ResponseError("too large"))
-    assert not is_backend_away(backend, ValueError("undecodable"))
-    assert not is_backend_away(backend, SystemExit())
+    assert is_told_apart(backend, RedisConnectionError("refused"))
+    assert not is_told_apart(backend, ResponseError("too large"))
+    assert not is_told_apart(backend, ValueError("undecodable"))
+    assert not is_told_apart(backend, SystemExit())
 
 
-def test_cause_of_celerys_own_error_counts() -> None:
-    given_up = RuntimeError("failed to store result on the backend")
-    given_up.__cause__ = RedisConnectionError("refused")
-    assert is_backend_away(redis_backend(), given_up)
+def test_key_that_a_message_lacks_is_no_outage() -> None:
+    assert redis_backend().exception_safe_to_retry(KeyError("chord_size"))
+    assert not is_told_apart(redis_backend(), KeyError("chord_size"))
+
+
+def test_cause_of_celerys_own_error_counts_and_of_no_other() -> None:
+    for error, is_away in (
+        (BackendStoreError("given up"), True),
+        (ValueError("undecodable"), False),
+    ):
+        error.__cause__ = RedisConnectionError("refused")
+        assert is_told_apart(redis_backend(), error) is is_away
 
 
 def test_full_redis_counts_as_away_for_a_completion_backend() -> None:
     full = redis_backend()
-    assert not is_backend_away(full, OutOfMemoryError("maxmemory"))
+    assert not is_told_apart(full, OutOfMemoryError("maxmemory"))
     for_completion(full)
     for_completion(full)
-    assert is_backend_away(full, OutOfMemoryError("maxmemory"))
-    assert not is_backend_away(full, ResponseError("too large"))
+    assert is_told_apart(full, OutOfMemoryError("maxmemory"))
+    assert not is_told_apart(full, ResponseError("too large"))
     assert full.connection_errors.count(OutOfMemoryError) == 1
 
 
-def test_exceeded_deadline_counts_as_away() -> None:
-    assert is_backend_away(redis_backend(), RetryDeadlineExceeded(30))
+def test_backend_tells_of_its_outage_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = for_completion(redis_backend())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BackendStoreError("given up") from RedisConnectionError("refused")
+
+    monkeypatch.setattr(RedisBackend, "store_result", refuse)
+    for store in (backend.mark_as_done, backend.mark_as_failure, backend.mark_as_retry):
+        with pytest.raises(BackendAway, match="given up"):
+            store("id", None)
+
+    def cut_off(*_: Any, **__: Any) -> None:
+        raise RedisConnectionError("refused")
+
+    monkeypatch.setattr(RedisBackend, "on_chord_part_return", cut_off)
+    with pytest.raises(BackendAway, match="refused"):
+        backend.on_chord_part_return(None, "SUCCESS", None)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery
+from celery.backends.cache import CacheBackend
 from celery.worker import state as worker_state
 
+from batchery.errors import ItemFailed
+from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners
-from batchery_worker.completion import executor as module
 from batchery_worker.completion.executor import MAX_HELD_JOBS, CompletionExecutor
-from batchery_worker.completion.tracer import Completion
+from batchery_worker.completion.tracer import Completion, raised
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import LeaseHandle
 from support.fake_worker import FakeLeaseStore
@@ -30,6 +32,9 @@ class Request:
         self.lease = lease
         self.acknowledged = False
         self.given_back = False
+
+    def acknowledge(self) -> None:
+        self.acknowledged = True
 
     def reject(self, *, requeue: bool) -> None:
         self.given_back = requeue
@@ -212,7 +217,7 @@ def test_job_that_breaks_off_fails_and_the_others_are_completed(scene: Scene) ->
 def test_job_whose_backend_is_away_is_given_back(
     scene: Scene, is_away: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "is_backend_away", lambda *_: is_away)
+    monkeypatch.setattr(CacheBackend, "exception_safe_to_retry", lambda *_: is_away)
     requests = scene.submit("1", "2")
 
     def refuse(_: Any) -> Any:
@@ -225,10 +230,61 @@ def test_job_whose_backend_is_away_is_given_back(
     assert set(scene.ended) == {"1", "2"}
 
 
+@pytest.mark.parametrize("error", [OSError("mail"), KeyError("hook"), redis.ConnectionError("own")])
+def test_job_whose_hook_raises_what_a_backend_may_raise_fails(
+    scene: Scene, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CacheBackend, "exception_safe_to_retry", lambda *_: True)
+    (request,) = scene.submit("1", may_hold=False)
+    scene.tracer.errors["1"] = error
+    scene.turn()
+    assert not request.given_back
+    assert raised(scene.failed["1"]) is error
+    assert scene.ended == {"1": type(error).__name__}
+
+
+class Nosy(Exception):
+    """Python cannot print it: `traceback` asks it for its notes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("outcome", [None, Failed(LookupError("own"))])
+def test_job_whose_error_cannot_be_told_fails_with_its_class_and_text(
+    scene: Scene, outcome: Any
+) -> None:
+    scene.submit("1", may_hold=False)
+    scene.executor._waiting[0].outcome = outcome
+    scene.tracer.errors["1"] = Nosy("as told")
+    scene.turn()
+    failure = raised(scene.failed["1"])
+    assert isinstance(failure, ItemFailed)
+    assert str(failure) == ("LookupError: own" if outcome else "Nosy: as told")
+    assert scene.ended == {"1": "Nosy"}
+
+
+def test_job_whose_failure_cannot_be_stored_fails_without_its_error(scene: Scene) -> None:
+    (request,) = scene.submit("1", may_hold=False)
+    scene.tracer.errors["1"] = ValueError("bug")
+    told: list[Any] = []
+
+    def fail(info: Any) -> None:
+        told.append(raised(info))
+        if len(told) == 1:
+            raise LookupError("cannot be stored")
+
+    scene.executor._waiting[0].call.error_callback = fail
+    scene.turn()
+    assert [type(each) for each in told] == [ValueError, ItemFailed]
+    assert not request.given_back
+    assert scene.ended == {"1": "ValueError"}
+
+
 @pytest.mark.parametrize(
     ("error", "given_back"), [(redis.ConnectionError("away"), True), (LookupError("bug"), False)]
 )
-def test_job_that_celery_cannot_end_while_redis_is_away_is_given_back(
+def test_job_that_celery_cannot_end_is_acknowledged_or_given_back_while_redis_is_away(
     scene: Scene, error: Exception, given_back: bool
 ) -> None:
     (request,) = scene.submit("1", may_hold=False)
@@ -243,4 +299,5 @@ def test_job_that_celery_cannot_end_while_redis_is_away_is_given_back(
         with pytest.raises(LookupError):
             scene.turn()
     assert request.given_back is given_back
+    assert request.acknowledged is not given_back
     assert scene.ended == {"1": None}

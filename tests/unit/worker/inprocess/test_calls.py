@@ -4,12 +4,13 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pydantic
 import pytest
 
-from batchery import Failed, batched
+from batchery import Failed, ItemFailed, batched
 from batchery_worker.inprocess.calls import copy_exception
 
 
@@ -140,3 +141,28 @@ def test_a_group_is_caught_by_its_parts_which_are_copies() -> None:
 def test_what_cannot_be_copied_is_shared() -> None:
     error = catch(lambda: pydantic.TypeAdapter(int).validate_python("a"))
     assert copy_exception(error) is error
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def test_an_exception_that_refuses_attributes_reaches_its_caller() -> None:
+    @batched(max_batch_size=8)
+    def refuse(codes: list[int]) -> list[Any]:
+        if 0 in codes:
+            raise Frozen(0)
+        return [Failed(Frozen(code)) for code in codes]
+
+    errors: list[Any] = refuse.options(return_exceptions=True)([0, 7])
+    assert errors == [Frozen(0), Frozen(7)]
+
+
+def test_a_failure_without_an_error_fails_its_item_alone() -> None:
+    @batched(max_batch_size=8)
+    def refuse(items: list[Any]) -> list[Any]:
+        return [Failed(item) for item in items]
+
+    errors: list[Any] = refuse.options(return_exceptions=True)(["text", None])
+    assert list(map(type, errors)) == [ItemFailed, TypeError]

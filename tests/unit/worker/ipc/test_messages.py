@@ -2,6 +2,7 @@
 
 import enum
 import marshal
+import re
 import traceback
 import types
 import uuid
@@ -58,6 +59,12 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
     __repr__ = __str__
+
+
+class Argless(Exception):
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        raise OSError("no args")
 
 
 class Colour(enum.StrEnum):
@@ -282,6 +289,24 @@ def test_failure_comes_with_its_frames_and_what_it_came_from() -> None:
     assert functions(error)[-1] == "outer"
     assert isinstance(error.__cause__, KeyError)
     assert functions(error.__cause__) == ["outer", "inner"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "says"),
+    [
+        (Failed(Argless("as told")), ItemFailed, "Argless: as told"),
+        (RetryAfter(1, Argless("as told")), UnserialisableResult, "RetryAfter.*no args"),
+        (Reject(Mute()), UnserialisableResult, "Reject.*no words"),
+    ],
+    ids=["Failed", "RetryAfter", "Reject"],
+)
+def test_outcome_whose_own_code_raises_is_a_failure_that_says_so(
+    outcome: Any, kind: type[Exception], says: str
+) -> None:
+    found = trip(outcome)
+    assert isinstance(found, Failed)
+    assert type(found.error) is kind
+    assert re.search(says, str(found.error))
 
 
 def functions(error: BaseException) -> list[str]:

@@ -2,13 +2,23 @@
 
 import json
 import marshal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
 from pydantic import TypeAdapter, ValidationError
 
-from batchery_worker.ipc.messages import MAX_ATTRIBUTE_BYTES, encode_exception, read_exception
+from batchery.outcomes import Failed
+from batchery_worker.ipc.exceptions import (
+    MAX_ATTRIBUTE_BYTES,
+    encode_chain,
+    encode_exception,
+    read_chain,
+    read_exception,
+)
 
 BACKEND: Any = Celery("nobody", backend="cache+memory://", set_as_current=False).backend
 
@@ -107,3 +117,34 @@ def test_no_module_is_imported_for_a_class() -> None:
     found = read_exception(spelled, BACKEND)
     assert (type(found).__module__, type(found).__name__) == ("antigravity", "Soft")
     assert str(found) == "down"
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Immutable(Exception):
+    def __init__(self, *, text: str) -> None:
+        super().__init__(text)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("immutable")
+
+
+@pytest.mark.parametrize("make", [partial(Frozen, 3), partial(Immutable, text="down")])
+def test_exceptions_that_refuse_attributes_have_their_class_and_cause(
+    make: Callable[[], Exception],
+) -> None:
+    def travel(failed: Failed) -> Exception:
+        spelled = marshal.loads(marshal.dumps(encode_chain(failed, BACKEND)))
+        return read_chain(spelled, failed.traceback, BACKEND)
+
+    error = make()
+    with pytest.raises(type(error)) as caught:
+        raise error from LookupError("gone")
+    found = travel(Failed(caught.value))
+    assert (type(found), found.args) == (type(error), error.args)
+    assert repr(found.__cause__) == "LookupError('gone')"
+    told = travel(Failed(make(), "as text"))
+    assert str(told.__cause__) == "as text"
