@@ -3,7 +3,7 @@
 import difflib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,6 +76,7 @@ class Survey:
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         orphaned: How many of the messages that wait are in the leases of dead workers, by queue.
         is_asked: Whether workers were asked for their figures.
+        undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -87,6 +88,7 @@ class Survey:
     memory: RedisMemory | None = None
     orphaned: Mapping[str, int] = field(default_factory=dict)
     is_asked: bool = True
+    undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -317,6 +319,7 @@ def _look_at_broker(
         None if letters is None else sum(each.scheduled for each in live),
         read_memory(app),
         {name: each.jobs for name, each in orphaned.items()},
+        undated={name: each.undated for name, each in waiting.items()},
     )
 
 

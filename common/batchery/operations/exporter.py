@@ -14,6 +14,7 @@ from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app
 from batchery.cli.console import Interrupt
+from batchery.cli.first_seen import FirstSeen
 from batchery.cli.survey import Survey, app_queues, survey_registered
 from batchery.errors import AppNotImportable, StartError
 from batchery.operations.port import Port
@@ -70,6 +71,7 @@ class ClusterWatch:
         self._families = families
         self._take = take
         self._clock = clock
+        self._first_seen = FirstSeen(clock)
         self._thread = ThreadPoolExecutor(1, "batchery-survey")
         self._lock = threading.Lock()
         self._running: Future[tuple[Survey, Sequence[Metric]]] | None = None
@@ -79,7 +81,7 @@ class ClusterWatch:
 
     def _survey(self) -> "tuple[Survey, Sequence[Metric]]":
         """A survey, and all that its workers and those before them have counted."""
-        survey = self._take()
+        survey = self._first_seen.date(self._take())
         return survey, list(self._totals.add(survey.figures))
 
     def _find_latest(self) -> "tuple[Survey | None, Sequence[Metric]]":
