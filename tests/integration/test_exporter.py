@@ -56,7 +56,7 @@ def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
 
 
 def test_queues_are_counted_where_no_worker_is(
-    start_exporter: StartExporter, sender: Celery
+    start_exporter: StartExporter, sender: Celery, own_redis: OwnRedis
 ) -> None:
     exporter = start_exporter("--queues", "other")
     empty = exporter.samples()
@@ -70,10 +70,14 @@ def test_queues_are_counted_where_no_worker_is(
     copied = sender.task(name=shop.shout.name, base=BatchTask, shared=False)
     shout: BatchTask = copied(shop.shout.run)
     shout.apply_async(("a",), queue="other")
+    for client in (sender, Celery(broker=own_redis.url, set_as_current=False)):
+        client.send_task("shout", ["a"], queue="ohter")
     waiting = ("batchery_queue_waiting_jobs", "celery")
     wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
     samples = exporter.samples()
     assert samples["celery_queue_length", "celery"] == 3
+    assert samples["batchery_queue_stray_jobs", "ohter"] == 2
+    assert ("batchery_queue_waiting_jobs", "ohter") not in samples
     assert samples["batchery_queue_waiting_jobs", "other"] == 1
     assert samples["batchery_queue_leased_jobs", "celery"] == 0
     assert 0 < samples["batchery_queue_oldest_job_seconds", "other"] < patient(60)

@@ -77,6 +77,7 @@ class Survey:
         orphaned: How many of the messages that wait are in the leases of dead workers, by queue.
         is_asked: Whether workers were asked for their figures.
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
+        strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -89,6 +90,7 @@ class Survey:
     orphaned: Mapping[str, int] = field(default_factory=dict)
     is_asked: bool = True
     undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
+    strays: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:

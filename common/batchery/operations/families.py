@@ -332,6 +332,7 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
         ("workers", "Workers with devices that answered.", (), [(workers,)]),
         ("queue_waiting_jobs", "Messages that no live worker holds.", queue, survey.queues.items()),
         ("queue_leased_jobs", "Messages that live workers hold.", queue, survey.leased.items()),
+        ("queue_stray_jobs", "Messages in unknown queues.", queue, survey.strays.items()),
         ("queue_oldest_job_seconds", "Age of the oldest job not begun.", queue, ages),
         ("scheduled_jobs", "Held until their time.", (), [(survey.scheduled,)]),
         ("dead_letters", "Dead letters.", (), [(survey.dead_letters,)]),
