@@ -362,7 +362,7 @@ class DeviceSupervisor:
             why = "as its jobs were revoked"
             logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
         else:
-            why, limit_s = "for the hard time limit", dispatched.hard_limit_s
+            why, limit_s = "as its batch took too long", dispatched.hard_limit_s
             logger.error("hard time limit (%ss) exceeded on %s", limit_s, device.name)
         dispatched.expired = True
         device.kill(why)
