@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from batchery import Settings
+from batchery_producer.gateway.connection import GRACE_S
 from support.deployed import DEPLOY, check_environment
 from support.docs_commands import check, executable
 from support.helm import CHART, MANIFESTS, OPERATORS, lint, needs_helm, render, render_manifests
@@ -244,6 +245,23 @@ def test_a_worker_has_time_to_load_its_models_and_to_finish_its_batch() -> None:
     changed = {**SECRETS, "workers": {"default": {"gracePeriodSeconds": 900}}}
     pod = pods(render(changed))["batchery-worker-default"]
     assert pod["spec"]["terminationGracePeriodSeconds"] == 900
+
+
+def test_a_gateway_that_goes_takes_calls_until_the_service_sends_none() -> None:
+    pod = pods(render(SECRETS))["batchery-gateway"]
+    [sleep, pause_s] = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    needed_s = int(pause_s) + GRACE_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > needed_s
+    short = {**SECRETS, "gateway": {**SECRETS["gateway"], "gracePeriodSeconds": needed_s}}
+    with pytest.raises(Exception, match="gracePeriodSeconds"):
+        render(short)
+
+
+def test_a_gateway_that_starts_while_redis_is_away_is_not_restarted() -> None:
+    only = container(pods(render(SECRETS))["batchery-gateway"])
+    assert only["startupProbe"]["tcpSocket"] == only["livenessProbe"]["tcpSocket"]
+    assert only["readinessProbe"]["httpGet"]["path"] == "/health"
 
 
 def test_settings_that_change_replace_the_pods() -> None:

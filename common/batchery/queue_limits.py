@@ -5,7 +5,7 @@ anything, or sent as one of the next class. What was accepted is never given up.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
@@ -42,16 +42,20 @@ class Waiting(NamedTuple):
     jobs: int
     #: How long the oldest has waited, in seconds; None if there is none, or it does not say.
     oldest_s: float | None = None
+    #: Ids of the jobs next in turn that do not say when they were sent.
+    undated: Sequence[bytes] = ()
 
     @classmethod
-    def read(cls, jobs: int, sent_at: bytes) -> "Waiting":
+    def read(cls, jobs: int, sent_at: bytes, *undated: bytes) -> "Waiting":
         """As a script reports them; `sent_at` is empty if the oldest does not say."""
-        return cls(int(jobs), max(0.0, time.time() - float(sent_at)) if sent_at else None)
+        oldest_s = max(0.0, time.time() - float(sent_at)) if sent_at else None
+        return cls(int(jobs), oldest_s, undated)
 
     def add(self, other: "Waiting") -> "Waiting":
         """Both together."""
         ages_s = [each.oldest_s for each in (self, other) if each.oldest_s is not None]
-        return Waiting(self.jobs + other.jobs, max(ages_s, default=None))
+        undated = (*self.undated, *other.undated)
+        return Waiting(self.jobs + other.jobs, max(ages_s, default=None), undated)
 
 
 class Destination(NamedTuple):
@@ -188,8 +192,7 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     ]
     # Not kombu's own client, which adds its key prefix only to a script's first key.
     client = redis.Redis(connection_pool=steps.pool)
-    jobs, sent_at = transport_scripts(client).run("count_waiting", keys)
-    return Waiting.read(jobs, sent_at)
+    return Waiting.read(*transport_scripts(client).run("count_waiting", keys))
 
 
 def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> int:

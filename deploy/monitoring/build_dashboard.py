@@ -66,9 +66,12 @@ PADDING = (
     + rate("batchery_computed_tokens_total", "task")
 )
 
+#: An exporter that asks no workers does not count them. A gateway does, and has no metric of each.
+WORKERS = "count(count by (worker) (batchery_worker_live)) or max(batchery_workers) or vector(0)"
+
 NUMBERS = [
     Panel("Redis", "bool_on_off", {largest("batchery_broker_up"): ""}),
-    Panel("Workers", "short", {largest("batchery_workers"): ""}),
+    Panel("Workers", "short", {WORKERS: ""}, "That Prometheus scrapes, or that answered."),
     Panel(
         "Workers that hang",
         "short",
@@ -279,7 +282,14 @@ ROWS = {
         Panel(
             "Gateway: requests",
             "reqps",
-            {rate("batchery_gateway_requests_total", "status"): "{{status}}"},
+            {
+                rate(
+                    "batchery_gateway_requests_total",
+                    "status",
+                    where='{route!~"/health|/metrics"}',
+                ): "{{status}}"
+            },
+            "Without those for health and metrics.",
             is_stacked=True,
         ),
         Panel(

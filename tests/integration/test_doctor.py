@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 from redis import Redis
 
+from apps import shop
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from batchery_worker.devstack.stack import Stack
 from conftest import StartWorker
@@ -249,6 +251,16 @@ def test_workers_that_were_killed_count_no_more(
     store.lpush("celery", "a message")
     report = wait_for_found(redis_url, "apps.shop", "worker-none", tmp_path)
     assert "1 jobs wait" in report["found"]["queue-unserved"]
+
+
+def test_misspelt_queue_is_found(start_redis: StartRedis, tmp_path: Path) -> None:
+    url = start_redis().url
+    with Celery(broker=url, set_as_current=False) as client:
+        client.send_task(shop.shout.name, ["a"], queue="embde")
+    report = diagnose(url, "-A", "apps.shop", cwd=tmp_path)
+    assert "1 jobs wait in queue 'embde'" in report["found"]["queue-unserved"]
+    _, out, _ = run(url, "batchery", "stats", "--once", "-A", "apps.shop", cwd=tmp_path)
+    assert "embde" in out
 
 
 @pytest.mark.parametrize("kind", ["deploy", "up"])

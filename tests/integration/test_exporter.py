@@ -56,7 +56,7 @@ def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
 
 
 def test_queues_are_counted_where_no_worker_is(
-    start_exporter: StartExporter, sender: Celery
+    start_exporter: StartExporter, sender: Celery, own_redis: OwnRedis
 ) -> None:
     exporter = start_exporter("--queues", "other")
     empty = exporter.samples()
@@ -66,18 +66,23 @@ def test_queues_are_counted_where_no_worker_is(
     # Over all lists of a queue, one of each priority.
     for priority in (0, 3, 9):
         sender.send_task("shout", ["a"], priority=priority)
-    # It says when it was sent, as those of plain clients do not.
+    # It says when it was sent. Those of plain clients do not, and count from when they were seen.
     copied = sender.task(name=shop.shout.name, base=BatchTask, shared=False)
     shout: BatchTask = copied(shop.shout.run)
     shout.apply_async(("a",), queue="other")
+    for client in (sender, Celery(broker=own_redis.url, set_as_current=False)):
+        client.send_task("shout", ["a"], queue="ohter")
     waiting = ("batchery_queue_waiting_jobs", "celery")
     wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
     samples = exporter.samples()
     assert samples["celery_queue_length", "celery"] == 3
+    assert samples["batchery_queue_stray_jobs", "ohter"] == 2
+    assert ("batchery_queue_waiting_jobs", "ohter") not in samples
     assert samples["batchery_queue_waiting_jobs", "other"] == 1
     assert samples["batchery_queue_leased_jobs", "celery"] == 0
     assert 0 < samples["batchery_queue_oldest_job_seconds", "other"] < patient(60)
-    assert ("batchery_queue_oldest_job_seconds", "celery") not in samples
+    age = ("batchery_queue_oldest_job_seconds", "celery")
+    wait_for(lambda: exporter.samples()[age] >= 1, "a job of a plain client grows old")
     assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
     assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
 
@@ -135,8 +140,8 @@ def test_workers_are_asked_for_nothing_if_nobody_wants_it(
     start_exporter: StartExporter, worker: Worker
 ) -> None:
     samples = start_exporter("--no-workers").samples()
-    assert samples["batchery_workers",] == 0
-    assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
+    asked = ("batchery_jobs", "batchery_device", "batchery_workers")
+    assert not any(key[0].startswith(asked) for key in samples)
 
 
 def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(

@@ -159,7 +159,10 @@ def test_port_that_is_taken_ends_the_worker_with_one_line(
 def test_worker_is_live_while_it_loads_and_ready_when_it_has_loaded(
     start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    watched = start(start_worker, "apps.slow_start", GATE_FOLDER=str(tmp_path))
+    textfile = tmp_path / "worker.prom"
+    textfile.write_text("# Of one that was killed.")
+    variables = {"GATE_FOLDER": str(tmp_path), "BATCHERY_METRICS__TEXTFILE": str(textfile)}
+    watched = start(start_worker, "apps.slow_start", **variables)
     wait_for(lambda: watched.is_well("/livez"), "it lives", patient(60))
     status, why = watched.says("/readyz")
     assert (status, "not ready" in why or "not started" in why) == (503, True)
@@ -167,8 +170,10 @@ def test_worker_is_live_while_it_loads_and_ready_when_it_has_loaded(
     (tmp_path / "gate").touch()
     wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
     assert watched.samples()["batchery_worker_ready",] == 1
+    assert textfile.exists()
     watched.worker.stop()
     assert watched.says("/livez")[0] == 0
+    assert not textfile.exists()
 
 
 def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) -> None:

@@ -31,8 +31,9 @@ CHOICE = "TEST_REDIS_ROLES"
 PREFIX = "tests-"
 ADMIN = f"{PREFIX}admin"
 
-#: What may be refused: what a server tells of itself, of which a role can do without.
-TOLERATED = {"client|setinfo", "client"}
+#: What may be refused: what a server tells of itself, of which a role can do without, and a look
+#: for queues, where no role can send to any but those that it knows.
+TOLERATED = {"client|setinfo", "client", "scan"}
 
 #: The role of a command of Batchery or Celery, or of its option; who is not named is a producer.
 COMMAND_ROLES = {

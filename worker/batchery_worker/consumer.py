@@ -20,6 +20,7 @@ from kombu import Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from batchery.errors import InvalidItem
+from batchery.log_pace import LogPace
 from batchery.settings import describe_file, settings_file
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
@@ -57,24 +58,18 @@ stock_logger = logging.getLogger(Consumer.__module__)
 #: Longest pause between two attempts to connect to the broker, in seconds.
 RECONNECT_MAX_S = 4.0
 
-#: Time between two lines of the log that say that the broker is away, in seconds.
-OUTAGE_LOG_S = 60.0
-
 
 class OutageLog:
     """Logs that the broker is away: at once, then once a minute."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._url = url
-        self._clock = clock
-        self._next_s = clock()
+        self._pace = LogPace(clock)
 
     def __call__(self, error: Exception, _pause_s: float) -> None:
         """Called by kombu after each attempt that failed."""
-        now_s = self._clock()
-        if now_s < self._next_s:
+        if not self._pace.is_due(self._url):
             return
-        self._next_s = now_s + OUTAGE_LOG_S
         if isinstance(error, redis.AuthenticationError):
             error = redis.AuthenticationError(
                 f"{error}; set its user and password in broker_url, for batchery.app in"

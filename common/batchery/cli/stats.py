@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
-from batchery.cli.console import Interrupt, render
+from batchery.cli.console import Interrupt, broker_errors, render
 from batchery.cli.recording import record
+from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
 from batchery.errors import StartError, counted
 from batchery.protocol.figures import (
@@ -44,7 +45,8 @@ STATE_STYLES = {"ready": "green", "starting": "yellow", "dead": "bold red"}
 
 HELP = """Show what the batches of all workers look like, each second.
 
-Queue depths come from the broker, for the queues of the app and those that workers consume.
+Queue depths come from the broker, for the queues of the app and those that workers consume; with
+--once also for all others with jobs, as one may be misspelt.
 Everything else comes from the workers that have batch tasks; others are not asked for figures.
 "Oldest" is the age of the oldest job that waits in a worker; what is still in the queue may be
 older. Rates are those between two looks.
@@ -128,6 +130,8 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
 def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
     directory, queues = WorkerDirectory(app), app_queues(app)
     first = survey(directory, app, timeout_s, queues)
+    with broker_errors():
+        queues |= set(StrayQueues(app).look(first.queues, ALL_CALLS))
     time.sleep(timeout_s)
     second = survey(directory, app, timeout_s, queues)
     if as_json:

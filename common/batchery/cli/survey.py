@@ -3,9 +3,9 @@
 import difflib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,6 +75,9 @@ class Survey:
         scheduled: How many of them wait for their time; None if the broker is not a Redis.
         memory: That of the broker; None if it is not a Redis, or keeps `INFO` from this user.
         orphaned: How many of the messages that wait are in the leases of dead workers, by queue.
+        is_asked: Whether workers were asked for their figures.
+        undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
+        strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -85,6 +88,9 @@ class Survey:
     scheduled: int | None = None
     memory: RedisMemory | None = None
     orphaned: Mapping[str, int] = field(default_factory=dict)
+    is_asked: bool = True
+    undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
+    strays: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -284,7 +290,8 @@ def survey_registered(
         names = sorted(name_live_workers(registered))
         workers = ask_workers(app, FIGURES, timeout_s, names) if names and asks else {}
         consumed = {queue for each in registered.values() for queue in each.queues or ()}
-        return _look_at_broker(app, workers, {*consumed, *queues}, registered)
+        found = _look_at_broker(app, workers, {*consumed, *queues}, registered)
+        return replace(found, is_asked=asks)
 
 
 def _look_at_broker(
@@ -314,6 +321,7 @@ def _look_at_broker(
         None if letters is None else sum(each.scheduled for each in live),
         read_memory(app),
         {name: each.jobs for name, each in orphaned.items()},
+        undated={name: each.undated for name, each in waiting.items()},
     )
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ import click
 from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app
-from batchery.cli.console import Interrupt
+from batchery.cli.console import Interrupt, broker_errors
+from batchery.cli.first_seen import FirstSeen
+from batchery.cli.stray_queues import StrayQueues
 from batchery.cli.survey import Survey, app_queues, survey_registered
 from batchery.errors import AppNotImportable, StartError
 from batchery.operations.port import Port
@@ -40,6 +43,7 @@ NOT_INSTALLED = "batchery exporter: pip install 'batchery[metrics]'"
 HELP = """Serve the metrics of all queues and workers to Prometheus.
 
 Queues come from Redis alone: those of the app, those that workers consume, and those of --queues.
+Jobs in all others are counted as strays: their queue may be misspelt.
 Workers are asked for their figures where there are some. /readyz says whether Redis answers; while
 it does not, batchery_broker_up is 0, and there is no metric of a queue.
 
@@ -70,6 +74,7 @@ class ClusterWatch:
         self._families = families
         self._take = take
         self._clock = clock
+        self._first_seen = FirstSeen(clock)
         self._thread = ThreadPoolExecutor(1, "batchery-survey")
         self._lock = threading.Lock()
         self._running: Future[tuple[Survey, Sequence[Metric]]] | None = None
@@ -79,7 +84,7 @@ class ClusterWatch:
 
     def _survey(self) -> "tuple[Survey, Sequence[Metric]]":
         """A survey, and all that its workers and those before them have counted."""
-        survey = self._take()
+        survey = self._first_seen.date(self._take())
         return survey, list(self._totals.add(survey.figures))
 
     def _find_latest(self) -> "tuple[Survey | None, Sequence[Metric]]":
@@ -164,7 +169,13 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
     Raises:
         StartError: The address is taken, or the extra `metrics` is not installed.
     """
-    take = partial(survey_registered, app, ANSWER_TIMEOUT_S, queues, asks=asks)
+    strays = StrayQueues(app)
+
+    def take() -> Survey:
+        found = survey_registered(app, ANSWER_TIMEOUT_S, queues, asks=asks)
+        with broker_errors():
+            return replace(found, strays=strays.look(found.queues))
+
     try:
         watch = ClusterWatch(take)
     except ModuleNotFoundError as error:

@@ -62,6 +62,10 @@ OF_TASK: Table = (
 OF_WORKER: Table = (
     ("worker_live", "Whether /livez says so.", lambda worker: _get(worker.health, "live")),
     ("worker_ready", "Whether /readyz says so.", lambda worker: _get(worker.health, "ready")),
+    (
+        *("worker_start_time_seconds", "When it was started, in Unix seconds."),
+        lambda worker: _get(worker.health, "started_at_s"),
+    ),
     ("worker_waiting_jobs", "Jobs that wait for a device.", lambda worker: worker.waiting),
     ("leases_held", "Messages that it holds.", lambda worker: _get(worker.leases, "held")),
     (
@@ -321,12 +325,14 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
     yield _family("batchery_broker_up", "Whether the broker answered.", (), [(is_up,)])
     if survey is None:
         return
-    queue, workers, memory = ("queue",), len(survey.figures), survey.memory
+    queue, memory = ("queue",), survey.memory
+    workers = len(survey.figures) if survey.is_asked else None
     ages = [(name, _find_oldest_s(survey, name)) for name in survey.queues]
     for name, text, labels, rows in (
         ("workers", "Workers with devices that answered.", (), [(workers,)]),
         ("queue_waiting_jobs", "Messages that no live worker holds.", queue, survey.queues.items()),
         ("queue_leased_jobs", "Messages that live workers hold.", queue, survey.leased.items()),
+        ("queue_stray_jobs", "Messages in unknown queues.", queue, survey.strays.items()),
         ("queue_oldest_job_seconds", "Age of the oldest job not begun.", queue, ages),
         ("scheduled_jobs", "Held until their time.", (), [(survey.scheduled,)]),
         ("dead_letters", "Dead letters.", (), [(survey.dead_letters,)]),

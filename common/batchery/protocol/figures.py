@@ -389,6 +389,8 @@ class HealthFigures:
 
     live: bool
     ready: bool
+    #: When the worker was started, in Unix seconds; None from an older one.
+    started_at_s: float | None = None
 
 
 @dataclass(slots=True)

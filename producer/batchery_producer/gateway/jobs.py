@@ -28,6 +28,7 @@ from batchery.cli.main import one_line_errors
 from batchery.errors import BatcheryError, SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
+from batchery.log_pace import LogPace
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
@@ -185,11 +186,13 @@ def end_sweeping(**_: Any) -> None:
 
 def _sweep_on(app: Celery) -> None:
     get_jobs(app).remove_torn()
+    pace = LogPace()
     while not _ended.wait(SWEEP_S):
         try:
             get_jobs(app).sweep()
         except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
-            logger.warning("jobs of the gateway: cannot be looked for: %s", error)
+            if pace.is_due(str(error)):
+                logger.warning("jobs of the gateway: cannot be looked for: %s", error)
 
 
 # The worker beside a gateway

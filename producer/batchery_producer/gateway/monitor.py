@@ -12,6 +12,7 @@ from typing import NamedTuple
 from celery import Celery
 from pydantic import BaseModel, Field
 
+from batchery.cli.first_seen import FirstSeen
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
 from batchery.protocol.figures import BatchSums, WorkerFigures, divide
@@ -301,6 +302,7 @@ class Monitor:
         self._app = app
         self._queues = queues
         self._directory = WorkerDirectory(app)
+        self._first_seen = FirstSeen()
         self._kept: deque[Survey] = deque(maxlen=KEPT_SURVEYS)
         self._asked_s = 0.0
         self._watching: asyncio.Task[None] | None = None
@@ -357,7 +359,8 @@ class Monitor:
         self.surveys += 1
         try:
             ask = partial(survey, self._directory, self._app, ANSWER_TIMEOUT_S, self._queues)
-            now = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
+            now = self._first_seen.date(found)
         except StartError as error:
             self._kept.clear()
             return ClusterSnapshot(None, None, str(error), time.monotonic())

@@ -31,6 +31,8 @@ from batchery.errors import (
     ServerRefused,
     UnknownJob,
 )
+from batchery.log_pace import LogPace
+from batchery.retry import find_refusal
 from batchery_producer.openai_generation import TOO_LONG_CODE
 
 logger = logging.getLogger("uvicorn.error")
@@ -51,6 +53,13 @@ PARAM = re.compile(r"(?:keyword (\w+)|((?:messages|prompt|tools)[^ :]*))(?=:| =)
 
 #: In how many seconds to come again then.
 AWAY_RETRY_S = 1.0
+
+#: The same of a Redis that answers, and has no memory for jobs: workers must make room.
+REDIS_FULL = "Redis is full, and takes no jobs for now; come again later"
+FULL_RETRY_S = 10.0
+
+#: Of the lines about Redis: whoever looks each second would write one a second.
+redis_log_pace = LogPace()
 
 
 class Kind(StrEnum):
@@ -86,7 +95,7 @@ class Kind(StrEnum):
     OVERLOADED = "overloaded", 429, "Too many requests; come again after `Retry-After`."
     FAILED = "failed", 500, "The model failed."
     BAD_GATEWAY = "bad_gateway", 502, "The server behind the model failed."
-    UNAVAILABLE = "unavailable", 503, "Redis is away."
+    UNAVAILABLE = "unavailable", 503, "Redis is away, or full."
     TIMEOUT = "timeout", 504, "No result in time."
     # Nobody reads it; as nginx logs callers who hang up.
     GONE = "gone", 499
@@ -163,7 +172,14 @@ def _build_server_problem(error: ServerFailed) -> Problem:
 
 def redis_problem(error: Exception) -> Problem:
     """The problem that an error of Redis is to callers, who get no address and no user of it."""
-    logger.warning("Redis: %s", error)
+    if redis_log_pace.is_due(str(error)):
+        logger.warning("Redis: %s", error)
+    # Celery and kombu wrap a refusal in the error of a server that is away.
+    cause: BaseException | None = error
+    while cause is not None:
+        if find_refusal(cause) == "OOM":
+            return Problem(Kind.UNAVAILABLE, REDIS_FULL, retry_after_s=FULL_RETRY_S)
+        cause = cause.__cause__
     is_away = isinstance(error, GaveUp | OperationalError | NoConnection | NoAnswer)
     text = REDIS_AWAY if is_away else "Redis refuses what the gateway asks; its log says why"
     return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)

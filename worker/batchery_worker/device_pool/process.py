@@ -178,6 +178,8 @@ class DeviceProcess:
     taken: int = 0
     link: Link | None = None
     _process: Process | None = None
+    #: Why it was killed from here, for people; empty if it was not.
+    _killed_for: str = ""
     #: Processes that were killed and have not ended yet; one that held a GPU may take long.
     _dying: list[Process] = field(default_factory=list)
 
@@ -366,9 +368,10 @@ class DeviceProcess:
         self.taken = 0
         return batches
 
-    def kill(self) -> None:
-        """Kills the process; the end of its pipe says when it is gone."""
+    def kill(self, why: str = "") -> None:
+        """Kills the process, and says why, for people; the end of its pipe says when it is gone."""
         if self._process is not None:
+            self._killed_for = why
             self._process.kill()
 
     def receive(self) -> list[Reply]:
@@ -411,14 +414,15 @@ class DeviceProcess:
         self.deaths += self.state is not State.LEAVING
         process, self._process = self._process, None
         assert process is not None
+        why, self._killed_for = self._killed_for, ""
         self.dismiss()
         try:
-            code = process.wait(REAP_TIMEOUT_S)
+            how = describe_ending(process.wait(REAP_TIMEOUT_S))
         except subprocess.TimeoutExpired:
             process.kill()
             self._dying.append(process)
-            return "closed its pipe and was killed"
-        return describe_ending(code)
+            how = "closed its pipe and was killed"
+        return f"killed by its worker, {why}" if why else how
 
     def dismiss(self) -> None:
         """Closes the pipe, which tells the process to leave."""

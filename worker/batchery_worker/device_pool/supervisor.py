@@ -289,7 +289,7 @@ class DeviceSupervisor:
         if device.state is State.STARTING and device.pid == pid:
             text = "device %s is not ready after device_start_timeout_s = %g s: it is killed"
             logger.error(text, device.name, self._start_timeout_s)
-            device.kill()
+            device.kill("as it was not ready after device_start_timeout_s")
             # At once, as for one that hangs.
             self._on_process_death(device)
 
@@ -318,7 +318,7 @@ class DeviceSupervisor:
                 logger.exception(
                     "a message of device %s cannot be handled; it is restarted", device.name
                 )
-                device.kill()
+                device.kill("as a message of it cannot be handled")
 
         return guarded
 
@@ -359,12 +359,13 @@ class DeviceSupervisor:
             self._watch_limit(device, work_id, dispatched)
             return
         if dispatched.is_unwanted:
+            why = "as its jobs were revoked"
             logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
         else:
-            limit_s = dispatched.hard_limit_s
+            why, limit_s = "as its batch took too long", dispatched.hard_limit_s
             logger.error("hard time limit (%ss) exceeded on %s", limit_s, device.name)
         dispatched.expired = True
-        device.kill()
+        device.kill(why)
 
     def _plan_look_for_hangs(self) -> None:
         if self._max_pass_s is not None:
@@ -386,7 +387,7 @@ class DeviceSupervisor:
                 )
                 device.hangs += 1
                 device.is_hung = True
-                device.kill()
+                device.kill("as it hung for longer than max_pass_s")
                 # At once, as a process that a driver holds may not end: then no pipe says so.
                 self._on_process_death(device)
                 if device.hangs == MAX_HANGS:

@@ -1,6 +1,8 @@
 """Switches on what the settings ask for: the port, the file for node_exporter, word to systemd."""
 
+import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,7 +85,7 @@ def make_parts(watch: WorkerWatch, settings: MetricsSettings) -> list[Any]:
         StartError: The address is taken, or what it needs is not installed.
     """
     parts: list[Any] = []
-    write: Callable[[], None] | None = None
+    textfile: Textfile | None = None
     if settings.port is not None or settings.textfile is not None:
         try:
             from batchery.operations import families
@@ -100,22 +102,47 @@ def make_parts(watch: WorkerWatch, settings: MetricsSettings) -> list[Any]:
             logger.info("metrics and health: %s", port.url)
             parts.append(port)
         if (path := settings.textfile) is not None:
-
-            def write() -> None:
-                families.write_textfile(path, watch.collect())
-
-    if write is not None or systemd.is_listening():
-        parts.append(Beats(watch, write))
+            textfile = Textfile(path, lambda: families.write_textfile(path, watch.collect()))
+    if textfile is not None or systemd.is_listening():
+        parts.append(Beats(watch, textfile))
     return parts
+
+
+class Textfile:
+    """The file for node_exporter: it must not say for ever how a worker was that has ended."""
+
+    def __init__(self, path: str, write: Callable[[], None]) -> None:
+        """Writes nothing yet.
+
+        Args:
+            path: Where it is.
+            write: Writes it.
+        """
+        self._path = path
+        self._write = write
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    def write(self) -> None:
+        """Writes it, unless the worker has ended."""
+        with self._lock:
+            if not self._has_ended:
+                self._write()
+
+    def remove(self) -> None:
+        """Removes it for good, as its worker ends."""
+        with self._lock, suppress(OSError):
+            self._has_ended = True
+            os.unlink(self._path)
 
 
 class Beats:
     """A thread that tells systemd how the worker is, and writes the file for node_exporter."""
 
-    def __init__(self, watch: WorkerWatch, write: Callable[[], None] | None) -> None:
-        """Starts nothing; `write` writes the file, if there is one."""
+    def __init__(self, watch: WorkerWatch, textfile: Textfile | None) -> None:
+        """Starts nothing."""
         self._watch = watch
-        self._write = write
+        self._textfile = textfile
         watchdog_s = systemd.read_watchdog_s() or float("inf")
         self._pause_s = min(TEXTFILE_PAUSE_S, watchdog_s / WORDS_PER_WATCHDOG)
         self._said_ready = not systemd.is_listening()
@@ -123,6 +150,9 @@ class Beats:
 
     def start(self) -> None:
         """Starts the thread."""
+        if self._textfile is not None:
+            # Later than any step is stopped: a warm shutdown goes on as long as its batches.
+            atexit.register(self._textfile.remove)
         threading.Thread(target=self._run, name="batchery-beats", daemon=True).start()
 
     def _run(self) -> None:
@@ -142,6 +172,6 @@ class Beats:
             self._said_ready = True
         if not verdict.not_live:
             systemd.notify("WATCHDOG=1")
-        if self._write is not None and now_s >= self._due_s:
+        if self._textfile is not None and now_s >= self._due_s:
             self._due_s = now_s + TEXTFILE_PAUSE_S
-            self._write()
+            self._textfile.write()

@@ -5,7 +5,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from time import monotonic
+from dataclasses import asdict
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from celery.bootsteps import RUN  # type: ignore[attr-defined]
@@ -50,6 +51,7 @@ class WorkerWatch:
             settings: Of its app.
         """
         self._worker = worker
+        self._started_at_s = round(time(), 3)
         self._policy = HealthPolicy(settings.max_pass_s)
         self._store: LeaseStore | None = None
         self._asking = threading.Lock()
@@ -94,9 +96,12 @@ class WorkerWatch:
         verdict, store = self.judge(), self._store
         return {
             "leases": None if store is None else store.figures(),
-            "health": {"live": not verdict.not_live, "ready": not verdict.not_ready},
+            "health": asdict(self._build_health(verdict)),
             "loop_lag_s": max(map(float, tuple(self._lags_s)), default=None),
         }
+
+    def _build_health(self, verdict: Verdict) -> HealthFigures:
+        return HealthFigures(not verdict.not_live, not verdict.not_ready, self._started_at_s)
 
     def measure_lag(self, loop: Any) -> None:
         """Measures how late an event loop is, from now on; again after each reconnect."""
@@ -119,7 +124,7 @@ class WorkerWatch:
             nothing = {"devices": {}, "batches": {}, "clock_s": monotonic()}
             figures = read_figures({**nothing, **self.figures()})
             assert figures is not None
-        figures.health = HealthFigures(not verdict.not_live, not verdict.not_ready)
+        figures.health = self._build_health(verdict)
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)
         yield from collect_workers(workers)

@@ -5,9 +5,11 @@
 -- KEYS[1]   HASH    tenants, see tenants.lua
 -- KEYS[2..] LIST    lists of one queue and priority class: <prefix><queue>, with a priority
 --                   <prefix><queue>\6\22<step>; messages, the newest on the left. Only read here.
--- Returns   {number of messages, when the oldest was sent, in Unix seconds, as text}; the text is
---           empty if no oldest message says so, as those of plain clients do not.
-local count, oldest = 0, nil
+-- Returns   {number of messages, when the oldest was sent, in Unix seconds, as text, then the ids of
+--           up to MAX_UNDATED oldest messages that do not say so, as those of plain clients do not};
+--           the text is empty if none of them says so.
+local MAX_UNDATED, MAX_ID = 100, 100
+local count, oldest, undated = 0, nil, {}
 for i = 2, #KEYS do
   local length = redis.call('LLEN', KEYS[i])
   if length > 0 then
@@ -22,7 +24,11 @@ for i = 2, #KEYS do
       if sent_at and (not oldest or tonumber(sent_at) < tonumber(oldest)) then
         oldest = sent_at
       end
+      if message and not sent_at and #undated < MAX_UNDATED then
+        local id = string.match(message, '"correlation_id":%s*"([^"]+)"')
+        undated[#undated + 1] = id and string.sub(id, 1, MAX_ID)
+      end
     end
   end
 end
-return {count, oldest or ''}
+return {count, oldest or '', unpack(undated)}

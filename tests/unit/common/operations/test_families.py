@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def make_worker(jobs: int = 10) -> WorkerFigures:
         clock_s=1.0,
         waiting_by_queue={"embed": WaitingJobs(3, 7.5)},
         leases=LeaseFigures(8, 2, {"fetch": ScriptTime(4, 0.5), "renew": ScriptTime(2, 0.1)}),
-        health=HealthFigures(live=True, ready=False),
+        health=HealthFigures(live=True, ready=False, started_at_s=100.5),
         loop_lag_s=0.002,
     )
 
@@ -89,6 +90,7 @@ MEMORY = RedisMemory(850, 1000, 3)
 
 def make_survey(**workers: WorkerFigures) -> Survey:
     survey = Survey({}, {"embed": 3, "none": 0}, 1, {"embed": 2.5}, {"embed": 8}, 2, MEMORY)
+    survey = replace(survey, strays={"embde": 4})
     survey.__dict__["figures"] = workers
     return survey
 
@@ -142,6 +144,7 @@ def test_texts_have_tokens_and_times_by_our_names_and_by_opentelemetrys() -> Non
 def test_what_is_of_a_worker_alone_has_its_name() -> None:
     found = read(families.collect_workers({"w": make_worker()}))
     assert (found["batchery_worker_live", "w"], found["batchery_worker_ready", "w"]) == (1, 0)
+    assert found["batchery_worker_start_time_seconds", "w"] == 100.5
     assert found["batchery_leases_held", "w"] == 8
     assert found["batchery_leases_recovered_total", "w"] == 2
     assert found["batchery_redis_round_trips_total", "w"] == 6
@@ -170,6 +173,7 @@ def test_queues_are_told_from_a_lost_redis() -> None:
     assert found["batchery_broker_up",] == found["batchery_workers",] == 1
     assert found["batchery_queue_waiting_jobs", "embed"] == 3
     assert found["batchery_queue_leased_jobs", "embed"] == 8
+    assert found["batchery_queue_stray_jobs", "embde"] == 4
     # One that a worker holds has waited for longer than those in Redis.
     assert found["batchery_queue_oldest_job_seconds", "embed"] == 7.5
     assert found["batchery_queue_oldest_job_seconds", "none"] == 0
@@ -177,6 +181,8 @@ def test_queues_are_told_from_a_lost_redis() -> None:
     memory = [found[f"batchery_redis_memory_{each}_bytes",] for each in ("used", "max")]
     assert [*memory, found["batchery_redis_evicted_keys_total",]] == [850, 1000, 3]
     assert read(families.collect_aliases(make_survey()))["celery_queue_length", "embed"] == 3
+    unasked = replace(make_survey(), is_asked=False)
+    assert ("batchery_workers",) not in read(families.collect_cluster(unasked))
     assert read(families.collect_cluster(None)) == {("batchery_broker_up",): 0}
     assert read(families.collect_aliases(None)) == {}
 

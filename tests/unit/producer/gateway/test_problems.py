@@ -4,6 +4,8 @@ from typing import Any
 
 import orjson
 import pytest
+from kombu.exceptions import OperationalError
+from redis.exceptions import OutOfMemoryError
 
 from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem
 from batchery_producer.gateway.app import invalid
@@ -56,6 +58,29 @@ def test_each_api_has_its_own_words_and_statuses(
 def test_full_queue_says_when_to_come_again(path: str) -> None:
     found = answer(path, Problem(Kind.OVERLOADED, "full", retry_after_s=2.2))
     assert (found.status_code, found.headers["retry-after"]) == (429, "3")
+
+
+def test_full_redis_is_not_said_to_be_away() -> None:
+    full = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+    # As Celery and kombu wrap it.
+    wrapped = OperationalError(str(full))
+    wrapped.__cause__ = full
+    refused = BrokerRefused("queue 'celery': Redis has no memory left")
+    refused.__cause__ = wrapped
+    for error in (full, wrapped, refused):
+        found = answer("/tasks/a", build_problem(error))
+        assert (found.status_code, found.headers["retry-after"]) == (503, "10")
+        assert "Redis is full" in orjson.loads(found.body)["detail"]
+    away = answer("/tasks/a", build_problem(OperationalError("Connection refused")))
+    assert (away.status_code, away.headers["retry-after"]) == (503, "1")
+    assert orjson.loads(away.body)["detail"] == "Redis does not answer"
+
+
+def test_lost_redis_is_not_logged_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        build_problem(OperationalError("cut off while this test ran"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["Redis: cut off while this test ran"]
 
 
 def test_a_body_that_is_missing_is_said_to_be_empty() -> None:

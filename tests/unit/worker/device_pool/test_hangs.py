@@ -24,6 +24,9 @@ def test_device_that_gives_no_sign_is_killed_and_its_jobs_run_again(
     hung, fresh = worker.devices.started
     assert (hung.code, device.hangs, device.is_hung) == (-9, 1, True)
     assert "device cpu hangs: no sign of it for" in caplog.text
+    # Not by the kernel, for memory.
+    why = "as it hung for longer than max_pass_s"
+    assert f"device process for cpu died: killed by its worker, {why}, with 1 batch" in caplog.text
     fresh.get_ready()
     worker.loop.settle()
     assert not device.is_hung

@@ -124,6 +124,16 @@ def test_death_is_described_in_words(
     assert (device.state, device.deaths, device.failed_starts) == (State.DEAD, 1, 0)
 
 
+def test_death_by_the_worker_is_told_from_others(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
+    device.kill("as it hung")
+    assert device.reap() == "killed by its worker, as it hung"
+    device.spawn()
+    devices.started[1].die(-9)
+    assert device.reap() == "killed by signal 9"
+
+
 def test_messages_of_a_dead_process_are_still_read(
     device: DeviceProcess, devices: FakeDevices
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,18 @@ def test_gateway_s_own_worker_takes_nobody_s_port() -> None:
 def test_nothing_is_switched_on_unless_the_settings_say_so() -> None:
     watch: Any = None
     assert make_parts(watch, MetricsSettings()) == []
+
+
+def test_file_of_a_worker_that_has_ended_does_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "worker.prom"
+    textfile = step.Textfile(str(path), lambda: path.touch())
+    textfile.write()
+    assert path.exists()
+    textfile.remove()
+    # The thread that writes goes on until the process ends.
+    textfile.write()
+    assert not path.exists()
+    textfile.remove()
 
 
 @pytest.mark.parametrize("setting", [{"port": 0}, {"textfile": "worker.prom"}])

@@ -1,7 +1,7 @@
 """What is seen of a worker: its devices, its connection, its heartbeats; and its figures."""
 
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
+from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from batchery_worker.operations import watch as module
 from batchery_worker.operations.health import Verdict
 from batchery_worker.operations.watch import WorkerWatch
 from support.fake_worker import FakeWorker, StartPool
+from support.patience import patient
 
 EXPIRY_S = 5.0
 
@@ -98,6 +99,7 @@ def test_metrics_come_from_the_event_loop_and_stay_if_it_stands_still(
     assert samples["batchery_leases_held"] == 3
     assert samples["batchery_redis_round_trips_total"] == 2
     assert (samples["batchery_worker_live"], samples["batchery_worker_ready"]) == (1, 1)
+    assert 0 <= time() - samples["batchery_worker_start_time_seconds"] < patient(60)
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.05)
     scene.store.is_silent = True
     still = {

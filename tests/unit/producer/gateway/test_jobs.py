@@ -1,0 +1,33 @@
+"""What the worker beside a gateway does all the time."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchery_producer.gateway import jobs
+from batchery_producer.gateway.problems import Kind, Problem
+
+
+def test_lost_redis_is_logged_once_however_often_it_is_looked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[int] = []
+    ended = threading.Event()
+
+    def sweep() -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            ended.set()
+        raise Problem(Kind.UNAVAILABLE, "Redis does not answer")
+
+    found: Any = SimpleNamespace(remove_torn=lambda: None, sweep=sweep)
+    monkeypatch.setattr(jobs, "get_jobs", lambda _: found)
+    monkeypatch.setattr(jobs, "SWEEP_S", 0.001)
+    monkeypatch.setattr(jobs, "_ended", ended)
+    app: Any = None
+    jobs._sweep_on(app)
+    assert len(looks) == 5
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["jobs of the gateway: cannot be looked for: Redis does not answer"]
