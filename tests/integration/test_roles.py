@@ -307,6 +307,13 @@ FORBIDDEN: list[tuple[str, ...]] = [
     *(("shutdown", "nosave"), ("monitor",), ("client", "kill", "id", "1")),
     *(("get", "another-app"), ("hgetall", "another-app"), ("rename", "celery", "away")),
     *(("script", "flush"), ("eval", "return 1", "0"), ("replicaof", "no", "one")),
+    # They would tell which keys there are.
+    *(("scan", "0"), ("randomkey",), ("object", "encoding", "loud"), ("debug", "object", "loud")),
+    *(
+        ("subscribe", "__keyevent@0__:set"),
+        ("psubscribe", "__keyspace@0__:*"),
+        ("pubsub", "channels"),
+    ),
 ]
 
 #: What a role may not besides, where each of its grants stands for itself.

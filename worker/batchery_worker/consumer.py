@@ -9,19 +9,19 @@ it becomes a dead letter, and its caller gets a FAILURE.
 import bz2
 import logging
 import lzma
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import inf
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import redis
 from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
-from kombu import Message, compression
+from kombu import Message
+from kombu import compression as kombu_compression
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from batchery.errors import InvalidItem
@@ -54,6 +54,8 @@ NO_CONNECTION = (
 
 #: Errors that say all of a malformed message; of others the log shows where they were raised.
 MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
+
+compression: Any = kombu_compression
 
 #: What makes an object that decompresses piece by piece, by kombu's name of the method. Kombu takes
 #: zstd from wherever this Python has it.
@@ -399,13 +401,18 @@ def _holds_only(value: Any, kind: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
 
 
+#: JSON has whole numbers that are larger than any float.
+MAX_LIMIT_S = sys.float_info.max
+
+
 def _are_limits(value: Any) -> bool:
     # Most jobs have none, and each job is asked.
-    return value == NO_LIMITS or (
-        len(value) == 2
-        # Celery takes 0 for none.
-        and all(each is None or (isinstance(each, Real) and 0 <= each < inf) for each in value)
-    )
+    return value == NO_LIMITS or (len(value) == 2 and all(map(_is_limit, value)))
+
+
+def _is_limit(value: Any) -> bool:
+    # Celery takes 0 for none.
+    return value is None or (isinstance(value, int | float) and 0 <= value <= MAX_LIMIT_S)
 
 
 NO_LIMITS = [None, None]
