@@ -308,7 +308,7 @@ FORBIDDEN: list[tuple[str, ...]] = [
     *(("get", "another-app"), ("hgetall", "another-app"), ("rename", "celery", "away")),
     *(("script", "flush"), ("eval", "return 1", "0"), ("replicaof", "no", "one")),
     # They would tell which keys there are.
-    *(("scan", "0"), ("randomkey",), ("object", "encoding", "loud"), ("debug", "object", "loud")),
+    *(("scan", "0"), ("randomkey",), ("object", "encoding", "loud")),
     *(
         ("subscribe", "__keyevent@0__:set"),
         ("psubscribe", "__keyspace@0__:*"),
