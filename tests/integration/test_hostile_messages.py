@@ -132,7 +132,7 @@ def test_wrong_header_ends_its_message_and_nothing_else(
 
 @pytest.mark.parametrize("follows", ["callbacks", "errbacks", "chain"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("queue", ["batchery:tenants", "unacked", "no-queue"])
+@pytest.mark.parametrize("queue", ["batchery:tenants", "unacked", "gone"])
 def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     client: Celery, redis_url: str, worker: Worker, queue: str, kind: str, follows: str
 ) -> None:
@@ -146,12 +146,12 @@ def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     if follows == "errbacks":
         message["body"][0] = ["no number"]
     with probing(redis_url) as redis:
-        redis.hset("no-queue", "a", "b")
+        redis.hset("gone", "a", "b")
         before = redis.type(queue)
         put(redis_url, kind, [message])
         check_well(worker, redis_url)
         assert redis.type(queue) == before
-        redis.delete("no-queue")
+        redis.delete("gone")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
