@@ -17,9 +17,11 @@ from batchery.errors import SettingsError
 from batchery.transport.redis_schema import Keys
 
 #: What all roles need on any connection; none of it reads or writes a key. Redis 6.2 knows CLIENT
-#: only as a whole, so that there its harmless parts are named.
+#: only as a whole, so that there its harmless parts are named. CLIENT TRACKING is none of them: it
+#: tells of changes to all keys, and so the ids of all jobs.
 CONNECT = "+@connection -@dangerous +@transaction +script|load +script|exists +time +unsubscribe"
-CONNECT_6 = f"{CONNECT} +client|id +client|setname +client|tracking +client|caching"
+CONNECT_6 = f"{CONNECT} +client|id +client|setname"
+CONNECT_7 = f"{CONNECT} -client|tracking"
 
 #: Commands on keys of any type; each category has all commands of one type. SORT is in some of
 #: them, and reads keys that it does not name, but it is called dangerous, too.
@@ -33,6 +35,8 @@ class KeySpace:
 
     #: All that any of its workers consumes.
     queues: Sequence[str]
+    #: Those with `x-expires`, whose lists kombu's producers let expire.
+    expiring: Sequence[str] = ()
     #: Of the broker's keys, and of the result backend's: `global_keyprefix`.
     prefix: str = ""
     result_prefix: str = ""
@@ -58,10 +62,14 @@ def list_patterns(space: KeySpace) -> dict[str, list[str]]:
     fanout = keys.queue(_escape(space.fanout))
     # A control character would look like nothing: so any that cannot be printed.
     step = "".join(_escape(char) if char.isprintable() else "[^!-~]" for char in space.separator)
+    steps = ("", f"{step}[0-9]")
     lists = [keys.queue(_escape(name)) for name in space.queues]
     lists += [keys.queue("*.dq2")] * space.has_direct
     return {
-        "queues": [f"{each}{end}" for each in lists for end in ("", f"{step}[0-9]")],
+        "queues": [f"{each}{end}" for each in lists for end in steps],
+        "expiring": [
+            f"{keys.queue(_escape(each))}{end}" for each in space.expiring for end in steps
+        ],
         "bindings": [keys.queue("_kombu.binding*")],
         "unacked": [keys.queue("unacked*")],
         "visibility": [keys.queue("unacked_index"), keys.queue("unacked_mutex")],
@@ -136,7 +144,7 @@ LOOK = (
 )
 PRODUCE = (
     *ASK,
-    Grant("+lpush +llen +pexpire", "queues"),
+    Grant("+lpush +llen", "queues"),
     Grant("+evalsha", "queues markers tenants"),
     Grant("+get +set +del +unlink", "markers"),
     Grant("+get +mget +exists +del +unlink", "results"),
@@ -153,6 +161,8 @@ WORK = (
     Grant(ALL, "unacked"),
     Grant(ALL, "cache"),
     Grant(ALL, "rates"),
+    # It is told of changes to its queues.
+    Grant("+client|tracking +client|caching"),
     # It keeps dead letters, and reads none.
     Grant("+evalsha", "leases letters messages"),
     Grant("+hset", "letters messages"),
@@ -197,6 +207,7 @@ def list_grants(role: str, space: KeySpace) -> list[Grant]:
     if role in ("producer", "gateway", "operator"):
         grants += [Grant("+lindex +zrange", "queues tenants")] * space.reads_ages
         grants += [Grant("+publish", channels="events")] * space.sends_events
+        grants += [Grant("+pexpire", "expiring")] * bool(space.expiring)
     return list(dict.fromkeys(grants))
 
 
@@ -229,7 +240,7 @@ def write_user(
     words = ["user", name, "on", f"#{hashed}", "resetchannels"]
     if has_selectors:
         where = [(each.spell(patterns), each.commands) for each in grants]
-        words += [CONNECT, *(commands for places, commands in where if not places)]
+        words += [CONNECT_7, *(commands for places, commands in where if not places)]
         words += [f"({' '.join(places)} {commands})" for places, commands in where if places]
         return " ".join(words)
     places = [place for each in grants for place in each.spell(patterns)]

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 import redis
 
-from batchery.errors import BatcheryError, GaveUp
+from batchery.errors import BatcheryError, BrokerRefused, GaveUp
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ REFUSAL_CLASSES: dict[type[redis.RedisError], str] = {
     redis.exceptions.NoPermissionError: "NOPERM",
 }
 
-_REFUSAL = re.compile(rf"(?:^|: -|caused error: )({'|'.join(REFUSAL_MEANINGS)})\b")
+_REFUSAL = re.compile(rf"(?:^|: -?|caused error: )({'|'.join(REFUSAL_MEANINGS)})\b")
 
 #: Errors of a Redis that answers but takes no writes for now.
 REFUSALS: tuple[type[Exception], ...] = tuple(
@@ -82,6 +82,14 @@ def find_refusal(error: BaseException) -> str | None:
             return word
     found = _REFUSAL.search(str(error))
     return found and found[1]
+
+
+def explain_refusal(error: BaseException, queue: str) -> BrokerRefused | None:
+    """An error that explains why Redis takes nothing for a queue; None if it is no refusal."""
+    word = find_refusal(error) if isinstance(error, redis.ResponseError) else None
+    if word is None:
+        return None
+    return BrokerRefused(f"queue {queue!r}: Redis {REFUSAL_MEANINGS[word]} ({error})")
 
 
 def is_away(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
-from batchery.retry import REFUSAL_MEANINGS, RetryPolicy, find_refusal
+from batchery.retry import RetryPolicy, explain_refusal
 from batchery.settings import LOWEST_PRIORITY
 
 LUA = Path(__file__).parent / "lua"
@@ -73,14 +73,6 @@ class RecordedCommands:
             self.pushed.setdefault(args[0], []).append(args[1])
         else:
             self.others[Command(name, args)] = None
-
-
-def refused(error: BaseException, queue: str) -> BrokerRefused | None:
-    """An error that explains Redis's refusal; None if the error is no refusal."""
-    word = find_refusal(error) if isinstance(error, redis.ResponseError) else None
-    if word is None:
-        return None
-    return BrokerRefused(f"queue {queue!r}: Redis {REFUSAL_MEANINGS[word]} ({error})")
 
 
 class BrokerConnection:
@@ -152,7 +144,7 @@ class BrokerConnection:
                 return function()
             except Exception as error:
                 # kombu wraps the error of Redis.
-                raise refused(error.__cause__ or error, queue) or error from error
+                raise explain_refusal(error.__cause__ or error, queue) or error from error
 
         return self.retries.call(attempt, self._errors(), self._disconnect)
 
@@ -175,7 +167,7 @@ class BrokerConnection:
             now (0 if there is no limit).
 
         Raises:
-            redis.ResponseError: Redis refuses, and nothing was pushed: see `refused`.
+            redis.ResponseError: Redis refuses, and nothing was pushed: see `explain_refusal`.
             redis.RedisError: It is unknown whether the chunk was pushed.
         """
         channel, keys = self.channel, [self._marker, key]

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from apps import hybrid
 from batchery import InvalidItem
+from batchery.transport.dead_letters import MAX_MESSAGE_BYTES
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
@@ -104,8 +106,10 @@ def check_well(worker: Worker, redis_url: str) -> None:
         {"timelimit": 7},
         {"timelimit": ["a", "b"]},
         {"timelimit": [1, 2, 3]},
+        {"timelimit": [-1, None]},
         {"retries": "x"},
         {"shadow": {}},
+        {"shadow": "a\nb"},
     ],
     ids=str,
 )
@@ -124,6 +128,44 @@ def test_wrong_header_ends_its_message_and_nothing_else(
         letters = [json.loads(each.partition(b"\0")[2]) for each in values]
     (reason,) = (each["reason"] for each in letters if each["id"] == message["headers"]["id"])
     assert name in reason.lower()
+
+
+@pytest.mark.parametrize("follows", ["callbacks", "errbacks", "chain"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("queue", ["batchery:tenants", "unacked", "gone"])
+def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
+    client: Celery, redis_url: str, worker: Worker, queue: str, kind: str, follows: str
+) -> None:
+    """However often its retry policy would have it tried, and however long it would pause."""
+    policy = {"max_retries": None, "interval_start": 1000, "interval_max": 1000}
+    callback = client.signature(
+        "apps.hybrid.add", (1, 2), immutable=True, options={"queue": queue, "retry_policy": policy}
+    )
+    message = decode_message(client, redis_url, kind)
+    message["body"][2][follows] = [dict(callback)]
+    if follows == "errbacks":
+        message["body"][0] = ["no number"]
+    with probing(redis_url) as redis:
+        redis.hset("gone", "a", "b")
+        before = redis.type(queue)
+        put(redis_url, kind, [message])
+        check_well(worker, redis_url)
+        assert redis.type(queue) == before
+        redis.delete("gone")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_message_that_grows_too_large_is_decompressed_no_further(
+    client: Celery, redis_url: str, worker: Worker, kind: str
+) -> None:
+    message = decode_message(client, redis_url, kind)
+    bomb = zlib.compress(b"x" * (MAX_MESSAGE_BYTES + 1), level=9)
+    message["body"] = base64.b64encode(bomb).decode()
+    message["headers"]["compression"] = "application/x-gzip"
+    put(redis_url, kind, [message])
+    check_well(worker, redis_url)
+    with pytest.raises(InvalidItem, match="and the maximum is 134,217,728"):
+        client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -307,6 +307,13 @@ FORBIDDEN: list[tuple[str, ...]] = [
     *(("shutdown", "nosave"), ("monitor",), ("client", "kill", "id", "1")),
     *(("get", "another-app"), ("hgetall", "another-app"), ("rename", "celery", "away")),
     *(("script", "flush"), ("eval", "return 1", "0"), ("replicaof", "no", "one")),
+    # They would tell which keys there are.
+    *(("scan", "0"), ("randomkey",), ("object", "encoding", "loud")),
+    *(
+        ("subscribe", "__keyevent@0__:set"),
+        ("psubscribe", "__keyspace@0__:*"),
+        ("pubsub", "channels"),
+    ),
 ]
 
 #: What a role may not besides, where each of its grants stands for itself.
@@ -316,6 +323,8 @@ BEYOND: dict[str, list[tuple[str, ...]]] = {
         *(("hgetall", "batchery:lease:x"), ("zadd", "batchery:workers", "1", "me")),
         *(("hgetall", "batchery:dead"), ("hgetall", "batchery:dead-messages")),
         *(("hdel", "batchery:dead", "1"), ("hset", "batchery:lease:x", "1", "x")),
+        # It would lose all that waits.
+        *(("pexpire", "loud", "1"), ("expire", "loud", "1"), ("del", "loud")),
     ],
     "worker": [("hgetall", "batchery:dead"), ("hget", "batchery:dead-messages", "1")],
     "monitor": [
@@ -335,6 +344,9 @@ def test_a_command_outside_of_a_role_is_refused(guarded: GuardedRedis, role: str
         version = str(admin.info("server")["redis_version"])
         admin.hset(Keys().dead, "1", "secret")
     beyond = [each for each in BEYOND[role] if not version.startswith("6.")]
+    if role in ("producer", "monitor", "flower", "operator"):
+        # It would tell the ids of all jobs.
+        beyond.append(("client", "tracking", "on"))
     with closing(guarded.client(role)) as client:
         run_command: Any = client.execute_command
         for command in [*FORBIDDEN, *beyond]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import redis
 
+from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
 from support.plain_kombu import StartConsumer, leases, send, waiting
 
@@ -140,3 +141,15 @@ def test_lost_connections_leave_nothing_on_the_event_loop(
     # The same transport may come to its loop again, as Celery's worker lets it.
     consumer.connection.register_with_event_loop(consumer.hub)
     assert len(consumer.hub.on_tick) == ticks
+
+
+def test_a_key_that_something_else_has_written_is_named(
+    both: StartConsumer, bare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = both("q")
+    bare.lpush(Keys().tenants, "no hash")
+    bare.lpush("q", "wakes it")
+    with pytest.raises(redis.ConnectionError, match="WRONGTYPE"):
+        consumer.until(lambda: False)
+    assert "key batchery:tenants of Redis is a list, not a hash" in caplog.text
+    assert "redis-cli DEL batchery:tenants" in caplog.text

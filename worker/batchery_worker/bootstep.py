@@ -34,7 +34,7 @@ from batchery.task import SIGNED, BatchTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
-from batchery_worker.consumer import refuse_what_raises
+from batchery_worker.consumer import bound_decompression, refuse_what_raises
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.dispatch.dead_letters import fail_callers
@@ -84,6 +84,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         warn_of_unused_queues(worker.app)
         fail_callers(worker.app)
         refuse_what_raises(worker)
+        bound_decompression()
         # Celery's own count, before it is raised.
         prefetch = (worker.pool.limit or 1) * worker.prefetch_multiplier
         self._add_batches(worker, settings, prefetch)

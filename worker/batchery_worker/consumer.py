@@ -6,10 +6,14 @@ for ever. Here every message is checked first, and whatever handling one raises 
 it becomes a dead letter, and its caller gets a FAILURE.
 """
 
+import bz2
 import logging
+import lzma
+import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
-from numbers import Real
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -17,13 +21,14 @@ from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import Message
+from kombu import compression as kombu_compression
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.log_pace import LogPace
 from batchery.settings import describe_file, settings_file
 from batchery.task import BatchTask
-from batchery.transport import NEEDS_WRITES
+from batchery.transport import NEEDS_WRITES, dead_letters
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
 from batchery_worker.event_loop import is_cold_shutdown
@@ -51,6 +56,18 @@ NO_CONNECTION = (
 
 #: Errors that say all of a malformed message; of others the log shows where they were raised.
 MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
+
+compression: Any = kombu_compression
+
+#: What makes an object that decompresses piece by piece, by kombu's name of the method. Kombu takes
+#: zstd from wherever this Python has it.
+DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
+    "application/x-gzip": zlib.decompressobj,
+    "application/x-bz2": bz2.BZ2Decompressor,
+    # The memory of this one is what the message says.
+    "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=dead_letters.MAX_MESSAGE_BYTES),
+    "application/zstd": lambda: compression.zstd.ZstdDecompressor(),
+}
 
 #: Where Celery logs that it discards a message.
 stock_logger = logging.getLogger(Consumer.__module__)
@@ -294,6 +311,29 @@ def refuse_what_raises(worker: Any) -> None:
     worker._process_task = process_task
 
 
+def bound_decompression() -> None:
+    """Has compressed messages refused in this process that say more than any message may."""
+    for method, make in DECOMPRESSORS.items():
+        if method in compression.encoders():
+            encode, _ = compression.get_encoder(method)
+            compression.register(encode, partial(_decompress, make), method)
+
+
+def _decompress(make: Callable[[], Any], body: bytes) -> bytes:
+    """Decompresses a body.
+
+    Raises:
+        InvalidItem: There would be more of it than a worker reads.
+        ValueError: It is not one whole stream.
+    """
+    maximum, decompressor = dead_letters.MAX_MESSAGE_BYTES, make()
+    decompressed: bytes = decompressor.decompress(body, maximum + 1)
+    dead_letters.check_size(decompressed)
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("the compressed body is not one whole stream")
+    return decompressed
+
+
 def check(message: Any) -> None:
     """Checks what Celery takes for granted.
 
@@ -301,8 +341,8 @@ def check(message: Any) -> None:
         message: A `kombu.Message`, of Celery's protocol 1 or 2.
 
     Raises:
-        InvalidTaskError: Its name or id is no text, a header is of a wrong type, or its body has
-            another form.
+        InvalidTaskError: Its name or id is no text, or none for one line of a log; a header is of a
+            wrong type, or its body has another form.
         DecodeError: The body cannot be decoded.
         ContentDisallowed: The worker does not accept the body's content type.
     """
@@ -314,8 +354,11 @@ def check(message: Any) -> None:
         # It is no job at all: Celery says so and rejects it.
         return
     for name in ("task", "id"):
-        if not isinstance(known.get(name), str):
-            raise InvalidTaskError(f"its {name} is {known.get(name)!r:.100}, not a text")
+        value = known.get(name)
+        if not isinstance(value, str):
+            raise InvalidTaskError(f"its {name} is {value!r:.100}, not a text")
+        if not value.isprintable():
+            raise InvalidTaskError(f"its {name} is {value!r:.100}, not all of which can be printed")
     for name, (kind, is_right, expected) in HEADERS.items():
         value = known.get(name)
         if value is None or (isinstance(value, kind) and (is_right is None or is_right(value))):
@@ -360,9 +403,18 @@ def _holds_only(value: Any, kind: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
 
 
+#: JSON has whole numbers that are larger than any float.
+MAX_LIMIT_S = sys.float_info.max
+
+
 def _are_limits(value: Any) -> bool:
     # Most jobs have none, and each job is asked.
-    return value == NO_LIMITS or (len(value) == 2 and _holds_only(value, Real | None))
+    return value == NO_LIMITS or (len(value) == 2 and all(map(_is_limit, value)))
+
+
+def _is_limit(value: Any) -> bool:
+    # Celery takes 0 for none.
+    return value is None or (isinstance(value, int | float) and 0 <= value <= MAX_LIMIT_S)
 
 
 NO_LIMITS = [None, None]
@@ -370,7 +422,7 @@ NO_LIMITS = [None, None]
 #: Headers that Celery reads when it is too late to refuse the message, and what they must be: their
 #: type, what their contents must be, and both in words.
 HEADERS: Mapping[str, tuple[Any, Callable[[Any], bool] | None, str]] = {
-    "shadow": (str, None, "a text"),
+    "shadow": (str, str.isprintable, "a text that can be printed"),
     "timelimit": ((list, tuple), _are_limits, "a hard and a soft time limit in seconds"),
     "stamped_headers": ((list, tuple), lambda value: _holds_only(value, str), "a list of names"),
     "stamps": (dict, None, "a mapping"),

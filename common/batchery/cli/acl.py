@@ -94,8 +94,10 @@ def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpa
     fanout = options.get("fanout_prefix", True)
     pattern = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
     results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
+    expiring = {name for name, queue in app.amqp.queues.items() if _expires(queue)}
     return KeySpace(
         queues=sorted({*(queues or app_queues(app)), JOBS_QUEUE}),
+        expiring=sorted(expiring),
         prefix=options.get("global_keyprefix", ""),
         result_prefix=results.decode(),
         separator=options.get("sep", KeySpace.separator),
@@ -107,6 +109,10 @@ def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpa
         sends_events=app.conf.task_send_sent_event,
         has_own_worker=Settings.load(app.conf).gateway.worker,
     )
+
+
+def _expires(queue: Any) -> bool:
+    return bool(queue.expires or "x-expires" in (queue.queue_arguments or {}))
 
 
 def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import redis
 from kombu.utils.encoding import bytes_to_str
 
 from batchery.redis_scripts import packed, script_text
+from batchery.retry import find_refusal
 from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry, scheduled_tokens
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
@@ -213,8 +214,7 @@ class Fetcher:
             if (number := numbers.get(find_part(channel, queue, step)))
         ]
         names = tuple(key for key, _ in lists)
-        fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
-        fixed += [keys.running(question.worker), keys.tenants]
+        fixed = self._own_keys(question.worker)
         entry = self._entry(question, queues)
         script = (
             *("EVALSHA", self._sha, len(fixed) + len(names)),
@@ -277,8 +277,37 @@ class Fetcher:
         self._brought_much = brought >= asked.messages
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:
+            if find_refusal(refusal) == "WRONGTYPE":
+                self._log_wrong_types(asked.question.worker, refusal)
             raise refusal
         return answer
+
+    def _log_wrong_types(self, worker: str, refusal: redis.ResponseError) -> None:
+        """Names the keys that something else has written: Redis does not say which ones."""
+        client, found = self._lease_store.client, False
+        for key, kind in self._own_keys(worker).items():
+            if (other := bytes_to_str(client.type(key))) not in (kind, "none"):
+                found = True
+                logger.error(
+                    "key %s of Redis is a %s, not a %s: something else has written it, and no job"
+                    " is fetched until it is gone; look at it, then run redis-cli DEL %s",
+                    *(key, other, kind, key),
+                )
+        if not found:
+            logger.error("Redis refuses to fetch: %s", refusal)
+
+    def _own_keys(self, worker: str) -> dict[str, str]:
+        """The script's keys before those of the queues, in its order, and their types."""
+        store, keys = self._lease_store, self._lease_store.keys
+        return {
+            keys.workers: "zset",
+            store.lease_key: "hash",
+            keys.token: "string",
+            keys.suspects: "hash",
+            keys.waiting: "hash",
+            keys.running(worker): "hash",
+            keys.tenants: "hash",
+        }
 
     def nothing_came(self, connection: Any) -> bool:
         """Whether all queues are empty; from now on Redis tells when one of them changes."""

@@ -172,6 +172,12 @@ def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, An
     }
 
 
+def as_one_line(text: str | None) -> str:
+    """What a message says, for a log: with a line break in it, it would write lines of its own."""
+    shown = str(text)
+    return shown if shown.isprintable() else repr(shown)[1:-1]
+
+
 def check_size(message: bytes | str) -> None:
     """Checks the size of a message, or of its body, which is nearly all of it.
 
@@ -207,7 +213,8 @@ def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None
     task_id, task = headers.get("id"), headers.get("task")
     letter = describe(reason, task_id, task if isinstance(task, str) else None)
     lease_store.dead_letter(token, letter)
-    logger.error("%s; it is kept as dead letter, see `batchery dead show %s`", reason, token)
+    shown = as_one_line(reason)
+    logger.error("%s; it is kept as dead letter, see `batchery dead show %s`", shown, token)
     if task_id is not None:
         for notify in on_dead_letter:
             notify(headers, reason)

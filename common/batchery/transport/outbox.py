@@ -1,6 +1,7 @@
 """The channel's side of the outbox: each message of a job's completion is published once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,11 @@ import redis
 from kombu.utils.json import dumps
 
 from batchery.completion import HeldMessage, Outbox, current_completion
+from batchery.errors import InvalidItem
 from batchery.redis_scripts import RedisScripts
+from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
 from batchery.transport.dead_letters import check_size
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import OWN_NAMES, Keys, transport_scripts
 
 if TYPE_CHECKING:
     _Channel: Any
@@ -25,17 +28,42 @@ DEDUPE_TTL_S = 3600
 class OutboxChannel(_Channel):  # type: ignore[misc]
     """Publishes through the outbox of a job's completion; mixed into kombu's Redis channels."""
 
+    def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
+        """Declares a queue, unless a key has its name that is none."""
+        if passive:
+            return super().queue_declare(queue, passive, **kwargs)
+        self._check_queue(queue)
+        with _lasting_refusals_explained(queue):
+            return super().queue_declare(queue, passive, **kwargs)
+
     def _put(self, queue: str, message: Mapping[str, Any], **kwargs: Any) -> None:
+        self._check_queue(queue)
         check_size(message.get("body") or "")
         completion = current_completion()
         outbox = None if completion is None else completion.outbox
         is_plain = kwargs.get("_publish_batch") is None and queue not in (self._expires or ())
-        if outbox is None or not is_plain:
-            super()._put(queue, message, **kwargs)
-            return
-        priority = self._get_message_priority(message, reverse=False)
-        key = Keys(self.global_keyprefix).queue(self._q_for_pri(queue, priority))
-        outbox.publish(HeldMessage(self, key, message))
+        with _lasting_refusals_explained(queue):
+            if outbox is None or not is_plain:
+                super()._put(queue, message, **kwargs)
+                return
+            priority = self._get_message_priority(message, reverse=False)
+            key = Keys(self.global_keyprefix).queue(self._q_for_pri(queue, priority))
+            outbox.publish(HeldMessage(self, key, message))
+
+    def _check_queue(self, queue: str | None) -> None:
+        """Makes sure that a queue's name is not that of a key of ours or of kombu's.
+
+        Whoever may push a job chooses the queues of its callbacks, and the worker publishes them
+        with its own rights.
+
+        Raises:
+            InvalidItem: It is.
+        """
+        kombus = (self.unacked_key, self.unacked_index_key, self.unacked_mutex_key)
+        if str(queue).startswith(OWN_NAMES) or queue in kombus:
+            raise InvalidItem(
+                f"queue {queue!r:.200}: the key of that name is no queue's; name another queue"
+            )
 
     def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
         """Puts a message into a queue, unless its dedupe key is there already.
@@ -58,3 +86,18 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
     def _outbox_scripts(self) -> RedisScripts:
         # Kombu's own client would add its prefix to the first key of a script only.
         return transport_scripts(redis.Redis(connection_pool=self.pool))
+
+
+@contextmanager
+def _lasting_refusals_explained(queue: str | None) -> Iterator[None]:
+    """Raises another error for a refusal that no further attempt changes.
+
+    Kombu takes each of Redis's refusals for a lost connection, and tries again: for as long and as
+    often as the retry policy says, which may have come with a message.
+    """
+    try:
+        yield
+    except redis.ResponseError as error:
+        if find_refusal(error) not in LASTING_REFUSALS:
+            raise
+        raise explain_refusal(error, str(queue)) or error from error

@@ -11,6 +11,13 @@ from batchery.redis_scripts import RedisScripts
 #: Name of connections that pop messages and are no worker's: they await the answers of workers.
 REPLIES_CLIENT = "batchery-replies"
 
+#: How names of keys begin that are no queue's: Batchery's, kombu's, those of results. Kombu's
+#: `unacked` is not among them, as a setting names it.
+OWN_NAMES = (
+    *("batchery:", "batchery-pieces:", "batchery-reader:", "batchery-wake:"),
+    *("_kombu.binding", "celery-task-meta-", "celery-taskset-meta-", "chord-unlock-"),
+)
+
 #: Version of the layout of all keys and values that workers share. It grows when a worker of the
 #: version before could not live beside this one; docs/security.md says what happens then.
 SCHEMA = 1

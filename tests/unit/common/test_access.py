@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from kombu import Queue
 
 from batchery import SettingsError, StartError, access
 from batchery.access import ROLES, Grant, KeySpace, list_patterns, write_user
 from batchery.cli.acl import keep_passwords, read_key_space
 
 SPACE = KeySpace(queues=["q"])
+EXPIRES = {"x-expires": 9000}
 
 
 def test_a_user_has_a_hash_and_a_selector_for_each_grant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,27 @@ def test_a_gateway_has_the_rights_of_a_worker_only_if_it_starts_one(has_own_work
     space = KeySpace(queues=["q"], has_own_worker=has_own_worker)
     line = write_user("u", "gateway", space, "x", has_selectors=False)
     assert ("~batchery:token" in line, "~batchery:rate:*" in line) == (True, has_own_worker)
+
+
+@pytest.mark.parametrize("has_selectors", [True, False])
+def test_only_a_worker_is_told_of_changes_to_keys(has_selectors: bool) -> None:
+    space = KeySpace(queues=["q"], has_own_worker=False)
+    lines = {role: write_user("u", role, space, "x", has_selectors=has_selectors) for role in ROLES}
+    told = {role for role, line in lines.items() if "+client|tracking" in line.split()}
+    assert told == {"worker", "gateway-worker"}
+    # Redis 6.2 knows nothing of what is taken away from CLIENT, and has only what it is given.
+    assert {"-client|tracking" in line for line in lines.values()} == {has_selectors}
+
+
+def test_a_producer_lets_a_queue_expire_only_where_the_app_does() -> None:
+    app = Celery("shop", broker="redis://h/7", set_as_current=False)
+    app.conf.task_queues = [Queue("a"), Queue("b", expires=9), Queue("c", queue_arguments=EXPIRES)]
+    space = read_key_space(app)
+    line = write_user("u", "producer", space, "x", has_selectors=True)
+    alone = re.compile(r"\(([^)+]*) \+pexpire\)")
+    [keys] = alone.findall(line)
+    assert [each for each in keys.split() if "[" not in each] == ["~b", "~c"]
+    assert not alone.findall(write_user("u", "producer", SPACE, "x", has_selectors=True))
 
 
 def test_names_are_those_of_the_app() -> None:

@@ -26,6 +26,8 @@ SCRIPT_ERROR = "Error running script (call to f_1a15): @user_script:43: @user_sc
         (redis.ResponseError("Command # 1 (HDEL a) of pipeline caused error: MISCONF full"), True),
         (redis.ResponseError(f"{SCRIPT_ERROR} -WRONGTYPE Operation against a key"), False),
         (redis.ResponseError("WRONGTYPE no list"), False),
+        (redis.ResponseError("Error running script: @user_script:9: WRONGTYPE no list"), False),
+        (redis.ResponseError("Error running script: @user_script:9: OOM no memory"), True),
         (ValueError("undecodable"), False),
     ],
 )

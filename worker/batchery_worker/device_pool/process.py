@@ -146,7 +146,8 @@ class DeviceProcess:
     in_turn: list[DispatchedBatch] = field(default_factory=list)
     #: Those that made room for others, and wait for a slot, in the order in which they go on.
     aside: deque[DispatchedBatch] = field(default_factory=deque)
-    #: Number of deaths in a row, without a finished batch between them.
+    #: Number of deaths in a row, without a finished batch between them. Ends by order, such as that
+    #: of a time limit, do not count.
     deaths: int = 0
     #: Number of times in a row that it was killed because it hung, without a finished batch.
     hangs: int = 0
@@ -401,6 +402,14 @@ class DeviceProcess:
         """Whether the process that was started has ended."""
         return self._process is not None and self._process.poll() is not None
 
+    @property
+    def _ends_by_order(self) -> bool:
+        """Whether this worker ends the process, and so its end says nothing of the device."""
+        if self.state is State.LEAVING or any(each.expired for each in self.batches.values()):
+            return True
+        # It stays noted until the next process is ready, which may fail by itself.
+        return self.is_hung and self.state is not State.STARTING
+
     def leave(self) -> None:
         """Tells the process to leave; the end of its pipe says when it is gone."""
         self.state = State.LEAVING
@@ -410,8 +419,7 @@ class DeviceProcess:
     def reap(self) -> str:
         """Cleans up after the process ended; returns how it ended, for people."""
         self.failed_starts += self.state is State.STARTING
-        # A process that left because it was told to does not count as a death.
-        self.deaths += self.state is not State.LEAVING
+        self.deaths += not self._ends_by_order
         process, self._process = self._process, None
         assert process is not None
         why, self._killed_for = self._killed_for, ""

@@ -50,7 +50,7 @@ def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = Fals
     store.dead_letter_on_ack(token, dead_letters.describe(reason, task_id, task))
     logger.error(
         "%s[%s] is kept as dead letter, see `batchery dead show %s`: %s",
-        *(task, task_id, token, reason),
+        *map(dead_letters.as_one_line, (task, task_id, token, reason)),
         exc_info=with_traceback,
     )
     return True
@@ -69,20 +69,20 @@ def store_failure(app: Celery, headers: Mapping[str, Any], error: Exception) -> 
 
 
 def _store(app: Celery, headers: dict[str, Any], error: Exception) -> None:
-    backend = for_completion(app.backend)
+    backend, shown = for_completion(app.backend), dead_letters.as_one_line(headers["id"])
     try:
         with completing(JobCompletion()):
             _mark(backend, headers, error)
     except (Exception, RetryDeadlineExceeded):
-        logger.exception("the failure of %s cannot be stored", headers["id"])
+        logger.exception("the failure of %s cannot be stored", shown)
 
 
 def _mark(backend: Any, headers: dict[str, Any], error: Exception) -> None:
-    is_stored = not headers.get("ignore_result")
+    is_stored, shown = not headers.get("ignore_result"), dead_letters.as_one_line(headers["id"])
     try:
         request = Context(headers)
         backend.mark_as_failure(headers["id"], error, request=request, store_result=is_stored)
     except Exception:
-        logger.warning("%s: its headers are of no use", headers["id"], exc_info=True)
+        logger.warning("%s: its headers are of no use", shown, exc_info=True)
         # Without a chord to count, or a chain to fail.
         backend.mark_as_failure(headers["id"], error)

@@ -1,11 +1,15 @@
 """Which messages of a job's completion a channel publishes through its outbox."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 
+from batchery import BrokerRefused, InvalidItem
+from batchery.access import KeySpace, list_patterns
 from batchery.completion import JobCompletion, Outbox, completing
 from batchery.transport.outbox import DEDUPE_TTL_S, OutboxChannel
 from batchery.transport.redis_schema import Keys
@@ -18,13 +22,20 @@ class KombuChannel:
 
     global_keyprefix = "shop-"
     _expires: Mapping[str, int] | None = None
+    unacked_key, unacked_index_key, unacked_mutex_key = "unacked", "unacked_index", "unacked_mutex"
 
     def __init__(self) -> None:
         self.stock: list[str] = []
+        self.refusal: redis.RedisError | None = None
         self.ran: list[tuple[Any, ...]] = []
 
     def _put(self, queue: str, message: Mapping[str, Any], **_: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         self.stock.append(queue)
+
+    def queue_declare(self, queue: str, passive: bool, **_: Any) -> None:
+        KombuChannel._put(self, queue, {})
 
     def _get_message_priority(self, message: Any, reverse: bool) -> int:
         assert not reverse
@@ -88,3 +99,48 @@ def test_all_other_messages_are_kombu_s(channel: Channel) -> None:
         channel._put("q", MESSAGE)
     assert channel.stock == ["outside", "no outbox", "many", "expiring"]
     assert len(channel.ran) == 1
+
+
+#: Names of keys, by patterns of access lists, but for those of queues.
+OWN_KEYS = [
+    pattern.replace("*", "x")
+    for name, patterns in list_patterns(KeySpace(queues=["q"])).items()
+    if name
+    not in ("queues", "expiring", "unacked", "replies", "inboxes", "control", "events", "gossip")
+    for pattern in patterns
+]
+
+
+@pytest.mark.parametrize("name", ["unacked", *OWN_KEYS])
+def test_a_key_that_is_no_queue_s_takes_no_message(channel: Channel, name: str) -> None:
+    with pytest.raises(InvalidItem, match="is no queue's; name another queue"):
+        channel._put(name, MESSAGE)
+    with pytest.raises(InvalidItem, match="is no queue's; name another queue"):
+        channel.queue_declare(name, durable=True)
+    assert channel.stock == []
+
+
+@pytest.mark.parametrize("name", ["batchery", "batchery.gateway", "batchery-jobs", "unacked-jobs"])
+def test_a_queue_may_have_a_name_like_those_of_keys(channel: Channel, name: str) -> None:
+    channel.queue_declare(name)
+    channel._put(name, MESSAGE)
+    assert channel.stock == [name, name]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "raised"),
+    [
+        (redis.ResponseError("WRONGTYPE Operation against a key"), BrokerRefused),
+        (redis.exceptions.NoPermissionError("this user has no permissions"), BrokerRefused),
+        (redis.OutOfMemoryError("maxmemory"), redis.OutOfMemoryError),
+        (redis.ConnectionError("refused"), redis.ConnectionError),
+    ],
+)
+def test_a_lasting_refusal_is_not_taken_for_a_lost_connection(
+    channel: Channel, refusal: redis.RedisError, raised: type[Exception]
+) -> None:
+    channel.refusal = refusal
+    for send in (partial(channel._put, "q", MESSAGE), partial(channel.queue_declare, "q")):
+        with pytest.raises(raised) as caught:
+            send()
+        assert type(caught.value) is raised

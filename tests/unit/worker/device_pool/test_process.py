@@ -179,6 +179,30 @@ def test_process_that_leaves_when_told_does_not_count_as_a_death(
     assert (device.deaths, device.backoff_s) == (0, 0.0)
 
 
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_a_process_that_its_worker_kills_does_not_lengthen_the_next_pause(
+    device: DeviceProcess, devices: FakeDevices, is_hung: bool
+) -> None:
+    """Jobs choose their own time limits, and so how often their device is killed."""
+    device.send(WORK, dispatched())
+    device.is_hung, device.batches[WORK.id].expired = is_hung, not is_hung
+    device.kill()
+    device.reap()
+    device.take_batches()
+    assert (device.deaths, device.backoff_s) == (0, 0.0)
+
+
+def test_a_process_that_dies_at_its_start_after_a_hang_counts_as_a_death(
+    unborn: DeviceProcess, devices: FakeDevices
+) -> None:
+    devices.get_ready = False
+    unborn.is_hung = True
+    unborn.spawn()
+    devices.started[0].die(1)
+    unborn.reap()
+    assert unborn.deaths == 1
+
+
 def test_death_before_ready_counts_as_a_failed_start(
     unborn: DeviceProcess, devices: FakeDevices
 ) -> None:

@@ -438,7 +438,7 @@ def test_a_job_that_reaches_its_time_limit_alone_fails_and_its_mates_run_again(
     worker.loop.sleep(0.2)
     # It has a process of its own now, and its whole time.
     assert worker.works() == [["slow"]]
-    worker.loop.sleep(4.9)
+    worker.loop.sleep(4.7)
     assert worker.works() == [["slow"]]
     worker.loop.sleep(1.0)
     with pytest.raises(TimeLimitExceeded):
