@@ -1,6 +1,7 @@
 """Callers who send slowly, read nothing or hang up; and a gateway that is stopped or held up."""
 
 import json
+import re
 import select
 import signal
 import socket
@@ -51,11 +52,7 @@ def head(path: str, key: str, content_length: int, *more: str) -> bytes:
 
 def ask_and_read_nothing(gateway: GatewayProcess, stack: ExitStack) -> socket.socket:
     """Asks for a long answer; returns when it has begun to come."""
-    caller = stack.enter_context(socket.socket())
-    caller.settimeout(60)
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, port = gateway.url.removeprefix("http://").split(":")
-    caller.connect((host, int(port)))
+    caller = stack.enter_context(connect_narrowly(gateway))
     body = json.dumps({"inputs": LONG_TEXT}).encode()
     caller.sendall(
         head("/tokenize", KEY, len(body), "Content-Type: application/json", "Connection: close")
@@ -125,6 +122,64 @@ def test_caller_who_reads_nothing_is_cut_off(hasty: GatewayProcess, sockets: Exi
     assert "Traceback" not in hasty.log
 
 
+def test_pipelined_requests_are_answered_in_order(hasty: GatewayProcess) -> None:
+    with hasty.connect() as caller, ThreadPoolExecutor() as pool:
+        asked = []
+        for index in range(400):
+            # As heads end, but in a body.
+            body = b'{"inputs": %b "a"}' % (b"\r\n\r\n" * index)
+            what = (f"X-Request-Id: {index}", "Content-Type: application/json")
+            last = ("Connection: close",) if index == 399 else ()
+            asked.append(head("/tokenize", KEY, len(body), *what, *last) + body)
+        sending = pool.submit(caller.sendall, b"".join(asked))
+        answer = read_all(caller)
+        sending.result()
+    assert answer.count(b"HTTP/1.1 200") == 400
+    ids = re.findall(rb"x-request-id: (\d+)", answer)
+    assert [int(each) for each in ids] == list(range(400))
+
+
+def test_unread_pipeline_costs_little_memory_and_no_traceback(
+    start_gateway: StartGateway, sockets: ExitStack
+) -> None:
+    # One of its own, as bodies of other tests take memory.
+    gateway = start_gateway(gateway=keyed())
+    process = psutil.Process(gateway.process.pid)
+    before_bytes = process.memory_info().rss
+    callers = []
+    for _ in range(8):
+        caller = sockets.enter_context(connect_narrowly(gateway))
+        caller.send(b"GET /page/page.js HTTP/1.1\r\n\r\n" * 9000, socket.MSG_DONTWAIT)
+        assert caller.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL) == b"HTTP/1.1 200"
+        callers.append(caller)
+    # A request that waits takes two kilobytes.
+    assert process.memory_info().rss - before_bytes < 40 << 20
+    for caller in callers:
+        caller.close()
+    wait_for(lambda: not established(process), "the gateway knows that they have gone")
+    assert "Traceback" not in gateway.log
+
+
+def connect_narrowly(gateway: GatewayProcess) -> socket.socket:
+    """A connection that takes few bytes which nobody reads."""
+    caller = socket.socket()
+    caller.settimeout(60)
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    caller.connect((host, int(port)))
+    return caller
+
+
+def established(process: psutil.Process) -> list[object]:
+    """Connections to the gateway."""
+    port = {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
+    return [
+        each
+        for each in process.net_connections("tcp")
+        if each.laddr.port in port and each.status != "LISTEN"
+    ]
+
+
 def test_bodies_that_one_key_does_not_end_leave_room_for_others(
     patient_gateway: GatewayProcess, sockets: ExitStack
 ) -> None:
@@ -182,6 +237,11 @@ def test_callers_who_hang_up_are_499_wherever_they_are(
         caller.sendall(head("/v1/embeddings", "", 1_000) + b'{"input": ')
     with gateway.connect() as caller:
         caller.sendall(upload_head(""))
+    body = b'{"inputs": "a"}'
+    with gateway.connect() as caller:
+        # One that waits behind it, too.
+        opening = head("/predict", "", len(body), "Content-Type: application/json")
+        caller.sendall(opening + body + b"GET /health HTTP/1.1\r\n\r\n")
     with gateway.stream("/process-batch-stream", {"texts": ["a"]}) as answer:
         next(answer.iter_lines())
 
@@ -189,7 +249,7 @@ def test_callers_who_hang_up_are_499_wherever_they_are(
         samples = metric_samples(gateway)
         return all(
             samples.get(("batchery_gateway_requests_total", (("route", route), ("status", "499"))))
-            for route in ("/v1/embeddings", "/v1/files", "/process-batch-stream")
+            for route in ("/v1/embeddings", "/v1/files", "/predict", "/process-batch-stream")
         )
 
     wait_for(counted, "all are counted")

@@ -23,6 +23,9 @@ from support.served_models import save_writer
 
 Models = dict[str, dict[str, Any]]
 
+#: Routes that stream texts.
+PATHS = ("/v1/chat/completions", "/v1/completions", "/generate_stream", "/")
+
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat"}]
 
 
@@ -374,6 +377,56 @@ def test_stream_is_ended_at_once_by_its_id(
     wait_for(lambda: state.state == "REVOKED", "revoked", patient(10))
     assert time.monotonic() - began_s < patient(10)
     assert gateway.request("DELETE", "/v1/chat/completions/nobody").status_code == 404
+
+
+@pytest.mark.usefixtures("worker")
+def test_stream_of_another_key_is_unknown(models: Models, start_gateway: StartGateway) -> None:
+    keys = {name: make_key() for name in ("acme", "bolt")}
+    settings: Models = {name: {"hash": hashed} for name, (_, hashed) in keys.items()}
+    settings["acme"]["max_concurrency"] = 2
+    keyed = start_gateway(models=models, gateway={"keys": settings, "tasks": ["chat"]})
+
+    def call(name: str, method: str, path: str, body: Any = None, after: str = "") -> Any:
+        headers = {"Authorization": f"Bearer {keys[name][0]}", "Last-Event-ID": after}
+        return keyed.request(method, path, json=body, headers=headers)
+
+    def refusals(name: str, job: str) -> set[tuple[int, str]]:
+        """What is told of an id, wherever it may be asked for."""
+        texts = {"inputs": "a", "prompt": "a", **LONG, "max_tokens": 1}
+        answers = [
+            *(call(name, "POST", path, texts, after=f"{job}/1-0") for path in PATHS),
+            call(name, "DELETE", f"/v1/chat/completions/chatcmpl-{job}"),
+        ]
+        return {(each.status_code, each.text.replace(job, "ID")) for each in answers}
+
+    acme = {"Authorization": f"Bearer {keys['acme'][0]}"}
+    with keyed.stream("/v1/chat/completions", LONG, headers=acme) as answer:
+        lines = answer.iter_lines()
+        last_id, event = read_events(lines, 1)[0]
+        job = event["id"].removeprefix("chatcmpl-")
+        unknown = refusals("bolt", "11111111-1111-4111-8111-111111111111")
+        assert {status for status, _ in unknown} == {404}
+        assert refusals("bolt", job) == unknown
+        # On the route, and by the model, that began it.
+        for path, body in (("/v1/completions", {**LONG, "prompt": "a"}), ("/generate_stream", {})):
+            assert (
+                call("acme", "POST", path, {"inputs": "a", **body}, after=last_id).status_code
+                == 404
+            )
+        other = {**LONG, "model": "bare", "messages": None, "prompt": "a"}
+        assert call("acme", "POST", "/v1/completions", other, after=last_id).status_code == 404
+        # Nobody has ended it.
+        assert read_events(lines, 1)
+    with keyed.stream(
+        "/v1/chat/completions", LONG, headers={**acme, "Last-Event-ID": last_id}
+    ) as answer:
+        assert read_events(answer.iter_lines(), 1)
+        assert call("acme", "DELETE", f"/v1/chat/completions/{event['id']}").status_code == 200
+    # A task is no stream, even to its own key.
+    sent = call("acme", "POST", "/tasks/chat", {"item": {"prompt": "a"}, "wait_s": 0})
+    assert sent.status_code == 202, sent.text
+    for name in keys:
+        assert refusals(name, sent.json()["id"]) == unknown
 
 
 def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI) -> None:

@@ -7,6 +7,7 @@ files are read and written some rows at a time, as column -> value.
 
 import csv
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -114,6 +115,9 @@ class LineRows(Rows):
     #: Between the columns, where lines have them.
     delimiter = ","
 
+    #: What to do about a line that is not UTF-8.
+    encoding_hint = "name its encoding, such as --encoding latin-1"
+
     def __init__(self, lines: Lines, encoding: str = "utf-8", delimiter: str | None = None) -> None:
         super().__init__()
         self._lines = lines
@@ -137,7 +141,7 @@ class LineRows(Rows):
 
     def _not_encoded(self, why: str = "") -> InvalidLine:
         is_default = self._encoding == "utf-8"
-        hint = "; name its encoding, such as --encoding latin-1" if is_default else ""
+        hint = f"; {self.encoding_hint}" if is_default else ""
         return InvalidLine(f"not {self._encoding.upper()}{why}{hint}")
 
 
@@ -159,8 +163,14 @@ class JsonRows(LineRows):
             row = json.loads(text)
         except json.JSONDecodeError as error:
             raise InvalidLine(f"not JSON: {error.msg} at column {error.colno}") from None
-        except (RecursionError, ValueError) as error:
+        except RecursionError as error:
             raise InvalidLine(f"not JSON that can be read: {error}") from None
+        except ValueError:
+            # Python's own text names a function that only a program can call.
+            raise InvalidLine(
+                "not JSON that can be read: a number has more than"
+                f" {sys.get_int_max_str_digits()} digits; send it as a string"
+            ) from None
         if not isinstance(row, dict | str):
             hint = "; jq -c '.[]' makes lines of a list" if isinstance(row, list) else ""
             raise InvalidLine(

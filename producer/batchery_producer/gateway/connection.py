@@ -7,8 +7,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -21,6 +25,9 @@ LINGER_S = 1
 
 #: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
 MAX_HEAD_BYTES = 65_536
+
+#: What ends a head; bodies may have it, too.
+HEAD_END = b"\r\n\r\n"
 
 HEAD_TOO_LARGE = f"the request's head has more than {MAX_HEAD_BYTES} bytes; send smaller headers"
 
@@ -53,6 +60,10 @@ class Connection(HttpToolsProtocol):
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        #: What has come behind a request that waits for its turn.
+        self._unparsed = bytearray()
+        #: The request whose turn it is; Uvicorn's `cycle` is the last one that has come.
+        self._running: RequestResponseCycle | None = None
         #: Whether a head has begun to come, and is not there yet.
         self._is_in_head = False
         self._is_refused = False
@@ -73,13 +84,29 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads on."""
-        if self._is_refused:
-            return
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, HEAD_TOO_LARGE)
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parses head by head, until a request waits behind another: each takes much memory."""
+        while self._unparsed and not (self.pipeline or self._is_refused or self._is_closing):
+            end = self._unparsed.find(HEAD_END)
+            piece = bytes(self._unparsed if end < 0 else self._unparsed[: end + len(HEAD_END)])
+            del self._unparsed[: len(piece)]
+            if self._head_timer is not None:
+                self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, HEAD_TOO_LARGE)
+        if self._is_refused or self._is_closing:
+            self._unparsed.clear()
+        elif self._unparsed:
+            self.flow.pause_reading()
+
+    def on_response_complete(self) -> None:
+        """Goes on with what has come meanwhile."""
+        super().on_response_complete()
+        self._parse()
 
     def on_message_begin(self) -> None:
         """Starts to wait for the rest of a head."""
@@ -104,9 +131,34 @@ class Connection(HttpToolsProtocol):
         headers = self.cycle.default_headers
         self.cycle.default_headers = [*headers, (REQUEST_ID_HEADER, request_id)]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Runs a request, which sends and reads nothing on a connection that is closed."""
+        self._running = cycle
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            def note_close() -> None:
+                # `connection_lost` comes in a later turn of the event loop.
+                cycle.disconnected = cycle.disconnected or self._is_closing
+
+            async def receive_if_open() -> Message:
+                note_close()
+                return await receive()
+
+            async def send_if_open(message: Message) -> None:
+                note_close()
+                await send(message)
+
+            await app(scope, receive_if_open, send_if_open)
+            note_close()
+
+        super()._start_asgi_task(cycle, run)  # type: ignore[arg-type]
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits for nothing more."""
         self._stop_timer()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
         self._flushed()
 
@@ -128,6 +180,10 @@ class Connection(HttpToolsProtocol):
         else:
             super().shutdown()
         self.loop.call_later(GRACE_S, self._end_call)
+
+    @property
+    def _is_closing(self) -> bool:
+        return self.transport.is_closing()
 
     @property
     def unsent_bytes(self) -> int:

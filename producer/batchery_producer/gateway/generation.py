@@ -26,6 +26,7 @@ from batchery_producer.gateway.problems import (
     log_failure,
 )
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.gateway.task_records import TaskRecord
 from batchery_producer.openai_generation import count_item_chars
 
 #: Kinds of models that write.
@@ -58,6 +59,27 @@ async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -
     return [outcome.value for outcome in outcomes]
 
 
+async def keep_owner(request: Request, job_id: str, name: str) -> None:
+    """Notes whose a stream is, if there are keys, and what it is of.
+
+    Raises:
+        Problem: Redis is away.
+    """
+    if request.app.state.callers.have_keys:
+        record = TaskRecord(job_id, name, request.state.caller.name)
+        await get_gateway(request).stream_records.add(record)
+
+
+async def check_own(request: Request, job_id: str, name: str | None = None) -> None:
+    """Makes sure that a stream is the caller's, if there are keys; and what it is of.
+
+    Raises:
+        Problem: It is not, or there is none; or Redis is away.
+    """
+    if request.app.state.callers.have_keys:
+        await get_gateway(request).stream_records.find(job_id, request.state.caller.name, name)
+
+
 class PieceFeed:
     """The pieces of a job's text, for one caller.
 
@@ -65,44 +87,49 @@ class PieceFeed:
     time that the setting `stream_grace_s` says.
 
     Attributes:
-        job_id: Id of the job.
+        job_id: Id of the job, once it has begun.
         is_resumed: Whether the caller has the beginning.
     """
 
     def __init__(self, request: Request, model: ServedModel, item: Any) -> None:
-        """Reads on, or prepares a job.
+        """Prepares to read on, or a job.
 
         Raises:
             Problem: Redis is away, no worker is there, or a header is wrong.
         """
         self._request, self._gateway, self._model = request, get_gateway(request), model
         self._timeout_s = read_timeout_s(request)
-        task = choose_task(request, model)
+        self._task, self._item = choose_task(request, model), item
         self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self.is_resumed = bool(last)
-        if last:
-            found = EVENT_ID.fullmatch(last)
-            if found is None:
-                raise Problem(
-                    Kind.INVALID,
-                    f"header Last-Event-ID is {last!r:.100}: expected the id of an event, or none",
-                )
-            self._stream = self._gateway.client.follow(found[1], after=found[2])
-        else:
-            self._stream = task.stream(item)
-        self.job_id = self._stream.id
+        self._last = EVENT_ID.fullmatch(last) if last else None
+        if last and self._last is None:
+            raise Problem(
+                Kind.INVALID,
+                f"header Last-Event-ID is {last!r:.100}: expected the id of an event, or none",
+            )
         self._first: Any = None
-        self._gone = asyncio.ensure_future(wait_gone(request))
-        self._gone.add_done_callback(self._give_up)
 
     async def begin(self) -> None:
         """Waits for the first piece, so that until then errors have a status of their own.
 
         Raises:
-            Problem: There is none.
+            Problem: There is none, or the stream is not the caller's.
         """
+        name = f"{self._request.url.path} {self._model.name}"
+        if self._last is not None:
+            await check_own(self._request, self._last[1], name)
+            self._stream = self._gateway.client.follow(self._last[1], after=self._last[2])
+        else:
+            self._stream = self._task.stream(self._item)
+        self.job_id = self._stream.id
+        self._gone = asyncio.ensure_future(wait_gone(self._request))
+        self._gone.add_done_callback(self._give_up)
         try:
+            if not self.is_resumed:
+                # Before anybody learns the id.
+                await keep_owner(self._request, self.job_id, name)
             async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
                 self._first = await self._next()
             if self._first is None:

@@ -45,6 +45,7 @@ class Gateway:
     batches: BatchStore
     batch_counters: BatchCounters
     task_records: TaskRecords
+    stream_records: TaskRecords
     result_waiter: ResultWaiter
     webhooks: Webhooks
     monitor: Monitor
@@ -94,6 +95,7 @@ async def running(
                 batches=BatchStore(store, files, jobs),
                 batch_counters=BatchCounters(store),
                 task_records=records,
+                stream_records=TaskRecords(store, "stream"),
                 result_waiter=waiter,
                 webhooks=webhooks,
                 monitor=monitor,

@@ -80,8 +80,15 @@ class TaskState(TypedDict):
 class TaskRecords:
     """Keeps a record of each task, for as long as its result may be there."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, kind: str = "task") -> None:
+        """Prepares.
+
+        Args:
+            store: Where they are kept.
+            kind: What they are of, `task` or `stream`: an id of the one is none of the other.
+        """
         self._store = store
+        self._kind = kind
         expires = getattr(store.backend, "expires", None)
         #: Within how many seconds a worker must begin a task; its result is kept as long. None is
         #: for ever.
@@ -98,19 +105,26 @@ class TaskRecords:
         key, value = self._key(record.id), json.dumps(asdict(record))
         await self._store.run(lambda client: client.set(key, value, ex=self.lifetime_s))
 
-    async def find(self, task_id: str, caller: str) -> TaskRecord:
+    async def find(self, task_id: str, caller: str, task: str | None = None) -> TaskRecord:
         """The record of a task.
+
+        Args:
+            task_id: Its id.
+            caller: Whose it must be.
+            task: Name that it must have; None for any.
 
         Raises:
             Problem: There is none, or it is of another caller; or Redis is away.
         """
         found = await self._store.run(lambda client: client.get(self._key(task_id)))
         record = None if found is None else TaskRecord(**json.loads(found))
-        if record is None or record.caller != caller:
+        if record is None or record.caller != caller or task not in (None, record.task):
+            kind = self._kind
             raise Problem(
                 Kind.NOT_FOUND,
-                f"task {task_id!r:.100}: no task of yours has this id, or its result has expired",
-                code="task_not_found",
+                f"{kind} {task_id!r:.100}: no {kind} of yours has this id, or its result has"
+                " expired",
+                code=f"{kind}_not_found",
             )
         return record
 
@@ -220,7 +234,7 @@ class TaskRecords:
         await self._store.run(lambda client: client.delete(name, name + b":sending"))
 
     def _key(self, task_id: str) -> bytes:
-        return self._store.key("task", task_id)
+        return self._store.key(self._kind, task_id)
 
     def _once_key(self, caller: str, key: str) -> bytes:
         digest = hashlib.sha256(f"{caller}\n{key}".encode()).hexdigest()

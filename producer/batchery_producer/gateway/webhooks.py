@@ -37,6 +37,19 @@ from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, Task
 PORTS = {"http": 80, "https": 443}
 
 
+#: Where a network that has IPv6 alone finds the IPv4 address in the last 32 bits.
+NAT64 = IPv6Network("64:ff9b::/96")
+
+#: Networks that Python calls global though their addresses may lead to a private one: of IPv4 (two
+#: old forms, local NAT64, Teredo, 6to4), or of a site.
+HIDING_NETWORKS = tuple(
+    map(
+        IPv6Network,
+        ("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "fec0::/10"),
+    )
+)
+
+
 class WebhookTarget(NamedTuple):
     """A URL that was checked.
 
@@ -105,7 +118,7 @@ def may_connect(address: str, hosts: Sequence[str]) -> bool:
     found = _address(address)
     if found is None:
         return False
-    return (found.is_global and not found.is_multicast) or is_inside(found, hosts)
+    return _is_public(found) or is_inside(found, hosts)
 
 
 def is_inside(address: IPv4Address | IPv6Address, hosts: Sequence[str]) -> bool:
@@ -121,6 +134,13 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
         return None
     # A system connects to the IPv4 address that is inside.
     return getattr(found, "ipv4_mapped", None) or found
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    if address in NAT64:
+        address = IPv4Address(int(address) % 2**32)
+    is_hidden = any(address in each for each in HIDING_NETWORKS)
+    return address.is_global and not address.is_multicast and not is_hidden
 
 
 def _network(text: str) -> IPv4Network | IPv6Network | None:

@@ -122,10 +122,16 @@ def validated(
     return found
 
 
+class RequestRows(JsonRows):
+    """The lines of a file that came over HTTP, where nobody can name an encoding."""
+
+    encoding_hint = "upload the file in UTF-8"
+
+
 def _rows(file: BinaryIO) -> Iterator[tuple[Slice, int, Mapping[str, Any] | BatchError]]:
     """The place before each row, its line, and the row or what is wrong with it."""
     lines = Lines(file)
-    rows = JsonRows(lines)
+    rows = RequestRows(lines)
     while True:
         start = Slice(lines.read_bytes, lines.number)
         try:

@@ -17,6 +17,7 @@ from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
+    check_own,
     check_prompts,
     generate,
     write_error,
@@ -81,10 +82,11 @@ class CompletionDeleted(TypedDict):
 
 @router.delete(CHAT_URL + "/{completion_id}")
 async def cancel_completion(request: Request, completion_id: str) -> CompletionDeleted:
-    """Ends a stream at once, by the `id` of its events; only who has read it knows that."""
+    """Ends a stream of the caller at once, by the `id` of its events."""
     found = re.fullmatch(COMPLETION_ID, completion_id)
     if found is None:
         raise Problem(Kind.NOT_FOUND, f"completion {completion_id!r:.100}: no such answer")
+    await check_own(request, found[1])
     get_gateway(request).client.cancel(found[1])
     return {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
 

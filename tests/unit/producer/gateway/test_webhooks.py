@@ -14,7 +14,7 @@ from batchery_producer.gateway.webhooks import (
     signature,
 )
 
-HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
+HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8", "fec0:1::/32"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,16 @@ def test_without_hosts_none_is_allowed() -> None:
         ("::ffff:192.168.0.1", False),
         ("::ffff:127.0.0.1", True),
         ("fe80::1%eth0", False),
+        ("64:ff9b::a9fe:a9fe", False),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::5db8:d70e", True),
+        ("64:ff9b:1::5db8:d70e", False),
+        ("2002:a9fe:a9fe::1", False),
+        ("2001:0:5db8:d70e::1", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("::127.0.0.1", False),
+        ("fec0::1", False),
+        ("fec0:1::1", True),
         ("fd00::1", True),
         ("name", False),
     ],
