@@ -41,11 +41,13 @@ def test_the_hard_limit_kills_the_device_and_fails_one_job(worker: Worker) -> No
 
 
 def test_a_job_alone_in_its_batch_runs_once_until_its_hard_limit(worker: Worker) -> None:
-    kills = worker.log.count("hard time limit")
+    kills = worker.log.count("Hard time limit")
+    job = shop.stubborn.delay(60.0)
     with pytest.raises(TimeLimitExceeded):
-        shop.stubborn.delay(60.0).get(timeout=TIMEOUT_S)
+        job.get(timeout=TIMEOUT_S)
     assert shop.stubborn.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
-    assert worker.log.count("hard time limit") == kills + 1
+    assert worker.log.count("Hard time limit") == kills + 1
+    assert f"s) exceeded for {shop.stubborn.name}[{job.id}]\n" in worker.log
 
 
 def test_a_limit_that_is_set_by_remote_control_counts_from_then_on(worker: Worker) -> None:

@@ -95,6 +95,10 @@ class Batch(Generic[T]):
     #: Of a suspect in slots: maximum number of jobs on its device, all of them suspects; else 0.
     cohort: int = 0
 
+    def __str__(self) -> str:
+        first, others = self.jobs[0], len(self.jobs) - 1
+        return f"{first.key.task}[{first.id}]" + (f" and {others} of its batch" if others else "")
+
     @property
     def items(self) -> int:
         """Number of items of all jobs together."""

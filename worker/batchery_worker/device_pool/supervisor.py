@@ -363,7 +363,8 @@ class DeviceSupervisor:
             logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
         else:
             why, limit_s = "as its batch took too long", dispatched.hard_limit_s
-            logger.error("hard time limit (%ss) exceeded on %s", limit_s, device.name)
+            # Celery's words, so that who looks for them finds these, too.
+            logger.error("Hard time limit (%ss) exceeded for %s", limit_s, dispatched.batch)
         dispatched.expired = True
         device.kill(why)
 
