@@ -24,7 +24,7 @@ def test_a_promise_names_its_tests(row: list[str]) -> None:
 
 #: Cap, as the page says it -> what holds it.
 CAPS = {
-    "128 MiB;": dead_letters.MAX_MESSAGE_BYTES == 128 << 20,
+    "128 MiB,": dead_letters.MAX_MESSAGE_BYTES == 128 << 20,
     "16 MiB, and one message": consume.MAX_FETCH_BYTES == 16 << 20,
     "| 10,000 |": headers.MAX_ITEMS == 10_000,
     "200 characters": headers.MAX_TENANT_CHARS == 200,

@@ -63,7 +63,7 @@ def use_device(name: str) -> None:
         torch.cuda.set_device(device)
 
 
-def open_stream(device: torch.device) -> torch.cuda.Stream | None:
+def open_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """A new stream, beside what a CUDA device does on others; None on other devices."""
     if device.type != "cuda":
         return None
