@@ -236,8 +236,9 @@ def test_text_generation_of_hugging_face_s_client(gateway: GatewayProcess) -> No
     # Its body names the model "dummy".
     messages: Any = [{"role": "user", "content": "the cat"}]
     chat = InferenceClient(model=f"{gateway.url}/?model=chat")
+    # Tokens are drawn, and one of them may end the text.
     answer = chat.chat_completion(messages, max_tokens=6)
-    assert (answer.model, answer.usage.completion_tokens) == ("chat", 6)
+    assert (answer.model, answer.usage.completion_tokens in range(1, 7)) == ("chat", True)
     streamed = chat.chat_completion(messages, max_tokens=6, stream=True)
     assert {each.model for each in streamed} == {"chat"}
     full = client.text_generation("the cat", max_new_tokens=6, return_full_text=True)
