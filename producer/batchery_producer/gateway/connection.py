@@ -26,8 +26,10 @@ LINGER_S = 1
 #: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
 MAX_HEAD_BYTES = 65_536
 
-#: What ends a head; bodies may have it, too.
+#: What ends a head. Bodies may have it, too, and nothing else: so at least so many bytes are parsed
+#: at a time, which are a few dozen heads at most.
 HEAD_END = b"\r\n\r\n"
+MIN_PARSED_BYTES = 1_024
 
 HEAD_TOO_LARGE = f"the request's head has more than {MAX_HEAD_BYTES} bytes; send smaller headers"
 
@@ -88,9 +90,9 @@ class Connection(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parses head by head, until a request waits behind another: each takes much memory."""
+        """Parses a few heads at a time, until one waits behind another: each takes much memory."""
         while self._unparsed and not (self.pipeline or self._is_refused or self._is_closing):
-            end = self._unparsed.find(HEAD_END)
+            end = self._unparsed.find(HEAD_END, MIN_PARSED_BYTES)
             piece = bytes(self._unparsed if end < 0 else self._unparsed[: end + len(HEAD_END)])
             del self._unparsed[: len(piece)]
             if self._head_timer is not None:
