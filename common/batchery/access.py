@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchery.errors import SettingsError
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import Keys, escape_pattern
 
 #: What all roles need on any connection; none of it reads or writes a key. Redis 6.2 knows CLIENT
 #: only as a whole, so that there its harmless parts are named. CLIENT TRACKING is none of them: it
@@ -57,18 +57,20 @@ class KeySpace:
 
 def list_patterns(space: KeySpace) -> dict[str, list[str]]:
     """The patterns of an app's keys and channels, by the names that grants have for them."""
-    keys, results = Keys(_escape(space.prefix)), Keys(_escape(space.result_prefix))
-    control, events = _escape(space.control), _escape(space.events)
-    fanout = keys.queue(_escape(space.fanout))
+    keys, results = Keys(escape_pattern(space.prefix)), Keys(escape_pattern(space.result_prefix))
+    control, events = escape_pattern(space.control), escape_pattern(space.events)
+    fanout = keys.queue(escape_pattern(space.fanout))
     # A control character would look like nothing: so any that cannot be printed.
-    step = "".join(_escape(char) if char.isprintable() else "[^!-~]" for char in space.separator)
+    step = "".join(
+        escape_pattern(char) if char.isprintable() else "[^!-~]" for char in space.separator
+    )
     steps = ("", f"{step}[0-9]")
-    lists = [keys.queue(_escape(name)) for name in space.queues]
+    lists = [keys.queue(escape_pattern(name)) for name in space.queues]
     lists += [keys.queue("*.dq2")] * space.has_direct
     return {
         "queues": [f"{each}{end}" for each in lists for end in steps],
         "expiring": [
-            f"{keys.queue(_escape(each))}{end}" for each in space.expiring for end in steps
+            f"{keys.queue(escape_pattern(each))}{end}" for each in space.expiring for end in steps
         ],
         "bindings": [keys.queue("_kombu.binding*")],
         "unacked": [keys.queue("unacked*")],
@@ -248,8 +250,3 @@ def write_user(
     # What is taken away would be given again by a category that comes later.
     commands.sort(key=lambda word: ("+@", "-@", "").index(word[:2] if "@" in word else ""))
     return " ".join(dict.fromkeys([*words, *places, *commands]))
-
-
-def _escape(name: str) -> str:
-    """A name as a pattern that only fits this name."""
-    return "".join(f"\\{char}" if char in "*?[\\" else char for char in name)

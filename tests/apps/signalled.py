@@ -6,6 +6,7 @@ A thread that settles that job wants to write a line, too.
 
 import logging
 import os
+import select
 import signal
 import time
 from typing import Any
@@ -17,9 +18,6 @@ from batchery import BatchTask, install
 app = install(Celery("signalled", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 
-#: How long the answer of a device takes from the result to the worker, at most, in seconds.
-ANSWER_S = 1.0
-
 
 @app.task(shared=False, base=BatchTask, max_batch_size=1)
 def echo(items: list[float]) -> list[float]:
@@ -29,13 +27,16 @@ def echo(items: list[float]) -> list[float]:
 
 
 class Ending(logging.Handler):
-    """Ends the worker by SIGQUIT when it is given the job `last`, once `first` has been run."""
+    """Ends the worker by SIGQUIT when it is given the job `last` and its device has answered."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self._pool = pool
 
     def emit(self, record: logging.LogRecord) -> None:
         if "[last] received" in record.getMessage():
-            while not app.AsyncResult("first").ready():
-                time.sleep(0.01)
-            time.sleep(ANSWER_S)
+            [device] = self._pool.devices
+            select.select([device.link.reader], [], [])
             os.kill(os.getpid(), signal.SIGQUIT)
 
 
@@ -45,9 +46,9 @@ def listen(**_: Any) -> None:
 
 
 @signals.worker_ready.connect(weak=False)
-def begin(**_: Any) -> None:
+def begin(sender: Any, **_: Any) -> None:
     if os.environ.get("ENDS") == "":
         return
-    handler = Ending()
+    handler = Ending(sender.pool)
     for name in ("celery.worker.strategy", "celery.app.trace"):
         logging.getLogger(name).addHandler(handler)

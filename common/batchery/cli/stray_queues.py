@@ -14,6 +14,8 @@ from celery import Celery
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import NoPermissionError
 
+from batchery.transport.redis_schema import escape_pattern
+
 #: Keys that a call of SCAN looks at, and calls of one look.
 SCAN_KEYS = 1000
 LOOK_CALLS = 20
@@ -28,9 +30,6 @@ MAX_STRAYS = 100
 
 #: What names of queues look like: anybody may write such a key.
 NAME = re.compile(r"[\w.:/@+=-]{1,100}")
-
-#: Characters that mean something in a pattern of keys.
-SPECIAL = re.compile(r"([*?\[\]\\])")
 
 
 class StrayQueues:
@@ -69,7 +68,7 @@ class StrayQueues:
 
     def _find_names(self, channel: Any, client: Any, calls: int) -> Iterator[str]:
         prefix = channel.global_keyprefix + channel.keyprefix_queue % ""
-        pattern = SPECIAL.sub(r"\\\1", prefix) + "*"
+        pattern = escape_pattern(prefix) + "*"
         # Of remote control and events: queues of workers and of those who ask them.
         own = (".pidbox", self._app.conf.event_exchange)
         for _ in range(calls):

@@ -120,3 +120,8 @@ def find_tenant_lists(client: Any, keys: Keys, queue_list: str) -> list[bytes]:
     """
     turns = client.zrange(f"{keys.tenants}:turns:{queue_list}", 0, -1)
     return [f"{keys.tenants}:of:{queue_list}\0".encode() + tenant for tenant in turns]
+
+
+def escape_pattern(name: str) -> str:
+    """A name as a pattern that only fits this name."""
+    return "".join(f"\\{char}" if char in "*?[\\" else char for char in name)

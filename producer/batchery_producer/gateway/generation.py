@@ -88,7 +88,6 @@ class PieceFeed:
 
     Attributes:
         job_id: Id of the job, once it has begun.
-        is_resumed: Whether the caller has the beginning.
     """
 
     def __init__(self, request: Request, model: ServedModel, item: Any) -> None:
@@ -102,7 +101,6 @@ class PieceFeed:
         self._task, self._item = choose_task(request, model), item
         self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
-        self.is_resumed = bool(last)
         self._last = EVENT_ID.fullmatch(last) if last else None
         if last and self._last is None:
             raise Problem(
@@ -110,6 +108,11 @@ class PieceFeed:
                 f"header Last-Event-ID is {last!r:.100}: expected the id of an event, or none",
             )
         self._first: Any = None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the caller has the beginning."""
+        return self._last is not None
 
     async def begin(self) -> None:
         """Waits for the first piece, so that until then errors have a status of their own.

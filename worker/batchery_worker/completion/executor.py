@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,14 @@ from batchery_worker.completion.backend import (
     outage_told_apart,
     publish_until_deadline,
 )
-from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, plain_info, raised
+from batchery_worker.completion.tracer import (
+    Completion,
+    Tracer,
+    full_info,
+    is_fenced,
+    plain_info,
+    raised,
+)
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import give_back
 
@@ -204,10 +211,8 @@ class CompletionExecutor:
                 return
             outcome = completion.outcome
             cause = outcome.exception if isinstance(outcome, Failed) else error
-            info = plain = plain_info(cause, error.__traceback__)
-            # Python asks the code of the exception, and of those that it came from.
-            with suppress(Exception):
-                info = ExceptionInfo()
+            plain = plain_info(cause, error.__traceback__)
+            info = full_info(error, plain)
             self._end(completion, partial(_fail, call, plain), info, type(error).__name__)
 
     def _notify(self, completion: Completion, held: WithheldJob | None = None) -> None:

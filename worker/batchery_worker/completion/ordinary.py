@@ -7,12 +7,10 @@ job can be given back instead.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Reject
@@ -24,7 +22,7 @@ from batchery_worker.completion.backend import (
     for_completion,
     publish_until_deadline,
 )
-from batchery_worker.completion.tracer import drop_frames, plain_info
+from batchery_worker.completion.tracer import drop_frames, full_info, plain_info
 
 logger = logging.getLogger("batchery.pool")
 
@@ -164,11 +162,8 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
         logger.error("a job ended without an outcome: %s", safe_repr(error))
         if not isinstance(request, Request):
             return
-        info = plain_info(error, error.__traceback__)
-        # Python asks the code of the exception, and of those that it came from.
-        with suppress(Exception):
-            info = ExceptionInfo((type(error), error, error.__traceback__))
+        plain = plain_info(error, error.__traceback__)
         try:
-            request.on_failure(info)
+            request.on_failure(full_info(error, plain))
         except (Exception, RetryDeadlineExceeded):
             logger.exception("the failure of %s[%s] cannot be stored", request.name, request.id)

@@ -298,6 +298,13 @@ def plain_info(error: BaseException, trace: TracebackType | None) -> ExceptionIn
     return ExceptionInfo((ItemFailed, plain, trace))
 
 
+def full_info(error: BaseException, plain: ExceptionInfo) -> ExceptionInfo:
+    """A failure with all of an exception; `plain` if its code, or its causes', raises."""
+    with suppress(Exception):
+        return ExceptionInfo((type(error), error, error.__traceback__))
+    return plain
+
+
 def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Takes its frames from the exception of a job that did not succeed.
 

@@ -184,7 +184,7 @@ class SpawnedDevice:
         self._device, self._selector = device, DefaultSelector()
         self._selector.register(device.link.reader, EVENT_READ)
         try:
-            [ready] = self._receive(device, monotonic() + self._start_timeout_s)
+            [ready] = self._receive(device, self._start_timeout_s)
         except TimeoutError:
             self._stop(kill_at_once=True)
             raise ModelLoadError(
@@ -232,7 +232,7 @@ class SpawnedDevice:
         self._send_ahead(device, look_ahead)
         try:
             while number not in self._answers:
-                for reply in self._receive(device, self._find_deadline_s()):
+                for reply in self._receive(device, self._max_pass_s):
                     # Those before it are of batches that nobody wanted any more.
                     if isinstance(reply, Done) and reply.id >= number:
                         self._answers[reply.id] = reply
@@ -298,14 +298,15 @@ class SpawnedDevice:
         except Exception:  # noqa: BLE001 - at its turn it fails by itself
             return
 
-    def _receive(self, device: DeviceProcess, deadline_s: float | None = None) -> list[Reply]:
+    def _receive(self, device: DeviceProcess, timeout_s: float | None) -> list[Reply]:
         """Waits for messages; meanwhile the pipe takes what was not written yet.
 
         Raises:
             EOFError: The process is dead.
-            TimeoutError: There was none before the deadline.
+            TimeoutError: There was none within this time, in seconds.
         """
         assert device.link is not None
+        deadline_s = None if timeout_s is None else monotonic() + timeout_s
         while True:
             events = EVENT_READ if device.link.flush() else EVENT_READ | EVENT_WRITE
             self._selector.modify(device.link.reader, events)
@@ -314,10 +315,6 @@ class SpawnedDevice:
                 raise TimeoutError
             if replies := device.receive():
                 return replies
-
-    def _find_deadline_s(self) -> float | None:
-        """Until when the batch that begins now must be answered."""
-        return None if self._max_pass_s is None else monotonic() + self._max_pass_s
 
     def _died(self, why: str = "", *, kill_at_once: bool = False) -> DeviceDied:
         """Cleans up after the process."""
