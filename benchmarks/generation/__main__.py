@@ -88,6 +88,9 @@ def parse() -> argparse.Namespace:
     group.add_argument("--seconds", type=float, default=30.0, help="of each rate and stretch")
     group.add_argument("--streams", type=int, default=200, help="at once")
     group.add_argument(
+        "--in-slots", type=int, help="so many have a slot at a time; all if not given"
+    )
+    group.add_argument(
         "--step-ms", type=float, nargs="+", default=[200.0, 50.0, 20.0], help="between two pieces"
     )
     group.add_argument("--live-per-s", type=float, default=0.5, help="live chats per second")

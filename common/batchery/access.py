@@ -95,6 +95,7 @@ def list_patterns(space: KeySpace) -> dict[str, list[str]]:
         "streams": [
             *(results.queue("batchery:reply:*"), results.queue("batchery-pieces:*")),
             *(results.queue("batchery-reader:*"), results.queue("batchery-wake:*")),
+            results.queue("batchery-woken:*"),
         ],
         # Channels. A pattern to which somebody subscribes must stand here letter by letter.
         "control": [f"{fanout}{control}"],
@@ -153,7 +154,7 @@ PRODUCE = (
     Grant(f"+@string {ANY_TYPE} -@dangerous", "groups"),
     Grant("+subscribe", channels="results groups"),
     Grant("+publish", channels="groups"),
-    Grant(f"+xadd +xread +xtrim +set {ANY_TYPE}", "streams"),
+    Grant(f"+xadd +xread +xtrim +set +sadd {ANY_TYPE}", "streams"),
 )
 WORK = (
     # The first ones are those of every job, and of whatever its task sends.

@@ -1,9 +1,9 @@
 """Reads the piece streams of many jobs with one connection and one command at a time.
 
-A thread waits for the next pieces of all of them, and hands them to whoever reads. A stream that is
-added while it waits wakes it, by an entry of a stream that it reads as well. The end of a job is an
-entry, too; where none comes, as from workers that are not Batchery's, looking for the result now
-and then finds it.
+A thread waits for the next entry of one stream, its wake stream, which has the pieces of all jobs
+that are read here, and hands them to whoever reads. It reads the stream of a job where that may
+have more: in the beginning, after a gap, at the end, and now and then, as workers of other kinds
+know of no wake stream. Then it looks for results as well.
 """
 
 import asyncio
@@ -15,36 +15,38 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, cast
-from weakref import WeakSet
+from weakref import ref
 
-import redis
 from celery import Celery, uuid
 from celery.backends.redis import RedisBackend
 
 from batchery.errors import BatchArgumentError, NoResult, SettingsError, UnknownJob
-from batchery.protocol.headers import backend_prefix
 from batchery.protocol.pieces import (
     END,
     FIRST_ID,
+    MAX_WAKES,
     NOTHING_READ,
     PIECE,
     READER_S,
     RENEW_S,
+    WAKE_S,
     pieces_key,
     reader_key,
+    wake_key,
+    woken_key,
 )
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.inbox import read_json
 from batchery_producer.answers import Answer
 from batchery_producer.collector import read_stored
 
-#: How long one command waits for pieces, in seconds.
+#: How long one command waits for a wake, in seconds.
 BLOCK_S = 1.0
 
 #: How long it waits while a stream is full, in seconds: its reader goes on meanwhile.
 FULL_BLOCK_S = 0.02
 
-#: How often results are looked for whose streams do not say that they are there, in seconds.
+#: How often pieces and results are looked for of which no wake has told, in seconds.
 LOOK_S = 0.5
 
 #: Maximum number of pieces that one command fetches of each stream.
@@ -52,9 +54,6 @@ COUNT = 1000
 
 #: So many pieces wait for a reader; the others wait in Redis.
 MAX_BACKLOG = 2000
-
-#: How long the stream that wakes the thread is kept, in seconds.
-WAKE_S = 60
 
 #: In the place of what is stored of a job, for one that was not looked for.
 NOT_LOOKED = b""
@@ -103,6 +102,30 @@ class Following(Protocol):
         """Takes events."""
 
 
+class Question(NamedTuple):
+    """What is asked in one round trip."""
+
+    #: After which entry to read streams, by key.
+    after: Mapping[bytes, str]
+    #: Ids of jobs that may not exist, of those whose results are looked for, and of those to renew.
+    unknown: Sequence[str]
+    looked: Sequence[str]
+    renewed: Sequence[str]
+    #: How long to wait for a wake; None for not at all.
+    block_ms: int | None
+
+
+class Reply(NamedTuple):
+    """What Redis says to a question."""
+
+    #: By job id: whether it has a stream; and what is stored of it.
+    exists: Mapping[str, Any]
+    stored: Mapping[str, bytes | None]
+    #: By the key of a stream: its entries; and what wakes have of it.
+    entries: Mapping[bytes, Any]
+    wakes: Mapping[bytes, Sequence[bytes]]
+
+
 class PieceReader:
     """The piece streams of all jobs of one app that somebody in this process reads.
 
@@ -134,14 +157,17 @@ class PieceReader:
         self._client.set_response_callback("XREAD", lambda answer, **_: answer)
         timeout_s = backend.connparams.get("socket_timeout")
         self._block_ms = int(min(BLOCK_S, timeout_s / 2 if timeout_s else BLOCK_S) * 1000)
+        self._kept_s = int(backend.expires or READER_S * 24)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._streams: WeakSet[Following] = WeakSet()
+        #: Who reads each stream, by its key; those that were dropped go by themselves.
+        self._streams: dict[bytes, list[ref[Following]]] = {}
+        #: Keys of streams that must be read, as they may have more than was fetched.
+        self._behind: set[bytes] = set()
         self._look_at_s = self._renew_at_s = 0.0
-        self._wake_key = backend_prefix(backend) + b"batchery-wake:" + uuid().encode()
+        self._wake_key = wake_key(backend, uuid())
+        #: Id of the last wake.
         self._woken = NOTHING_READ
-        #: See `gives_all_streams`; None before the first command.
-        self._gives_all: bool | None = None
 
     def open(self, streams: Sequence[Following]) -> None:
         """Makes the streams of jobs that are about to be sent, and follows them.
@@ -149,20 +175,20 @@ class PieceReader:
         Raises:
             GaveUp: Redis stays away.
         """
-        kept_s = int(self.backend.expires or READER_S * 24)
         for stream in streams:
             stream.is_known = True
         self._add(streams)
 
         def make() -> None:
             with self._client.pipeline(transaction=False) as pipe:
+                self._add_wake(pipe)
                 for stream in streams:
                     # Made once, however often this is tried.
                     pipe.delete(stream.key)
                     pipe.xadd(stream.key, {b"begin": b""}, id=FIRST_ID)
-                    pipe.expire(stream.key, kept_s)
+                    pipe.expire(stream.key, self._kept_s)
                     pipe.set(reader_key(self.backend, stream.id), b"", ex=READER_S)
-                self._add_wake(pipe)
+                    self._add_woken(pipe, stream.id)
                 pipe.execute()
 
         self.retries.call(make, self._errors)
@@ -180,7 +206,10 @@ class PieceReader:
     def drop(self, streams: Iterable[Following]) -> None:
         """Follows these streams no longer."""
         with self._lock:
-            self._streams.difference_update(streams)
+            for stream in streams:
+                group = self._streams.pop(stream.key, ())
+                if left := [each for each in group if each() not in (None, stream)]:
+                    self._streams[stream.key] = left
 
     def give_up(self, task_ids: Collection[str]) -> None:
         """Says that nobody wants these jobs any more.
@@ -207,7 +236,9 @@ class PieceReader:
         for stream in streams:
             stream.key = pieces_key(self.backend, stream.id)
         with self._lock:
-            self._streams.update(streams)
+            for stream in streams:
+                self._streams.setdefault(stream.key, []).append(ref(stream))
+                self._behind.add(stream.key)
             # After a fork the thread is another process's.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
@@ -216,12 +247,24 @@ class PieceReader:
                 self._thread.start()
 
     def _add_wake(self, pipe: Any) -> None:
-        pipe.xadd(self._wake_key, {b"": b""}, maxlen=1, approximate=False)
+        pipe.xadd(self._wake_key, {b"": b""}, maxlen=MAX_WAKES, approximate=False)
         pipe.expire(self._wake_key, WAKE_S)
 
-    def _give_all(self, event: Event) -> None:
+    def _add_woken(self, pipe: Any, task_id: str) -> None:
+        """Has this reader woken by what comes of a job from now on."""
+        key = woken_key(self.backend, task_id)
+        pipe.sadd(key, self._wake_key)
+        pipe.expire(key, self._kept_s)
+
+    def _list(self, keys: Iterable[bytes]) -> list[Following]:
+        """Who reads these streams."""
         with self._lock:
-            streams = list(self._streams)
+            groups = [self._streams.get(key, ()) for key in keys]
+        return [stream for group in groups for each in group if (stream := each()) is not None]
+
+    def _give_all(self, event: Event) -> None:
+        streams = self._list(list(self._streams))
+        with self._lock:
             self._streams.clear()
         _give((stream, [event]) for stream in streams)
 
@@ -241,103 +284,107 @@ class PieceReader:
 
     def _read_some(self) -> None:
         """Waits for pieces, and hands them on."""
-        now_s = time.monotonic()
         # Nothing here may hold a stream while this waits: those that were dropped must go.
-        question = after, unknown, looked, _, _ = self._plan(now_s)
-        answer = self.retries.call(partial(self._ask, *question), self._errors)
-        *_, found = answer
-        stored = dict(zip(looked, answer[-2], strict=True)) if looked else {}
-        exist = dict(zip(unknown, answer, strict=False))
-        # A mapping in RESP3, pairs in RESP2.
-        entries = dict(found or ())
-        for id_, _ in entries.pop(self._wake_key, ()):
-            self._woken = id_.decode()
-        with self._lock:
-            streams = list(self._streams)
+        question = self._plan(time.monotonic())
+        reply = self.retries.call(partial(self._ask, question), self._errors)
         came: list[tuple[Following, Sequence[Event]]] = []
-        for stream in streams:
-            if not stream.is_known and stream.id in exist:
-                # Whoever sends a job makes its stream first.
-                stream.is_known = bool(exist[stream.id]) or stored[stream.id] is not None
-                if not stream.is_known:
-                    self.drop([stream])
-                    came.append((stream, [UnknownJob(UNKNOWN.format(stream.id))]))
-                    continue
-            own = entries.get(stream.key, ())
-            is_looked = stream.id in stored and len(own) < COUNT
-            # One that was added meanwhile may lack what came before this.
-            if (own or is_looked) and not is_beyond(after.get(stream.key), stream.fetched):
-                looked_up = stored[stream.id] if is_looked else NOT_LOOKED
-                came.append((stream, self._take_in(stream, own, looked_up)))
+        for stream in self._list(dict.fromkeys((*question.after, *reply.wakes))):
+            events = self._take_in(stream, question, reply) if question.after else []
+            if wakes := reply.wakes.get(stream.key):
+                events += self._take_wakes(stream, wakes, MAX_BACKLOG - len(events))
+            if events:
+                came.append((stream, events))
         _give(came)
 
-    def _plan(
-        self, now_s: float
-    ) -> tuple[dict[bytes, str], list[str], list[str], list[str], int | None]:
-        """What to ask, and how long to wait for it.
-
-        Returns:
-            What to read, by key; jobs that may not exist; those to look for; those to renew; how
-            long to wait.
-        """
+    def _plan(self, now_s: float) -> Question:
+        """What to ask, and how long to wait for it."""
         with self._lock:
-            streams = list(self._streams)
+            if is_due := now_s >= self._look_at_s:
+                self._look_at_s = now_s + LOOK_S
+                gone = [key for key, group in self._streams.items() if not any(map(_has, group))]
+                for key in gone:
+                    del self._streams[key]
+                self._behind.update(self._streams)
+            behind = list(self._behind)
+            self._behind.clear()
+            keys = list(self._streams)
         after: dict[bytes, str] = {}
+        is_full = False
+        streams = self._list(behind)
         for stream in streams:
+            if stream.backlog >= MAX_BACKLOG:
+                is_full = True
+                self._behind.add(stream.key)
             # Of two that follow one job, the one that has less of it.
-            if stream.backlog < MAX_BACKLOG and (
-                stream.key not in after or is_beyond(after[stream.key], stream.fetched)
-            ):
+            elif stream.key not in after or is_beyond(after[stream.key], stream.fetched):
                 after[stream.key] = stream.fetched
-        if is_due := now_s >= self._look_at_s:
-            self._look_at_s = now_s + LOOK_S
         unknown = list(dict.fromkeys(each.id for each in streams if not each.is_known))
         looked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
-        block_ms = self._block_ms
-        if len(after) < len(streams):
-            block_ms = int(FULL_BLOCK_S * 1000)
         renewed = []
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + RENEW_S
-            renewed = [each.id for each in streams]
-        return after, unknown, list(dict.fromkeys(looked)), renewed, None if looked else block_ms
+            renewed = [each.id for each in self._list(keys)]
+        block_ms = int(FULL_BLOCK_S * 1000) if is_full else self._block_ms
+        looked = list(dict.fromkeys(looked))
+        return Question(after, unknown, looked, renewed, None if after or looked else block_ms)
 
-    def _ask(
-        self,
-        after: Mapping[bytes, str],
-        unknown: Sequence[str],
-        looked: Sequence[str],
-        renewed: Sequence[str],
-        block_ms: int | None,
-    ) -> list[Any]:
+    def _ask(self, question: Question) -> Reply:
         """Sends all that in one round trip; safe to repeat."""
-        if self._gives_all is None:
-            self._gives_all = gives_all_streams(self._client)
+        after, unknown, looked, renewed, block_ms = question
         with self._client.pipeline(transaction=False) as pipe:
-            for task_id in unknown:
-                pipe.exists(pieces_key(self.backend, task_id))
+            if renewed:
+                self._add_wake(pipe)
             for task_id in renewed:
                 # It brings no key back that somebody has removed.
                 pipe.expire(reader_key(self.backend, task_id), READER_S)
+            # Before the stream is read: what comes then is in a wake.
+            for task_id in unknown:
+                self._add_woken(pipe, task_id)
+            ignored = len(pipe)
+            for task_id in unknown:
+                pipe.exists(pieces_key(self.backend, task_id))
+            # Results are looked for first: what was sent before them is read by now.
             if looked:
                 pipe.mget([self.backend.get_key_for_task(task_id) for task_id in looked])
-            # Results are looked for first: what was sent before them is read by now.
-            streams = {**after, self._wake_key: self._woken}
-            pipe.xread(streams, count=COUNT, block=block_ms)
-            if block_ms is not None and not self._gives_all:
-                # Both are answered together, and what the first one has is in the second, too.
-                pipe.xread(streams, count=COUNT)
-            answers: list[Any] = pipe.execute()
-        return answers
+            if after:
+                pipe.xread(after, count=COUNT)
+            pipe.xread({self._wake_key: self._woken}, block=block_ms)
+            answers = iter(pipe.execute()[ignored:])
+        return Reply(
+            {task_id: next(answers) for task_id in unknown},
+            dict(zip(looked, next(answers), strict=True)) if looked else {},
+            # A mapping in RESP3, pairs in RESP2.
+            dict(next(answers) or ()) if after else {},
+            self._sort_wakes(dict(next(answers) or ()).get(self._wake_key, ())),
+        )
 
-    def _take_in(self, stream: Following, entries: Any, stored: bytes | None) -> Sequence[Event]:
-        """The events that have come of a stream.
+    def _sort_wakes(self, entries: Sequence[Any]) -> Mapping[bytes, Sequence[bytes]]:
+        """What the entries of the wake stream have, by the key of each piece stream."""
+        found = defaultdict[bytes, list[bytes]](list)
+        for id_, fields in entries:
+            self._woken = id_.decode()
+            for key, text in zip(fields[::2], fields[1::2], strict=True):
+                found[key].append(text)
+        if len(entries) >= MAX_WAKES:
+            self._look_at_s = 0.0  # There may have been more.
+        return found
 
-        Args:
-            stream: The stream.
-            entries: The entries.
-            stored: What is stored of its job, None for nothing, or `NOT_LOOKED`.
-        """
+    def _take_in(self, stream: Following, question: Question, reply: Reply) -> list[Event]:
+        """The events that have come of a stream itself, and of the result of its job."""
+        # One that was added meanwhile may lack what came before this.
+        is_new = not (stream.is_known or stream.id in reply.exists)
+        if is_new or is_beyond(question.after.get(stream.key), stream.fetched):
+            return []
+        if not stream.is_known:
+            # Whoever sends a job makes its stream first.
+            is_there = reply.exists[stream.id] or reply.stored[stream.id] is not None
+            stream.is_known = bool(is_there)
+            if not stream.is_known:
+                self.drop([stream])
+                return [UnknownJob(UNKNOWN.format(stream.id))]
+        entries = reply.entries.get(stream.key, ())
+        has_more = len(entries) >= COUNT
+        stored = NOT_LOOKED if has_more else reply.stored.get(stream.id, NOT_LOOKED)
         # The task of a job that has ended and left nothing ignores its results.
         is_over = stream.saw_end and stored is None
         try:
@@ -349,7 +396,37 @@ class PieceReader:
             events = [error]
         if events and not isinstance(events[-1], StreamPiece):
             self.drop([stream])
+        elif has_more or stream.saw_end:
+            self._behind.add(stream.key)
         return events
+
+    def _take_wakes(
+        self, stream: Following, wakes: Sequence[bytes], room: int
+    ) -> Sequence[StreamPiece]:
+        """The pieces that wakes have of a stream; it is read where they are not the next ones.
+
+        Args:
+            stream: The stream.
+            wakes: As `pieces.lua` writes them.
+            room: Number of pieces for which its reader has room, less those that wait for it.
+        """
+        pieces: list[StreamPiece] = []
+        number, _ = entry_order(stream.fetched)
+        for text in wakes:
+            try:
+                first, *values = read_json(text) if text else [0]
+                is_next = values and 0 < first <= number + 1 and type(first) is int
+            except (ValueError, TypeError, RecursionError):
+                is_next = False  # Whoever sends jobs may write there, too.
+            if not is_next or stream.backlog + len(pieces) + len(values) > room:
+                self._behind.add(stream.key)
+                break
+            for value in values[number + 1 - first :]:
+                number += 1
+                pieces.append(StreamPiece(f"{number}-0", value))
+        if pieces:
+            stream.fetched = pieces[-1].id
+        return pieces
 
 
 def reader_for(app: Celery) -> PieceReader:
@@ -362,27 +439,6 @@ def reader_for(app: Celery) -> PieceReader:
     if found is None:
         found = vars(app).setdefault("_batchery_reader", PieceReader(app))
     return found
-
-
-def gives_all_streams(client: Any) -> bool:
-    """Whether XREAD gives what all streams have after it has waited, and not the first one alone.
-
-    Redis does so since 7.2.
-
-    Raises:
-        RedisError: As for any command.
-    """
-    with suppress(redis.ResponseError, LookupError, TypeError, ValueError):
-        answer = client.execute_command("HELLO")
-        # A mapping in RESP3.
-        told = (
-            answer
-            if isinstance(answer, dict)
-            else dict(zip(answer[::2], answer[1::2], strict=True))
-        )
-        major, minor, *_ = map(int, told[b"version"].split(b"."))
-        return (major, minor) >= (7, 2)
-    return False  # It may be another server, or hide behind a proxy.
 
 
 def check_after(after: str | None) -> str:
@@ -413,6 +469,10 @@ def entry_order(entry_id: str) -> tuple[int, int]:
     """Orders the ids of a stream's entries."""
     first, _, second = entry_id.partition("-")
     return int(first), int(second)
+
+
+def _has(stream: "ref[Following]") -> bool:
+    return stream() is not None
 
 
 def _give(came: Iterable[tuple[Following, Sequence[Event]]]) -> None:

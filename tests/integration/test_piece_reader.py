@@ -1,6 +1,7 @@
-"""The reader of piece streams against real servers: how many answers bring what a step has made."""
+"""The reader of piece streams against real servers: what wakes bring, and what they do not."""
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.protocol.pieces import FIRST_ID, NOTHING_READ
-from batchery_producer.piece_reader import Event, PieceReader, StreamPiece, gives_all_streams
+from batchery.errors import NoResult
+from batchery.protocol.pieces import MAX_WAKES, NOTHING_READ, mark_ended
+from batchery_producer import piece_reader
+from batchery_producer.piece_reader import MAX_BACKLOG, Event, PieceReader, Question, Reply
 from support.harness import wait_for
 
 STREAMS = 20
@@ -19,7 +22,6 @@ class Caller:
     """Who reads one stream."""
 
     loop: asyncio.AbstractEventLoop | None = None
-    backlog = 0
 
     def __init__(self, task_id: str) -> None:
         self.id = task_id
@@ -27,24 +29,64 @@ class Caller:
         self.fetched = NOTHING_READ
         self.saw_end = False
         self.is_known = True
-        self.values: list[Any] = []
+        self.backlog = 0
+        self.events: list[Event] = []
+
+    @property
+    def values(self) -> list[Any]:
+        return [getattr(each, "value", each) for each in self.events]
 
     def give(self, events: Sequence[Event]) -> None:
         """As `Following.give`."""
-        self.values += [each.value for each in events if isinstance(each, StreamPiece)]
+        self.events += events
 
 
 class Noting(PieceReader):
-    """Notes of how many streams each answer has something."""
+    """Notes what it was told."""
 
     def __init__(self, app: Celery) -> None:
         super().__init__(app)
-        self.answers: list[int] = []
+        self.replies: list[Reply] = []
 
-    def _ask(self, *question: Any) -> list[Any]:
-        answers = super()._ask(*question)
-        self.answers.append(len(answers[-1] or ()))
-        return answers
+    def _ask(self, question: Question) -> Reply:
+        reply = super()._ask(question)
+        self.replies.append(reply)
+        return reply
+
+    @property
+    def looked_up(self) -> int:
+        """How many streams it has found something in, itself."""
+        return sum(len(each.entries) for each in self.replies)
+
+
+class Device:
+    """Writes as devices do."""
+
+    def __init__(self, url: str, reader: Noting) -> None:
+        self.server: Any = redis.Redis.from_url(url)
+        self.reader = reader
+
+    def add(self, pieces: dict[str, list[Any]], first: int = 1) -> None:
+        """Adds pieces to the streams of jobs."""
+        with self.server.pipeline(transaction=True) as step:
+            for task_id, each in pieces.items():
+                for number, piece in enumerate(each, first):
+                    entry = {"p": json.dumps(piece)}
+                    step.xadd(f"batchery-pieces:{task_id}", entry, id=f"{number}-0")
+            step.execute()
+
+    def wake(self, texts: dict[str, Any]) -> None:
+        """Adds an entry to the wake stream: JSON, or a text as it is."""
+        (key,) = self.server.smembers(f"batchery-woken:{next(iter(texts))}")
+        entry: dict[Any, Any] = {
+            f"batchery-pieces:{task_id}": text if isinstance(text, str) else json.dumps(text)
+            for task_id, text in texts.items()
+        }
+        self.server.xadd(key, entry, maxlen=MAX_WAKES, approximate=False)
+
+    def is_awaited(self) -> bool:
+        """Whether the reader waits for a wake."""
+        return bool(self.server.info("clients")["blocked_clients"])
 
 
 @pytest.fixture
@@ -55,54 +97,153 @@ def reader(url: str) -> Iterator[Noting]:
     made.close()
 
 
-def test_what_a_step_has_made_comes_in_one_answer_on_all_servers(reader: Noting, url: str) -> None:
-    server: Any = redis.Redis.from_url(url)
-    callers = [Caller(f"job-{number}") for number in range(STREAMS)]
-    for each in callers:
-        server.xadd(f"batchery-pieces:{each.id}", {"begin": ""}, id=FIRST_ID)
-        reader.follow(each)
-    wait_for(lambda: all(each.fetched == FIRST_ID for each in callers), "they are followed")
+@pytest.fixture
+def device(url: str, reader: Noting) -> Iterator[Device]:
+    made = Device(url, reader)
+    yield made
+    made.server.close()
 
-    def is_waiting() -> bool:
-        return bool(server.info("clients")["blocked_clients"])
 
-    def have_come() -> bool:
-        return all(each.values == list(range(1, number + 1)) for each in callers)
+@pytest.fixture
+def rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader looks for nothing of which no wake has told, but for once."""
+    monkeypatch.setattr(piece_reader, "LOOK_S", 3600.0)
 
+
+def open_streams(reader: Noting, count: int) -> list[Caller]:
+    callers = [Caller(f"job-{number}") for number in range(count)]
+    reader.open(callers)
+    return callers
+
+
+def test_what_a_step_has_made_comes_with_one_wake(
+    rare: None, reader: Noting, device: Device
+) -> None:
+    callers = open_streams(reader, STREAMS)
     for number in range(1, 11):
-        wait_for(is_waiting, "the reader waits")
-        reader.answers.clear()
-        with server.pipeline(transaction=True) as step:
-            for each in callers:
-                step.xadd(f"batchery-pieces:{each.id}", {"p": f"{number}"}, id=f"{number}-0")
-            step.execute()
-        wait_for(have_come, "all pieces are there")
-        assert [each for each in reader.answers if each] == [STREAMS]
-    server.close()
-
-
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_a_server_is_known_by_its_version(url: str, protocol: int) -> None:
-    with redis.Redis.from_url(url, protocol=protocol) as server:
-        info: Any = server.info("server")
-        version = tuple(map(int, info["redis_version"].split(".")[:2]))
-        assert gives_all_streams(server) == (version >= (7, 2))
+        wait_for(device.is_awaited, "the reader waits")
+        reader.replies.clear()
+        device.add({each.id: [number] for each in callers}, number)
+        device.wake({each.id: [number, number] for each in callers})
+        wait_for(lambda: all(each.fetched == f"{number}-0" for each in callers), "all came")  # noqa: B023
+        assert [len(each.wakes) for each in reader.replies if each.wakes] == [STREAMS]
+        assert reader.looked_up == 0
+    assert [each.values for each in callers] == [list(range(1, 11))] * STREAMS
+    assert [event.id for event in callers[0].events][:2] == ["1-0", "2-0"]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    "answer", [{}, [], [b"version"], {b"version": b"new"}, {b"version": b"9"}, None, b"OK"]
+    "text",
+    [
+        "",
+        "[3, 3]",
+        "[1]",
+        "[0, 1, 2, 3]",
+        "[-5, 1]",
+        "[true, 1]",
+        "[1.0, 1]",
+        "[]",
+        "{}",
+        "7",
+        "null",
+        '"ab"',
+        '["a", 1]',
+        "[[1], 1]",
+        "[1, ",
+        "[" * 10_000,
+        "\udcff".encode("utf-8", "surrogatepass").decode("latin-1"),
+    ],
 )
-def test_a_server_that_says_nothing_of_use_is_asked_twice(answer: Any) -> None:
-    class Odd:
-        def execute_command(self, _: str) -> Any:
-            return answer
+def test_a_wake_without_the_next_piece_has_the_stream_read(
+    rare: None, reader: Noting, device: Device, text: str
+) -> None:
+    """One with pieces after a gap, one with none, and whatever a hostile producer may write."""
+    caller, other = open_streams(reader, 2)
+    device.add({caller.id: [1, 2, 3], other.id: ["a"]})
+    device.wake({caller.id: text, other.id: [1, "a"], "no-such-job": [1, 1]})
+    wait_for(lambda: len(caller.events) >= 3 and other.events, "they came")
+    assert (caller.values, other.values) == ([1, 2, 3], ["a"])
+    device.wake({caller.id: [3, "again", 4]})
+    wait_for(lambda: len(caller.events) >= 4, "the next one came")
+    assert (caller.values, caller.fetched) == ([1, 2, 3, 4], "4-0")
 
-    assert not gives_all_streams(Odd())
+
+def test_wakes_that_were_cut_off_cost_no_piece(rare: None, reader: Noting, device: Device) -> None:
+    """More than are kept have come while the reader was busy."""
+    reader._look_at_s = 0.0
+    callers = open_streams(reader, STREAMS)
+    with reader._lock:
+        for number in range(1, 1 + 2 * MAX_WAKES):
+            caller = callers[number % STREAMS]
+            device.add({caller.id: ["only"]}, caller.backlog + 1)
+            caller.backlog += 1
+            device.wake({caller.id: [caller.backlog, "only"]})
+    counts = [each.backlog for each in callers]
+    for caller in callers:
+        caller.backlog = 0
+    wait_for(lambda: [len(each.events) for each in callers] == counts, "all came")
 
 
-def test_a_server_that_knows_no_hello_is_asked_twice() -> None:
-    class Old:
-        def execute_command(self, _: str) -> Any:
-            raise redis.ResponseError("unknown command")
+def test_pieces_for_which_a_reader_has_no_room_wait_in_redis(
+    rare: None, reader: Noting, device: Device
+) -> None:
+    caller, other = open_streams(reader, 2)
+    caller.backlog = MAX_BACKLOG
+    device.add({caller.id: [1, 2], other.id: ["a"]})
+    device.wake({caller.id: [1, 1, 2], other.id: [1, "a"]})
+    wait_for(lambda: other.events, "the other one goes on")
+    assert caller.events == []
+    caller.backlog = 0
+    wait_for(lambda: caller.values == [1, 2], "they came")
 
-    assert not gives_all_streams(Old())
+
+def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
+    """As from a worker that knows of none."""
+    (caller,) = open_streams(reader, 1)
+    device.add({caller.id: ["a", "b"]})
+    wait_for(lambda: caller.values == ["a", "b"], "they came")
+
+
+def test_whoever_stores_a_result_wakes_the_readers(
+    rare: None, reader: Noting, device: Device
+) -> None:
+    callers = open_streams(reader, 2)
+    device.server.sadd("batchery-woken:job-1", "celery", "batchery-wake:gone")
+    for each in callers:
+        device.server.set(f"celery-task-meta-{each.id}", '{"status": "SUCCESS", "result": 7}')
+    wait_for(device.is_awaited, "the reader waits")
+    mark_ended(device.server, reader.backend, [each.id for each in callers])
+    wait_for(lambda: all(each.events for each in callers), "they have ended")
+    assert [event.value for each in callers for event in each.events] == [7, 7]  # type: ignore[union-attr]
+    assert not device.server.exists("celery", "batchery-wake:gone")
+
+
+def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
+    rare: None, reader: Noting, device: Device
+) -> None:
+    (first,) = open_streams(reader, 1)
+    device.add({first.id: ["a", "b"]})
+    device.wake({first.id: [1, "a", "b"]})
+    wait_for(lambda: first.values == ["a", "b"], "they came")
+    second = Caller(first.id)
+    second.is_known = False
+    reader.follow(second)
+    reader.wake()
+    wait_for(lambda: second.values == ["a", "b"], "the late one has them")
+    device.add({first.id: ["c"]}, 3)
+    device.wake({first.id: [3, "c"]})
+    wait_for(lambda: first.values == second.values == ["a", "b", "c"], "both have all")
+    reader.drop([first])
+    device.wake({first.id: [4, "d"]})
+    wait_for(lambda: len(second.values) == 4, "the other one goes on")
+    assert len(first.values) == 3
+
+
+def test_a_reader_that_is_too_slow_is_told_so(rare: None, reader: Noting, device: Device) -> None:
+    (caller,) = open_streams(reader, 1)
+    device.add({caller.id: ["f"]}, 6)
+    device.wake({caller.id: [6, "f"]})
+    wait_for(lambda: caller.events, "it is told")
+    (error,) = caller.events
+    assert isinstance(error, NoResult)
+    assert "its pieces 1 to 5 were dropped" in str(error)

@@ -10,7 +10,7 @@ import redis
 from celery import Celery
 
 from batchery import Failed, Partial, UnserialisableResult
-from batchery.protocol.pieces import READER_S
+from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.ipc.messages import PieceContext, Work
@@ -47,6 +47,15 @@ class Pen:
         self.results.xadd("batchery-pieces:job", {"begin": ""}, id="0-1")
         self.results.set("batchery-reader:job", "", ex=READER_S)
 
+    def wake(self, reader: str = "me", key: str | None = None) -> None:
+        """As a reader does it that wants to be woken."""
+        self.results.xadd(f"batchery-wake:{reader}", {"": ""})
+        self.results.sadd("batchery-woken:job", key or f"batchery-wake:{reader}")
+
+    def wakes(self, reader: str = "me") -> list[str]:
+        entries = [entry for _, entry in self.results.xrange(f"batchery-wake:{reader}")]
+        return [entry.get(b"batchery-pieces:job", b"none").decode() for entry in entries[1:]]
+
     def work(self, context: PieceContext = LEASED) -> Work:
         number = len(self._works) + 1
         work = Work(number, "task", {}, [("job", ["item"], False)], 8, None, pieces=context)
@@ -77,6 +86,69 @@ def pen(url: str) -> Iterator[Pen]:
     made = Pen(url)
     yield made
     made.close()
+
+
+def test_readers_are_woken_with_what_has_come(pen: Pen) -> None:
+    pen.stream()
+    pen.wake()
+    pen.wake("other")
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a", {"b": [1.5, None]})
+    pen.write(work, "c")
+    assert pen.wakes() == pen.wakes("other") == ['[1,"a",{"b":[1.5,null]}]', '[3,"c"]']
+    pen.writer.end(work, ["committed"])
+    assert pen.wakes()[2:] == [""]
+
+
+def test_a_wake_has_no_piece_that_is_large_or_that_redis_has_from_an_earlier_run(pen: Pen) -> None:
+    pen.stream()
+    pen.wake()
+    first = pen.work()
+    pen.writer.read(first)
+    pen.write(first, "x" * 70_000)
+    pen.write(first, "b")
+    anew = pen.work()
+    pen.writer.read(anew)
+    pen.write(anew, "other", "b", "c")
+    assert pen.wakes() == ["", '[2,"b"]', ""]
+    assert [number for number, _ in pen.written()] == ["1-0", "2-0", "3-0"]
+
+
+def test_only_wake_streams_that_are_there_are_written_and_bounded(pen: Pen) -> None:
+    """Whoever sends jobs may name any key, and may have gone without a word."""
+    pen.stream()
+    pen.wake()
+    for name in ("celery", "batchery-pieces:other", "batchery-wake:gone", "batchery-wake:list"):
+        pen.results.sadd("batchery-woken:job", name)
+    pen.results.xadd("batchery-pieces:other", {"begin": ""}, id="0-1")
+    pen.results.lpush("batchery-wake:list", "no stream")
+    work = pen.work()
+    pen.writer.read(work)
+    for number in range(30):
+        pen.write(work, number)
+    assert len(pen.written()) == 30
+    assert pen.results.xlen("batchery-pieces:other") == 1
+    assert not pen.results.exists("celery", "batchery-wake:gone")
+    assert pen.results.xlen("batchery-wake:me") == MAX_WAKES
+
+
+@pytest.mark.parametrize("kind", ["many", "text"])
+def test_a_job_with_odd_readers_is_written_all_the_same(pen: Pen, kind: str) -> None:
+    pen.stream()
+    if kind == "many":
+        names = [f"batchery-wake:{number}" for number in range(100)]
+        pen.results.sadd("batchery-woken:job", *names)
+        for name in names:
+            pen.results.xadd(name, {"": ""})
+    else:
+        pen.results.set("batchery-woken:job", "text")
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    assert pen.written() == [("1-0", '"a"')]
+    woken = [name for name in pen.results.keys("batchery-wake:*") if pen.results.xlen(name) > 1]
+    assert len(woken) == (MAX_WOKEN if kind == "many" else 0)
 
 
 def test_a_job_whose_lease_is_lost_writes_nothing_and_leaves(pen: Pen) -> None:

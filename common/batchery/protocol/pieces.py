@@ -10,8 +10,13 @@ and however often a device has sent a piece because an answer was lost.
 
 A reader key says that somebody reads. Readers set its time to live anew every few seconds, so what
 is left of it says how long ago that was.
+
+Each process that reads has a wake stream of its own. It waits for that one alone, however many jobs
+it reads: devices write what a step has made of all of them there once more, in one entry. An entry
+that is lost or too large costs time and no piece, as the reader then reads the piece streams.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -34,6 +39,15 @@ RENEW_S = 2.0
 #: How long a stream is kept once its job has ended, in seconds; its result may be kept for less.
 KEEP_S = 3600
 
+#: How long a wake stream is kept once its process no longer renews it, in seconds.
+WAKE_S = 60
+
+#: Maximum number of entries of a wake stream. Of one that has as many, some may be gone.
+MAX_WAKES = 16
+
+#: Maximum number of readers of one job who are woken. Of more, some see pieces a second late.
+MAX_WOKEN = 8
+
 
 def pieces_key(backend: Any, task_id: str) -> bytes:
     """The key of a job's piece stream in a Redis backend."""
@@ -43,6 +57,16 @@ def pieces_key(backend: Any, task_id: str) -> bytes:
 def reader_key(backend: Any, task_id: str) -> bytes:
     """The key that the readers of a job renew; its value is empty."""
     return backend_prefix(backend) + b"batchery-reader:" + task_id.encode()
+
+
+def wake_key(backend: Any, reader_id: str) -> bytes:
+    """The key of a process's wake stream; with no id, how all of them begin."""
+    return backend_prefix(backend) + b"batchery-wake:" + reader_id.encode()
+
+
+def woken_key(backend: Any, task_id: str) -> bytes:
+    """The key of the set of wake streams of those who read a job."""
+    return backend_prefix(backend) + b"batchery-woken:" + task_id.encode()
 
 
 def piece_number(entry_id: bytes | str) -> int:
@@ -58,11 +82,19 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
         RedisError: As for any command.
     """
     kept_s = min(int(backend.expires or KEEP_S), KEEP_S)
+    keys = {task_id: pieces_key(backend, task_id) for task_id in task_ids}
+    woken = defaultdict[bytes, dict[bytes, bytes]](dict)
     with client.pipeline(transaction=False) as pipe:
-        for task_id in task_ids:
-            key = pieces_key(backend, task_id)
+        for task_id in keys:
+            pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
+        for key, wakes in zip(keys.values(), pipe.execute(), strict=True):
             pipe.xadd(key, {END: b""}, nomkstream=True)
             pipe.expire(key, kept_s)
+            for wake in wakes:
+                if wake.startswith(wake_key(backend, "")):
+                    woken[wake][key] = b""
+        for wake, entry in woken.items():
+            pipe.xadd(wake, entry, maxlen=MAX_WAKES, approximate=False, nomkstream=True)
         pipe.execute()
 
 

@@ -14,7 +14,7 @@ REPLIES_CLIENT = "batchery-replies"
 #: How names of keys begin that are no queue's: Batchery's, kombu's, those of results. Kombu's
 #: `unacked` is not among them, as a setting names it.
 OWN_NAMES = (
-    *("batchery:", "batchery-pieces:", "batchery-reader:", "batchery-wake:"),
+    *("batchery:", "batchery-pieces:", "batchery-reader:", "batchery-wake:", "batchery-woken:"),
     *("_kombu.binding", "celery-task-meta-", "celery-taskset-meta-", "chord-unlock-"),
 )
 

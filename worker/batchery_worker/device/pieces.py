@@ -23,12 +23,16 @@ from batchery.errors import UnserialisableResult
 from batchery.execution.batch import Receive, refuse_value
 from batchery.outcomes import Failed, Partial
 from batchery.protocol.pieces import (
+    MAX_WAKES,
+    MAX_WOKEN,
     PIECE,
     READER_S,
     mark_ended,
     piece_number,
     pieces_key,
     reader_key,
+    wake_key,
+    woken_key,
 )
 from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
 from batchery_worker.ipc.messages import PieceContext, Work
@@ -36,8 +40,10 @@ from batchery_worker.ipc.values import is_plain, plain_json
 
 logger = logging.getLogger("batchery.device")
 
-#: Maximum number of pieces per call of the script, during which Redis serves nobody else.
+#: Maximum number of pieces per call of the script, during which Redis serves nobody else; and of
+#: jobs: while it runs for some, readers are at work on what it has brought of others.
 MAX_PIECES_PER_SCRIPT = 2000
+MAX_JOBS_PER_SCRIPT = 100
 
 #: How often readers are looked for, in seconds: so long after pieces, whose readers are busy then;
 #: or at last beside pieces.
@@ -65,7 +71,8 @@ class StreamedJob:
     ) -> None:
         self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
         # Once for all pieces: Celery makes them anew each time.
-        self.keys = pieces_key(backend, task_id), reader_key(backend, task_id)
+        keys = pieces_key, reader_key, woken_key
+        self.keys = [each(backend, task_id) for each in keys]
         self.refusal = ""
         self.number = 0
         #: Number of the last piece that waits or was sent.
@@ -289,7 +296,7 @@ class PieceWriter:
         """Takes what waits of the jobs whose leases are those of this one."""
         left, taken = MAX_PIECES_PER_SCRIPT, dict[StreamedJob, tuple[int, list[bytes]]]()
         same = [job for job in self._waiting.values() if job.context.worker == context.worker]
-        for job in islice(same, MAX_PIECES_PER_SCRIPT):
+        for job in islice(same, MAX_JOBS_PER_SCRIPT):
             taken[job] = _, pieces = job.take(left)
             job.is_sending = True
             left -= len(pieces)
@@ -351,6 +358,7 @@ class PieceWriter:
             "" if broker_db is None else broker_db,
             context.max_pieces,
             int((READER_S - context.grace_s) * 1000) if looks else "",
+            *(wake_key(self._backend, ""), MAX_WAKES, MAX_WOKEN),
             " ".join(job.token for job in taken),
         ]
         for job, (first, pieces) in taken.items():

@@ -11,17 +11,26 @@
 --                   at most an hour after the end.
 --           STRING  and its <prefix>batchery-reader:<task id>. Made by who sends the job, its time to
 --                   live is renewed by readers; goes when the sender gives the job up, or expires.
+--           SET     and its <prefix>batchery-woken:<task id>: wake streams of those who read the job.
+--                   Made by them; expires as a stream does.
+-- and       STREAM  each of these <prefix>batchery-wake:<id>: entries {key of a piece stream: JSON of
+--                   the number of a piece, it, and those after it; or empty if that is too large, or
+--                   the end}. Made by its reader; written here and by whoever stores a result;
+--                   expires a minute after its reader has gone.
 -- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
 --           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
---           must have (empty where readers are not looked for), tokens with spaces between; then for
---           each job the number of its first piece, how many there are, and the pieces.
+--           must have (empty where readers are not looked for), how names of wake streams begin,
+--           the maximum of their entries, and of readers of a job who are woken; tokens with spaces
+--           between; then for each job the number of its first piece, how many there are, and the
+--           pieces.
 -- Returns   a digit for each job: 1 written, 0 fenced, 2 its readers have gone, 3 it has no stream.
 --           Nil if this server does not know the worker: the broker is another one, or the worker is
 --           fenced.
 local worker, backend, broker = ARGV[1], ARGV[2], ARGV[3]
 local workers, leases, most, least_ms = KEYS[1], KEYS[2], ARGV[4], tonumber(ARGV[5])
-local has_leases, tokens = broker ~= '', words(ARGV[6])
-local count, held = (#KEYS - 2) / 2, {}
+local begins, most_wakes, most_woken = ARGV[6], ARGV[7], ARGV[8]
+local has_leases, tokens = broker ~= '', words(ARGV[9])
+local count, held = (#KEYS - 2) / 3, {}
 if has_leases then
   if not use(broker, backend) or not is_known(workers, leases, worker) then
     return false
@@ -34,9 +43,28 @@ else
   begin_to_write(leases)
 end
 
-local answers, at = {}, 7
+-- Entries of wake streams, and bytes of their pieces. Readers fetch larger ones where they are.
+local wakes, bytes, most_bytes = {}, 0, 65536
+
+local function wake(stream, woken, text)
+  if bytes + #text > most_bytes then
+    text = ''
+  end
+  bytes = bytes + #text
+  for _, key in ipairs(redis.pcall('SRANDMEMBER', woken, most_woken)) do
+    -- Whoever sends jobs may have put any name there.
+    if string.sub(key, 1, #begins) == begins then
+      local entry = wakes[key] or {}
+      wakes[key] = entry
+      entry[#entry + 1] = stream
+      entry[#entry + 1] = text
+    end
+  end
+end
+
+local answers, at = {}, 10
 for i = 1, count do
-  local stream, reader = KEYS[2 * i + 1], KEYS[2 * i + 2]
+  local stream, reader, woken = KEYS[3 * i], KEYS[3 * i + 1], KEYS[3 * i + 2]
   local first, pieces = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
   local left_ms = least_ms and redis.call('PTTL', reader) or -1
   if has_leases and not held[i] then
@@ -47,16 +75,26 @@ for i = 1, count do
     answers[i] = 2
   else
     answers[i] = 1
+    local is_new = true
     for n = 0, pieces - 1 do
-      -- Redis refuses an id that is not above the last one: it has this piece already.
       local id = string.format('%d-0', first + n)
       local piece = ARGV[at + 2 + n]
-      if not redis.pcall('XADD', stream, 'NOMKSTREAM', 'MAXLEN', '~', most, id, 'p', piece) then
+      local added = redis.pcall('XADD', stream, 'NOMKSTREAM', 'MAXLEN', '~', most, id, 'p', piece)
+      if not added then
         answers[i] = 3
         break
       end
+      -- Redis refuses an id that is not above the last one: it has this piece already.
+      is_new = is_new and type(added) == 'string'
+    end
+    if pieces > 0 and answers[i] == 1 then
+      local text = '[' .. first .. ',' .. table.concat(ARGV, ',', at + 2, at + 1 + pieces) .. ']'
+      wake(stream, woken, is_new and text or '')
     end
   end
   at = at + 2 + pieces
+end
+for key, entry in pairs(wakes) do
+  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', unpack(entry))
 end
 return table.concat(answers)
