@@ -290,7 +290,9 @@ class PieceReader:
         came: list[tuple[Following, Sequence[Event]]] = []
         for stream in self._list(dict.fromkeys((*question.after, *reply.wakes))):
             events = self._take_in(stream, question, reply) if question.after else []
-            if wakes := reply.wakes.get(stream.key):
+            wakes = reply.wakes.get(stream.key)
+            # After what ends a stream comes nothing.
+            if wakes and (not events or isinstance(events[-1], StreamPiece)):
                 events += self._take_wakes(stream, wakes, MAX_BACKLOG - len(events))
             if events:
                 came.append((stream, events))
@@ -301,9 +303,9 @@ class PieceReader:
         with self._lock:
             if is_due := now_s >= self._look_at_s:
                 self._look_at_s = now_s + LOOK_S
-                gone = [key for key, group in self._streams.items() if not any(map(_has, group))]
-                for key in gone:
-                    del self._streams[key]
+                for key, group in list(self._streams.items()):
+                    if all(each() is None for each in group):
+                        del self._streams[key]
                 self._behind.update(self._streams)
             behind = list(self._behind)
             self._behind.clear()
@@ -469,10 +471,6 @@ def entry_order(entry_id: str) -> tuple[int, int]:
     """Orders the ids of a stream's entries."""
     first, _, second = entry_id.partition("-")
     return int(first), int(second)
-
-
-def _has(stream: "ref[Following]") -> bool:
-    return stream() is not None
 
 
 def _give(came: Iterable[tuple[Following, Sequence[Event]]]) -> None:

@@ -215,7 +215,8 @@ def test_whoever_stores_a_result_wakes_the_readers(
     mark_ended(device.server, reader.backend, [each.id for each in callers])
     wait_for(lambda: all(each.events for each in callers), "they have ended")
     assert [event.value for each in callers for event in each.events] == [7, 7]  # type: ignore[union-attr]
-    assert not device.server.exists("celery", "batchery-wake:gone")
+    left = ["celery", "batchery-wake:gone", *(f"batchery-woken:{each.id}" for each in callers)]
+    assert not device.server.exists(*left)
 
 
 def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
@@ -247,3 +248,23 @@ def test_a_reader_that_is_too_slow_is_told_so(rare: None, reader: Noting, device
     (error,) = caller.events
     assert isinstance(error, NoResult)
     assert "its pieces 1 to 5 were dropped" in str(error)
+
+
+def test_nothing_comes_after_what_ends_a_stream(
+    rare: None, reader: Noting, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though one answer has the end, and a wake with a piece that would be the next one."""
+    caller = Caller("job")
+    key, original = b"batchery-pieces:job", reader._ask
+
+    def ask(question: Question) -> Reply:
+        reply = original(question)
+        if key not in question.after:
+            return reply
+        return reply._replace(entries={key: [(b"6-0", [b"p", b"6"])]}, wakes={key: [b'[1, "a"]']})
+
+    monkeypatch.setattr(reader, "_ask", ask)
+    reader.open([caller])
+    wait_for(lambda: caller.events, "it has ended")
+    reader.close()
+    assert [type(each) for each in caller.events] == [NoResult]

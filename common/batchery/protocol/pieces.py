@@ -87,9 +87,10 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
     with client.pipeline(transaction=False) as pipe:
         for task_id in keys:
             pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
-        for key, wakes in zip(keys.values(), pipe.execute(), strict=True):
+        for (task_id, key), wakes in zip(keys.items(), pipe.execute(), strict=True):
             pipe.xadd(key, {END: b""}, nomkstream=True)
             pipe.expire(key, kept_s)
+            pipe.unlink(woken_key(backend, task_id))
             for wake in wakes:
                 if wake.startswith(wake_key(backend, "")):
                     woken[wake][key] = b""

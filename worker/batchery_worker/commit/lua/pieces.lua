@@ -12,7 +12,7 @@
 --           STRING  and its <prefix>batchery-reader:<task id>. Made by who sends the job, its time to
 --                   live is renewed by readers; goes when the sender gives the job up, or expires.
 --           SET     and its <prefix>batchery-woken:<task id>: wake streams of those who read the job.
---                   Made by them; expires as a stream does.
+--                   Made by them; goes when the result is stored, or expires as it does.
 -- and       STREAM  each of these <prefix>batchery-wake:<id>: entries {key of a piece stream: JSON of
 --                   the number of a piece, it, and those after it; or empty if that is too large, or
 --                   the end}. Made by its reader; written here and by whoever stores a result;
