@@ -9,7 +9,7 @@ import pytest
 from benchmarks.generation.ledger import Counts, read_counts
 from benchmarks.generation.live import Ended
 from benchmarks.generation.resume import Read, row_for
-from benchmarks.generation.streams import count_faults
+from benchmarks.generation.streams import count_faults, measure_rate
 from benchmarks.generation.workload import NEW_TOKENS, draw_texts
 from support.bench_command import bench
 from support.patience import patient
@@ -57,6 +57,12 @@ def test_streams_give_every_piece_once_and_survive_their_reader(tmp_path: Path) 
     for found in (row, report["killed_reader"]):
         assert not found["missing"] + found["repeated"] + found["disordered"]
     assert 0 < report["killed_reader"]["before_kill"] < report["killed_reader"]["pieces"]
+
+
+def test_streams_may_take_turns() -> None:
+    row = measure_rate(4, 50.0, 1.0, in_slots=2)
+    assert (row["pieces"], row["asked_per_s"], row["pieces_per_s"]) == (4 * 10, 40, None)
+    assert not row["missing"] + row["repeated"] + row["disordered"]
 
 
 def test_live_counts_chats_and_the_parts_of_classes(tmp_path: Path) -> None:
