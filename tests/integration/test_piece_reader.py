@@ -110,16 +110,18 @@ def rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_reader, "LOOK_S", 3600.0)
 
 
-def open_streams(reader: Noting, count: int) -> list[Caller]:
+def open_streams(reader: Noting, device: Device, count: int) -> list[Caller]:
+    """Opens streams; the reader has looked for the first time, and waits for a wake."""
     callers = [Caller(f"job-{number}") for number in range(count)]
     reader.open(callers)
+    wait_for(device.is_awaited, "the reader waits")
     return callers
 
 
 def test_what_a_step_has_made_comes_with_one_wake(
     rare: None, reader: Noting, device: Device
 ) -> None:
-    callers = open_streams(reader, STREAMS)
+    callers = open_streams(reader, device, STREAMS)
     for number in range(1, 11):
         wait_for(device.is_awaited, "the reader waits")
         reader.replies.clear()
@@ -158,7 +160,7 @@ def test_a_wake_without_the_next_piece_has_the_stream_read(
     rare: None, reader: Noting, device: Device, text: str
 ) -> None:
     """One with pieces after a gap, one with none, and whatever a hostile producer may write."""
-    caller, other = open_streams(reader, 2)
+    caller, other = open_streams(reader, device, 2)
     device.add({caller.id: [1, 2, 3], other.id: ["a"]})
     device.wake({caller.id: text, other.id: [1, "a"], "no-such-job": [1, 1]})
     wait_for(lambda: len(caller.events) >= 3 and other.events, "they came")
@@ -170,8 +172,7 @@ def test_a_wake_without_the_next_piece_has_the_stream_read(
 
 def test_wakes_that_were_cut_off_cost_no_piece(rare: None, reader: Noting, device: Device) -> None:
     """More than are kept have come while the reader was busy."""
-    reader._look_at_s = 0.0
-    callers = open_streams(reader, STREAMS)
+    callers = open_streams(reader, device, STREAMS)
     with reader._lock:
         for number in range(1, 1 + 2 * MAX_WAKES):
             caller = callers[number % STREAMS]
@@ -187,7 +188,7 @@ def test_wakes_that_were_cut_off_cost_no_piece(rare: None, reader: Noting, devic
 def test_pieces_for_which_a_reader_has_no_room_wait_in_redis(
     rare: None, reader: Noting, device: Device
 ) -> None:
-    caller, other = open_streams(reader, 2)
+    caller, other = open_streams(reader, device, 2)
     caller.backlog = MAX_BACKLOG
     device.add({caller.id: [1, 2], other.id: ["a"]})
     device.wake({caller.id: [1, 1, 2], other.id: [1, "a"]})
@@ -199,7 +200,7 @@ def test_pieces_for_which_a_reader_has_no_room_wait_in_redis(
 
 def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
     """As from a worker that knows of none."""
-    (caller,) = open_streams(reader, 1)
+    (caller,) = open_streams(reader, device, 1)
     device.add({caller.id: ["a", "b"]})
     wait_for(lambda: caller.values == ["a", "b"], "they came")
 
@@ -207,11 +208,10 @@ def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
 def test_whoever_stores_a_result_wakes_the_readers(
     rare: None, reader: Noting, device: Device
 ) -> None:
-    callers = open_streams(reader, 2)
+    callers = open_streams(reader, device, 2)
     device.server.sadd("batchery-woken:job-1", "celery", "batchery-wake:gone")
     for each in callers:
         device.server.set(f"celery-task-meta-{each.id}", '{"status": "SUCCESS", "result": 7}')
-    wait_for(device.is_awaited, "the reader waits")
     mark_ended(device.server, reader.backend, [each.id for each in callers])
     wait_for(lambda: all(each.events for each in callers), "they have ended")
     assert [event.value for each in callers for event in each.events] == [7, 7]  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ def test_whoever_stores_a_result_wakes_the_readers(
 def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
     rare: None, reader: Noting, device: Device
 ) -> None:
-    (first,) = open_streams(reader, 1)
+    (first,) = open_streams(reader, device, 1)
     device.add({first.id: ["a", "b"]})
     device.wake({first.id: [1, "a", "b"]})
     wait_for(lambda: first.values == ["a", "b"], "they came")
@@ -241,7 +241,7 @@ def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
 
 
 def test_a_reader_that_is_too_slow_is_told_so(rare: None, reader: Noting, device: Device) -> None:
-    (caller,) = open_streams(reader, 1)
+    (caller,) = open_streams(reader, device, 1)
     device.add({caller.id: ["f"]}, 6)
     device.wake({caller.id: [6, "f"]})
     wait_for(lambda: caller.events, "it is told")
