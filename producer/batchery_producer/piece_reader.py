@@ -290,9 +290,9 @@ class PieceReader:
         came: list[tuple[Following, Sequence[Event]]] = []
         for stream in self._list(dict.fromkeys((*question.after, *reply.wakes))):
             events = self._take_in(stream, question, reply) if question.after else []
-            wakes = reply.wakes.get(stream.key)
-            # After what ends a stream comes nothing.
-            if wakes and (not events or isinstance(events[-1], StreamPiece)):
+            if events and not isinstance(events[-1], StreamPiece):
+                self.drop([stream])  # Nothing comes after what ends a stream.
+            elif wakes := reply.wakes.get(stream.key):
                 events += self._take_wakes(stream, wakes, MAX_BACKLOG - len(events))
             if events:
                 came.append((stream, events))
@@ -309,7 +309,10 @@ class PieceReader:
                 self._behind.update(self._streams)
             behind = list(self._behind)
             self._behind.clear()
-            keys = list(self._streams)
+            renewed_keys: Sequence[bytes] = ()
+            if now_s >= self._renew_at_s:
+                self._renew_at_s = now_s + RENEW_S
+                renewed_keys = list(self._streams)
         after: dict[bytes, str] = {}
         is_full = False
         streams = self._list(behind)
@@ -321,13 +324,10 @@ class PieceReader:
             elif stream.key not in after or is_beyond(after[stream.key], stream.fetched):
                 after[stream.key] = stream.fetched
         unknown = list(dict.fromkeys(each.id for each in streams if not each.is_known))
-        looked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
-        renewed = []
-        if now_s >= self._renew_at_s:
-            self._renew_at_s = now_s + RENEW_S
-            renewed = [each.id for each in self._list(keys)]
+        asked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
+        looked = list(dict.fromkeys(asked))
+        renewed = [each.id for each in self._list(renewed_keys)]
         block_ms = int(FULL_BLOCK_S * 1000) if is_full else self._block_ms
-        looked = list(dict.fromkeys(looked))
         return Question(after, unknown, looked, renewed, None if after or looked else block_ms)
 
     def _ask(self, question: Question) -> Reply:
@@ -382,7 +382,6 @@ class PieceReader:
             is_there = reply.exists[stream.id] or reply.stored[stream.id] is not None
             stream.is_known = bool(is_there)
             if not stream.is_known:
-                self.drop([stream])
                 return [UnknownJob(UNKNOWN.format(stream.id))]
         entries = reply.entries.get(stream.key, ())
         has_more = len(entries) >= COUNT
@@ -396,9 +395,7 @@ class PieceReader:
                 events.append(answer)
         except Exception as error:  # noqa: BLE001 - a stream may hold anything
             events = [error]
-        if events and not isinstance(events[-1], StreamPiece):
-            self.drop([stream])
-        elif has_more or stream.saw_end:
+        if has_more or stream.saw_end:
             self._behind.add(stream.key)
         return events
 

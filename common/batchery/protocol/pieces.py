@@ -83,7 +83,7 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
     """
     kept_s = min(int(backend.expires or KEEP_S), KEEP_S)
     keys = {task_id: pieces_key(backend, task_id) for task_id in task_ids}
-    woken = defaultdict[bytes, dict[bytes, bytes]](dict)
+    begins, woken = wake_key(backend, ""), defaultdict[bytes, dict[bytes, bytes]](dict)
     with client.pipeline(transaction=False) as pipe:
         for task_id in keys:
             pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
@@ -92,7 +92,7 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
             pipe.expire(key, kept_s)
             pipe.unlink(woken_key(backend, task_id))
             for wake in wakes:
-                if wake.startswith(wake_key(backend, "")):
+                if wake.startswith(begins):
                     woken[wake][key] = b""
         for wake, entry in woken.items():
             pipe.xadd(wake, entry, maxlen=MAX_WAKES, approximate=False, nomkstream=True)

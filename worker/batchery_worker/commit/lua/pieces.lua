@@ -88,8 +88,8 @@ for i = 1, count do
       is_new = is_new and type(added) == 'string'
     end
     if pieces > 0 and answers[i] == 1 then
-      local text = '[' .. first .. ',' .. table.concat(ARGV, ',', at + 2, at + 1 + pieces) .. ']'
-      wake(stream, woken, is_new and text or '')
+      local text = is_new and table.concat(ARGV, ',', at + 2, at + 1 + pieces)
+      wake(stream, woken, text and '[' .. first .. ',' .. text .. ']' or '')
     end
   end
   at = at + 2 + pieces
