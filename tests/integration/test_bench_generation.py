@@ -61,7 +61,8 @@ def test_streams_give_every_piece_once_and_survive_their_reader(tmp_path: Path) 
 
 def test_streams_may_take_turns() -> None:
     row = measure_rate(4, 50.0, 1.0, in_slots=2)
-    assert (row["pieces"], row["asked_per_s"], row["pieces_per_s"]) == (4 * 10, 40, None)
+    assert (row["pieces"], row["asked_per_s"]) == (4 * 10, 40)
+    assert row["pieces_per_s"] > 0
     assert not row["missing"] + row["repeated"] + row["disordered"]
 
 
