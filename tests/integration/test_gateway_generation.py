@@ -438,7 +438,9 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
         assert text_of(stream(api))
 
 
-def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
+def test_limits_of_a_key_hold(
+    models: Models, worker: Worker, start_gateway: StartGateway
+) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
     keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
