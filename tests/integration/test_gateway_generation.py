@@ -355,8 +355,8 @@ def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
 def test_caller_who_stays_away_has_his_slot_freed_after_the_grace_time(
     gateway: GatewayProcess, client: Celery
 ) -> None:
-    # A quiet machine writes 3000 tokens in the grace time.
-    body = {**LONG, "max_tokens": 4000}
+    # A quiet machine writes one text of so many tokens, and no more, in the grace time.
+    body = {**LONG, "max_tokens": 4000, "n": 4, "logprobs": True, "top_logprobs": 20}
     with gateway.stream("/v1/chat/completions", body) as answer:
         ((_, event),) = read_events(answer.iter_lines(), 1)
     job = event["id"].removeprefix("chatcmpl-")
@@ -438,9 +438,8 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
         assert text_of(stream(api))
 
 
-def test_limits_of_a_key_hold(
-    models: Models, worker: Worker, start_gateway: StartGateway
-) -> None:
+@pytest.mark.usefixtures("worker")
+def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
     keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})

@@ -101,6 +101,33 @@ def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> N
     assert other["text"] != Driver(model).one(CORPUS[1], **keywords)["text"]
 
 
+def test_prompts_have_steps_of_their_own_and_others_every_second_one(writer: Load) -> None:
+    model, _ = writer("llama", slots=4, max_batch_tokens=40)
+    driver = Driver(model)
+
+    def written() -> dict[Any, int]:
+        return {driver.running[slot]: len(job.texts[0].tokens) for slot, job in model._jobs.items()}
+
+    driver.join("first", CORPUS[0], max_new_tokens=30)
+    driver.step()
+    driver.step()
+    assert written() == {"first": 2}
+    driver.join("second", CORPUS[1], max_new_tokens=30)
+    driver.step()
+    assert written() == {"first": 2, "second": 1}
+    for number in range(6):
+        driver.join(number, CORPUS[2], max_new_tokens=1)
+        driver.step()
+        assert number in driver.outcomes
+    assert written() == {"first": 5, "second": 4}
+    # One that is too long for a step is read beside the others.
+    driver.join("long", " ".join(CORPUS), max_new_tokens=1)
+    driver.step()
+    assert written() == {"first": 6, "second": 5, "long": 0}
+    driver.step_until_idle()
+    assert {"first", "second", "long"} < driver.outcomes.keys()
+
+
 def test_repetition_penalty_is_that_of_generate(writer: Load) -> None:
     model, plain = writer("llama")
     ids = plain.tokenizer(CORPUS[2], return_tensors="pt")["input_ids"]
