@@ -51,11 +51,14 @@ def test_500_jobs_with_cancels_between_write_what_generate_writes_one_by_one(wri
     assert not model._jobs
 
 
+@pytest.mark.parametrize("step_tokens", [12, 64])
 @pytest.mark.parametrize("architecture", sorted(set(WRITERS) - {"llama"}))
-def test_other_architectures_write_what_generate_writes(architecture: str, writer: Load) -> None:
-    # A prompt of 12 tokens a step, and a cache for a third of the jobs: they wait, are cut short,
-    # and are computed again.
-    model, plain = writer(architecture, slots=6, max_batch_tokens=12, cache_tokens=224)
+def test_other_architectures_write_what_generate_writes(
+    architecture: str, step_tokens: int, writer: Load
+) -> None:
+    # Prompts are longer than a step, or have steps of their own, and the cache has room for a third
+    # of the jobs: they wait, are cut short, and are computed again.
+    model, plain = writer(architecture, slots=6, max_batch_tokens=step_tokens, cache_tokens=224)
     prompts = make_prompts(30)
     jobs = ((prompt, prompt, {"max_new_tokens": 20}) for prompt in prompts)
     outcomes = Driver(model).run(jobs)
