@@ -41,11 +41,13 @@ import re
 class BatcheryError(Exception):
     """Root of the tree; its text names the thing, what was wrong and what to do."""
 
+    #: Exit code of a command that ends with this error, in one line; 69 is `os.EX_UNAVAILABLE`.
+    exit_code = 69
+
 
 class StartError(BatcheryError):
     """A command or worker cannot start; printed as one line, exit code 2."""
 
-    #: Exit code of a command that ends with this error.
     exit_code = 2
 
 

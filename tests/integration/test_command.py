@@ -14,7 +14,7 @@ from support.patience import patient
 PLUGINS = '''
 import pathlib, signal, time
 import click
-from batchery.errors import SettingsError, StartError
+from batchery.errors import GaveUp, SettingsError, StartError
 
 @click.command()
 def refuse() -> None:
@@ -26,6 +26,10 @@ def own_code() -> None:
     error = StartError("the worker has ended")
     error.exit_code = 1
     raise error
+
+@click.command()
+def give_up() -> None:
+    raise GaveUp("Redis stays away; start it")
 
 @click.command()
 def defect() -> None:
@@ -46,6 +50,7 @@ ENTRY_POINTS = """
 [batchery.commands]
 refuse = plugins_of_test:refuse
 own-code = plugins_of_test:own_code
+give-up = plugins_of_test:give_up
 defect = plugins_of_test:defect
 sleep = plugins_of_test:sleep
 no-command = plugins_of_test:not_a_command
@@ -113,6 +118,10 @@ def test_command_that_cannot_start_prints_one_line_and_exits_with_2(plugins: Pat
 
 def test_an_error_may_bring_an_exit_code_of_its_own(plugins: Path) -> None:
     assert run(plugins, "own-code") == (1, "", "batchery: error: the worker has ended\n")
+
+
+def test_any_error_of_ours_is_one_line(plugins: Path) -> None:
+    assert run(plugins, "give-up") == (69, "", "batchery: error: Redis stays away; start it\n")
 
 
 def test_the_traceback_is_there_for_those_who_ask(plugins: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from batchery.errors import StartError
+from batchery.errors import BatcheryError, StartError
 
 GROUP = "batchery.commands"
 
@@ -34,7 +34,7 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except StartError as error:
+    except BatcheryError as error:
         if with_traceback:
             traceback.print_exc()
         click.echo(f"batchery: error: {error}", err=True)
@@ -80,7 +80,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the subcommand; a `StartError` becomes one line and its exit code."""
+        """Runs the subcommand; an error of ours becomes one line and its exit code."""
         with one_line_errors(with_traceback=ctx.params["traceback"]):
             return super().invoke(ctx)
 
