@@ -107,6 +107,8 @@ class FaultyRedis:
             # Its file is written anew after that, and it must not be killed before.
             _wait(lambda: second.info("replication")["master_link_status"] == "up")
             _wait(lambda: not second.info("persistence")["aof_rewrite_in_progress"])
+            # The primary hears later than the replica that their link is up.
+            _wait(lambda: _is_online(first, new.port))
             first.execute_command("FAILOVER", "TO", "127.0.0.1", new.port)
             _wait(lambda: second.info("replication")["role"] == "master")
             _wait(lambda: first.info("replication")["role"] == "slave")
@@ -143,6 +145,12 @@ class FaultyRedis:
     def _set(self, name: str, value: str) -> bool:
         with _client(self._server) as redis:
             return bool(redis.config_set(name, value))
+
+
+def _is_online(primary: Any, port: int) -> bool:
+    """Whether a primary counts the replica at that port as one that it may fail over to."""
+    replicas = [each for each in primary.info("replication").values() if isinstance(each, dict)]
+    return any(each["port"] == port and each["state"] == "online" for each in replicas)
 
 
 @contextlib.contextmanager
