@@ -101,7 +101,8 @@ class PagedBatch:
     def _schedule(self, *room: int) -> Any:
         """Has a step compute prompts alone, if all of them fit, and the step before was for others.
 
-        A CPU needs less time for both so, and the first token of a text comes sooner.
+        So the first token of a text comes sooner. On a CPU that costs little with short prompts and
+        saves time with long ones, as each token of a step looks at the keys of all its texts.
         """
         scheduler = self._processor.scheduler
         choose, active = type(scheduler).schedule_batch, scheduler.active_requests
