@@ -305,12 +305,12 @@ class TextModel(Model):
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
             return {}
-        if not self._split.is_whole:
+        # With `per_token`, how many tokens are no padding is different in each batch.
+        if self.per_token or not self._split.is_whole:
             return {}
-        if self.per_token:
-            # How many tokens are no padding is different in each batch.
-            return {}
-        capture = Capture(padded, self._values, texts, TOLERANCE[self.model.dtype])
+        # What a kind makes of it comes after the graph, as after any pass.
+        read = partial(TextModel._values, self)
+        capture = Capture(padded, read, texts, TOLERANCE[self.model.dtype])
         return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:

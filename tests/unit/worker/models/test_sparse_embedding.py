@@ -13,6 +13,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from batchery.errors import ModelLoadError
 from batchery.results import SparseEmbedding
 from batchery_worker.ipc.values import Encoded
+from batchery_worker.models import text_model
+from batchery_worker.models.forward.cuda_graphs import Graphed
 from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Load, run
 
@@ -141,3 +143,27 @@ def test_verify_takes_sparse_embeddings(dtype: str, build: Build, load: Load) ->
     report = verify(model.settings, "cpu")
     assert report.passed
     assert [each.cosine is not None for each in report.comparisons] == [True, True]
+
+
+def test_a_graph_holds_what_is_read_and_no_weights(
+    build: Build, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Weights are the logarithm of what is read; in a graph, it would be taken twice.
+    model = load("sparse_embedding", build("bert", head="MaskedLM"))
+    expected = run(model, CORPUS)
+    usual = model._pass
+
+    class Replay:
+        def __init__(self, values: Any) -> None:
+            self.run = lambda batch: values(usual, batch)
+
+    monkeypatch.setattr(text_model, "Capture", lambda _padded, values, *_: values)
+    monkeypatch.setattr(
+        text_model, "captured", lambda _name, _device, values, there: {there[-1]: Replay(values)}
+    )
+    monkeypatch.setattr(model, "_device", torch.device("cuda:0"))
+    graphs = model._capture(usual, None)
+    assert graphs
+    model._pass = Graphed(usual, graphs)
+    monkeypatch.setattr(model, "_device", torch.device("cpu"))
+    assert run(model, CORPUS[:1]) == expected[:1]

@@ -126,7 +126,7 @@ class Graph:
 
         Args:
             forward: The pass of that shape.
-            values: What the model's kind makes of a batch.
+            values: What is read of the model's output for a batch.
             batch: Any batch that fits.
             pool: Memory that all graphs share, because only one of them runs at a time.
         """
@@ -141,7 +141,7 @@ class Graph:
                 values(forward, batch)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        self._values = _capture_into(self._graph, pool, side, lambda: values(forward, batch))
+        self._values: Tensor = capture_into(self._graph, pool, side, lambda: values(forward, batch))
 
     def run(self, batch: Sequence[Prepared]) -> Tensor:
         """The values of a batch that has room, one row per text."""
@@ -151,7 +151,7 @@ class Graph:
         return self._values[: len(batch)].clone()
 
 
-def _capture_into(graph: Any, pool: Any, side: Any, compute: Callable[[], Tensor]) -> Tensor:
+def capture_into(graph: Any, pool: Any, side: Any, compute: Callable[[], Any]) -> Any:
     """Captures what is launched; if that fails, the process goes on as if it had not been tried.
 
     Other threads may call CUDA meanwhile, such as one that copies a batch: in torch's usual mode
@@ -159,17 +159,25 @@ def _capture_into(graph: Any, pool: Any, side: Any, compute: Callable[[], Tensor
 
     Where CUDA refuses to end a capture, torch leaves the capture's stream current, and up to 2.11
     its allocator takes the capture for running: it would free no memory that was used on more than
-    one stream, such as all inputs and results, and could not give back any.
+    one stream, such as all inputs and results, and could not give back any. The device's random
+    numbers stay in the capture, too, and the next draw, such as that of a model's random weights,
+    would raise an error.
     """
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        try:
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                return compute()
-        except BaseException:
-            # Where torch has done so itself, it says that there is no such capture.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            raise
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+        ):
+            return compute()
+    except BaseException:
+        # Where torch has done so itself, it says that there is no such capture.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        fresh: Any = torch.Generator(generator.device)
+        fresh.seed()
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
 
 
 class Graphed:
@@ -183,7 +191,7 @@ class Graphed:
         self.pads = forward.pads
 
     def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
-        """Runs the model on a batch; returns what is read of its output, as it was captured."""
+        """Runs the model on a batch; returns what is read of its output."""
         longest = max(prepared.shape[1] for prepared in batch)
         shape = rounded(len(batch), longest, self._graphs)
         if shape is None:
@@ -214,7 +222,7 @@ class Capture:
 
         Args:
             padded: The padded forward pass, with the attention that the model was loaded with.
-            values: What the model's kind makes of a batch.
+            values: What is read of the model's output for a batch, whatever its kind makes of it.
             texts: Makes the texts for the check.
             tolerance: Maximum difference of the values, relative to their size.
             make: Makes a `Graph`.
