@@ -4,29 +4,38 @@ transformers' own attention for such a cache, without other packages, has every 
 at the keys of all texts, behind a mask: at 64 texts of 300 tokens that is nine tenths of a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.utils import find_head_dim
 
 from batchery_worker.models.forward.attention import HALF, check_options, varlen_kernel
 
-#: The name of this attention in transformers. The word `flash` in it says that no mask is needed.
-NAME = "batchery_flash_pages"
+#: The names of this attention in transformers. The word `flash` in it says that no mask is needed.
+#: By the second one, steps with one token for each text attend page by page, without copies.
+NAME, BY_PAGE = "batchery_flash_pages", "batchery_flash_by_page"
 
 #: What the kernel takes as width of a head, in numbers: a multiple of one, up to the other.
 HEAD_STEP, MAX_HEAD = 8, 256
 
 #: Attentions over a cache -> the same without one.
-PLAIN = {NAME: "sdpa", "paged|eager": "eager"}
+PLAIN = {NAME: "sdpa", BY_PAGE: "sdpa", "paged|eager": "eager"}
 
 
-def attentions(model: Any) -> tuple[str, ...]:
-    """The attentions to try for a model of transformers, on its device; fastest first."""
+def attentions(model: Any, is_whole: bool) -> tuple[str, ...]:
+    """The attentions to try for a model of transformers, on its device; fastest first.
+
+    Args:
+        model: Of transformers.
+        is_whole: One process computes all of it, on one device.
+    """
     usual: str = model.config._attn_implementation
     if not has_kernel(model) or model.config.is_encoder_decoder:
         return (usual,)
@@ -34,13 +43,33 @@ def attentions(model: Any) -> tuple[str, ...]:
     fits = width % HEAD_STEP == 0 and width <= MAX_HEAD
     if not fits or usual != "sdpa" or not model._supports_flash_attn:
         return (usual,)
-    AttentionInterface.register(NAME, attention)
-    return (NAME, usual)
+    names = (
+        (BY_PAGE, NAME)
+        if is_whole and page_kernel() is not None and _has_no_window(model)
+        else (NAME,)
+    )
+    for name in names:
+        AttentionInterface.register(name, attention)
+    return (*names, usual)
 
 
 def has_kernel(model: Any) -> bool:
     """Whether CUDA's kernel takes what this model computes."""
     return model.device.type == "cuda" and model.dtype in HALF and varlen_kernel() is not None
+
+
+@cache
+def page_kernel() -> Callable[..., Tensor] | None:
+    """The attention by the page, where Triton is, which comes with torch for CUDA."""
+    try:
+        from batchery_worker.models.generation.page_kernel import attend_pages
+    except ImportError:
+        return None
+    return attend_pages
+
+
+def _has_no_window(model: Any) -> bool:
+    return group_layers_by_attn_type(model.config.get_text_config()).keys() == {FULL_ATTENTION}
 
 
 @contextmanager
@@ -95,9 +124,11 @@ def attention(
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
     )
+    queries, keys, values = (each.select(0, 0).transpose(0, 1) for each in (query, key, value))
+    if others.get("block_table") is not None:
+        return _by_page(queries, keys, values, scaling, others).unsqueeze(0), None
     kernel = varlen_kernel()
     assert kernel is not None
-    queries, keys, values = (each.select(0, 0).transpose(0, 1) for each in (query, key, value))
     seen = kernel(
         *(queries, keys, values),
         ends=cu_seq_lens_q,
@@ -107,3 +138,19 @@ def attention(
         keys=(others["cu_seq_lens_k"], others["max_length_k"]),
     )
     return seen.unsqueeze(0), None
+
+
+def _by_page(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, found: Mapping[str, Any]
+) -> Tensor:
+    """One token of each text; what the cache has found for them is among the arguments."""
+    kernel = page_kernel()
+    assert kernel is not None
+    return kernel(
+        *(query, key, value),
+        key_pages=found["k_cache"],
+        value_pages=found["v_cache"],
+        tables=found["block_table"],
+        key_ends=found["cu_seq_lens_k"],
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    )

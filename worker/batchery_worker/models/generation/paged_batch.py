@@ -23,7 +23,10 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
+from batchery_worker.models.generation.graphed_steps import PROMPT_TOKENS, GraphedSteps
+from batchery_worker.models.generation.paged_attention import BY_PAGE
 from batchery_worker.models.generation.texts import Prompt
+from batchery_worker.models.inputs import GenerationKeywords
 
 #: Tokens of a page. What equal beginnings share is whole pages.
 PAGE_TOKENS = 32
@@ -52,6 +55,7 @@ class PagedBatch:
 
     _processor: Any
     _logits: Tensor | None
+    _graphed: GraphedSteps | None
     #: Whether the last step was for prompts alone.
     _is_apart = False
 
@@ -77,7 +81,7 @@ class PagedBatch:
     def build(self) -> None:
         """Allocates a new cache, without any text; see `__init__` for its errors."""
         # The old cache must be gone before the new one is there.
-        self._processor = self._logits = None
+        self._processor = self._logits = self._graphed = None
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=ceil(self.cache_tokens / PAGE_TOKENS),
@@ -92,11 +96,48 @@ class PagedBatch:
         # Nothing of the model's own configuration applies: tokens are not chosen there.
         own = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
         manager = ContinuousBatchingManager(self._model, own, config)
+        by_page = self._model.config._attn_implementation == BY_PAGE
+        if by_page:
+            # Given to the manager, it would look for a package of kernels by the attention's name.
+            manager.continuous_batching_config.max_blocks_per_request = config.num_blocks
         self._processor = manager._create_batch_processor()
+        # It copies inputs on the stream that is current, and would compute on one that does not
+        # wait for them. Besides, libraries keep memory for each stream that they were used on.
+        self._processor.inputs_and_outputs.compute_stream = None
         self._processor.model_runner._sample = self._keep
-        if self._model.device.type == "cpu":
+        self._graphed = GraphedSteps(self._processor, self._texts) if by_page else None
+        if by_page or self._model.device.type == "cpu":
             self._processor.scheduler.schedule_batch = self._schedule
         self.capacity = infer_max_single_request_tokens(self._processor.cache)
+
+    def warm_up(self) -> None:
+        """Captures the steps that run as CUDA graphs, so that no job waits for it."""
+        if self._graphed is None:
+            return
+        tokens = PROMPT_TOKENS
+        while tokens <= min(self.step_tokens, self.capacity):
+            # Each of other tokens: what equal prompts share would be read from the cache.
+            self._add_trial("prompt", [tokens.bit_length()] * tokens)
+            self._step_on()
+            self.drop("prompt")
+            tokens *= 2
+        names = [str(number) for number in range(self._texts)]
+        for name in names:
+            self._add_trial(name, [1])
+        while names:
+            self._step_on()
+            # The largest power of two below.
+            stay = 1 << (len(names) - 1).bit_length() >> 1
+            for name in names[stay:]:
+                self.drop(name)
+            names = names[:stay]
+
+    def _add_trial(self, name: str, tokens: list[int]) -> None:
+        self.add(name, Prompt(tokens, GenerationKeywords(), 0))
+
+    def _step_on(self) -> None:
+        names, _ = self.forward()
+        self.accept([0] * len(names))
 
     def _schedule(self, *room: int) -> Any:
         """Has a step compute prompts alone, if all of them fit, and the step before was for others.
@@ -161,11 +202,14 @@ class PagedBatch:
         """
         if not self._processor.prepare_next_batch():
             return [], torch.empty(0)
+        if self._graphed is not None:
+            self._graphed.send_tables()
         self._processor._generation_step(self._model)
         batch = self._processor.inputs_and_outputs.requests_in_batch
         names = [each.state.request_id for each in batch if each.has_new_token]
-        assert self._logits is not None
-        return names, self._logits[: len(names)]
+        logits = self._logits if self._graphed is None else self._graphed.logits
+        assert logits is not None
+        return names, logits[: len(names)]
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were chosen after a step, in its order."""
@@ -184,7 +228,7 @@ class PagedBatch:
         Returns:
             Whether anything could be made smaller.
         """
-        self._processor = self._logits = None
+        self._processor = self._logits = self._graphed = None
         before = self.cache_tokens, self.step_tokens
         needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)
         self.cache_tokens = max(needed, int(self.cache_tokens * SHRINK))

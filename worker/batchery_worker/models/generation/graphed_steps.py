@@ -1,0 +1,114 @@
+"""Steps as CUDA graphs: those with one token for each text, and those of prompts alone.
+
+Without a graph the host launches some hundred kernels for each step, and the GPU waits for it.
+transformers has such steps for packages of kernels that are no part of it: its scheduler says which
+steps have one token for each text, and its runner keeps a graph for each size.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchery_worker.models.forward.cuda_graphs import capture_into
+from batchery_worker.models.source import reason
+
+logger = logging.getLogger(__name__)
+
+#: Smallest size of a step of prompts, in tokens.
+PROMPT_TOKENS = 16
+
+
+class GraphedSteps:
+    """Has transformers' batch processor take such steps as graphs; other steps are as they were.
+
+    Attributes:
+        logits: Of the last step, (B, V) float32: graphs need one place for all of them.
+    """
+
+    logits: Tensor
+
+    def __init__(self, processor: Any, texts: int) -> None:
+        """Captures nothing yet: a graph is captured when a step first has its size.
+
+        Args:
+            processor: Of transformers, whose cache has room for tables of pages.
+            texts: Maximum number of texts in a step.
+        """
+        outputs, runner = processor.inputs_and_outputs, processor.model_runner
+        # The processor has this object's methods, and must be freed as soon as nobody needs it.
+        self._processor = weakref.proxy(processor)
+        self._texts = texts
+        (cache,) = processor.cache.cache_allocators.values()
+        self._cache = weakref.proxy(cache)
+        self._stride = cache.block_physical_stride // cache.tokens_per_page
+        #: Pages of each row, as they are in the tables.
+        self._pages: list[list[int]] = []
+        self._tables = np.zeros(outputs.block_table.shape[1:], dtype=np.int32)
+        self._rows = 0
+        processor.cache.fill_block_table = self._note_pages
+        runner.maybe_pad_inputs = self._pad
+        runner._sample = self._keep
+        # Sizes of keys that a graph has for all lengths.
+        outputs.use_cuda_graph_varlen = True
+        self._has_graphs = outputs.device.type == "cuda"
+        if self._has_graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._side = torch.cuda.Stream(outputs.device)  # type: ignore[no-untyped-call]
+            runner._capture_graph = self._capture
+
+    def _pad(self, tokens: int, keys: int, is_decode: bool) -> tuple[int, int]:
+        """How large a step is: the next power of two of its texts, or of the tokens of prompts."""
+        self._rows = 0
+        runner = self._processor.model_runner
+        # No text of such a step has anything in the cache.
+        is_prompts = keys == 0 and not is_decode
+        runner.pad_inputs = is_decode or is_prompts
+        runner.use_cuda_graph_decode = self._has_graphs
+        runner.use_cuda_graph_varlen = self._has_graphs and is_prompts
+        if not runner.pad_inputs:
+            return tokens, keys
+        least, most = (
+            (1, self._texts) if is_decode else (PROMPT_TOKENS, runner.cache.max_batch_tokens)
+        )
+        return min(max(least, 1 << (tokens - 1).bit_length()), most), 0
+
+    def _note_pages(self, name: str, *_: object) -> None:
+        pages = self._cache.block_table[name]
+        row = self._rows
+        self._rows += 1
+        if row == len(self._pages):
+            self._pages.append([])
+        if self._pages[row] != pages:
+            self._tables[row, : len(pages)] = np.array(pages) * self._stride
+            self._pages[row] = [*pages]
+
+    def send_tables(self) -> None:
+        """Copies the tables of the step that was prepared to the device; must precede it."""
+        if self._rows:
+            widest = max(map(len, self._pages[: self._rows]))
+            tables = torch.from_numpy(self._tables[: self._rows, :widest].copy())
+            target = self._processor.inputs_and_outputs.block_table[0]
+            target[: self._rows, :widest] = tables.to(target.device)
+
+    def _keep(self, scores: Tensor, _: Tensor) -> None:
+        found = scores[0]
+        if not hasattr(self, "logits"):
+            self.logits = found.new_empty((self._texts, found.shape[1]))
+        self.logits[: len(found)].copy_(found)
+
+    def _capture(self, forward: Callable[..., None], _: object, *inputs: Any) -> None:
+        """Takes this step as usual, and captures it for later ones; if that fails, none is."""
+        forward(*inputs)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            capture_into(graph, self._pool, self._side, lambda: forward(*inputs))
+        except Exception as error:  # noqa: BLE001 (the code of any model, and of CUDA)
+            logger.warning("steps of texts are launched without CUDA graphs: %s", reason(error))
+            self._has_graphs = False
+        else:
+            self._processor.inputs_and_outputs.set_graph(graph)
