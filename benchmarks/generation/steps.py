@@ -37,8 +37,8 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
     known: list[str] = []
     usual = module.attentions
 
-    def note(model: Any, is_whole: bool) -> tuple[str, ...]:
-        known[:] = usual(model, is_whole)
+    def note(model: Any, may_graph: bool) -> tuple[str, ...]:
+        known[:] = usual(model, may_graph)
         return tuple(known)
 
     rows: list[dict[str, Any]] = []

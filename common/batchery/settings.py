@@ -160,7 +160,7 @@ class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel
     ] = None
     cuda_graphs: Annotated[
         Literal["auto", "never"],
-        Field(description="Small forward passes as CUDA graphs, where that is faster."),
+        Field(description="Small forward passes, and most steps of texts, as CUDA graphs."),
     ] = "auto"
     cuda_stream: Annotated[
         Literal["shared", "own"],

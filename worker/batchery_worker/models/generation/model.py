@@ -146,7 +146,8 @@ class GenerationModel(TextGenerator):
         sample = (self._prompts.read("a b c")[:3] * 3)[:7]
         plain = self._plain_logits(sample[:-2], sample[-2:])
         self._vocabulary = plain.shape[0]
-        *fast, usual = attentions(self.model, self._split.is_whole)
+        may_graph = self._split.is_whole and self.settings.cuda_graphs == "auto"
+        *fast, usual = attentions(self.model, may_graph)
         for attention in fast:
             try:
                 self._batch = self._try_attention(attention, sample, plain)

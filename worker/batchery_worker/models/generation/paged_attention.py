@@ -29,12 +29,13 @@ HEAD_STEP, MAX_HEAD = 8, 256
 PLAIN = {NAME: "sdpa", BY_PAGE: "sdpa", "paged|eager": "eager"}
 
 
-def attentions(model: Any, is_whole: bool) -> tuple[str, ...]:
+def attentions(model: Any, may_graph: bool) -> tuple[str, ...]:
     """The attentions to try for a model of transformers, on its device; fastest first.
 
     Args:
         model: Of transformers.
-        is_whole: One process computes all of it, on one device.
+        may_graph: Its steps may be CUDA graphs: one process computes all of them, on one device,
+            and nobody has said `never`.
     """
     usual: str = model.config._attn_implementation
     if not has_kernel(model) or model.config.is_encoder_decoder:
@@ -45,7 +46,7 @@ def attentions(model: Any, is_whole: bool) -> tuple[str, ...]:
         return (usual,)
     names = (
         (BY_PAGE, NAME)
-        if is_whole and page_kernel() is not None and _has_no_window(model)
+        if may_graph and page_kernel() is not None and _has_no_window(model)
         else (NAME,)
     )
     for name in names:

@@ -145,6 +145,15 @@ def test_texts_are_those_of_generate(
 
 
 @pytest.mark.usefixtures("with_kernel")
+def test_who_wants_no_graphs_has_none(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    model = load("generation", save_writer(tmp_path / "llama"), cuda_graphs="never")
+    assert model.model.config._attn_implementation == paged_attention.NAME
+
+
+@pytest.mark.usefixtures("with_kernel")
 def test_pages_that_are_wrong_are_left_alone(
     load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,5 +196,5 @@ def test_what_it_cannot_compute_is_refused() -> None:
 
 def test_other_models_and_devices_keep_their_attention(load: Load, tmp_path: Any) -> None:
     model = load("generation", save_writer(tmp_path / "llama"))
-    assert paged_attention.attentions(model.model, is_whole=True) == ("sdpa",)
+    assert paged_attention.attentions(model.model, may_graph=True) == ("sdpa",)
     assert model.model.config._attn_implementation == "sdpa"
