@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: those with one token for each text, and those of prompts alone.
+"""Steps as CUDA graphs: those with one token for each text, and those with prompts.
 
 Without a graph the host launches some hundred kernels for each step, and the GPU waits for it.
 transformers has such steps for packages of kernels that are no part of it: its scheduler says which
@@ -19,8 +19,12 @@ from batchery_worker.models.source import reason
 
 logger = logging.getLogger(__name__)
 
-#: Smallest size of a step of prompts, in tokens.
-PROMPT_TOKENS = 16
+#: Smallest size of a step with prompts, in tokens.
+MIN_TOKENS = 16
+
+#: Smallest and largest number of keys in the cache that such a step reads, in tokens: few prompts
+#: share their beginning with others. With more of them, computing takes longer than launching.
+MIN_KEYS, MAX_KEYS = 4096, 16_384
 
 
 class GraphedSteps:
@@ -62,20 +66,20 @@ class GraphedSteps:
             runner._capture_graph = self._capture
 
     def _pad(self, tokens: int, keys: int, is_decode: bool) -> tuple[int, int]:
-        """How large a step is: the next power of two of its texts, or of the tokens of prompts."""
+        """How large a step is: the next power of two of its texts, or of its tokens and keys."""
         self._rows = 0
         runner = self._processor.model_runner
-        # No text of such a step has anything in the cache.
-        is_prompts = keys == 0 and not is_decode
-        runner.pad_inputs = is_decode or is_prompts
+        runner.pad_inputs = is_decode or keys <= MAX_KEYS
         runner.use_cuda_graph_decode = self._has_graphs
-        runner.use_cuda_graph_varlen = self._has_graphs and is_prompts
+        runner.use_cuda_graph_varlen = self._has_graphs and runner.pad_inputs
+        if is_decode:
+            return _rounded(tokens, 1, self._texts), 0
         if not runner.pad_inputs:
             return tokens, keys
-        least, most = (
-            (1, self._texts) if is_decode else (PROMPT_TOKENS, runner.cache.max_batch_tokens)
-        )
-        return min(max(least, 1 << (tokens - 1).bit_length()), most), 0
+        cache = runner.cache
+        # Where no text has anything in the cache, nothing is read from it.
+        read = _rounded(keys, MIN_KEYS, cache.max_tokens_read) if keys else 0
+        return _rounded(tokens, MIN_TOKENS, cache.max_batch_tokens), read
 
     def _note_pages(self, name: str, *_: object) -> None:
         pages = self._cache.block_table[name]
@@ -112,3 +116,8 @@ class GraphedSteps:
             self._has_graphs = False
         else:
             self._processor.inputs_and_outputs.set_graph(graph)
+
+
+def _rounded(number: int, least: int, most: int) -> int:
+    """The next power of two, within limits."""
+    return min(max(least, 1 << (number - 1).bit_length()), most)

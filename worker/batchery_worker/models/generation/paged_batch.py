@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
-from batchery_worker.models.generation.graphed_steps import PROMPT_TOKENS, GraphedSteps
+from batchery_worker.models.generation.graphed_steps import MIN_TOKENS, GraphedSteps
 from batchery_worker.models.generation.paged_attention import BY_PAGE
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
@@ -114,7 +114,7 @@ class PagedBatch:
         """Captures the steps that run as CUDA graphs, so that no job waits for it."""
         if self._graphed is None:
             return
-        tokens = PROMPT_TOKENS
+        tokens = MIN_TOKENS
         while tokens <= min(self.step_tokens, self.capacity):
             # Each of other tokens: what equal prompts share would be read from the cache.
             self._add_trial("prompt", [tokens.bit_length()] * tokens)
@@ -143,27 +143,40 @@ class PagedBatch:
         """Has a step compute prompts alone, if all of them fit, and the step before was for others.
 
         So the first token of a text comes sooner. On a CPU that costs little with short prompts and
-        saves time with long ones, as each token of a step looks at the keys of all its texts.
+        saves time with long ones, as each token of a step looks at the keys of all its texts. With
+        graphs, steps of both kinds are launched at once, and mixed ones are not: prompts wait then.
         """
         scheduler = self._processor.scheduler
-        choose, active = type(scheduler).schedule_batch, scheduler.active_requests
-        growing = {
-            name: each for name, each in active.items() if each.status is RequestStatus.DECODING
-        }
-        texts = [*scheduler.waiting_requests.values(), *active.values()]
+        texts = [*scheduler.waiting_requests.values(), *scheduler.active_requests.values()]
+        is_growing = any(each.status is RequestStatus.DECODING for each in texts)
         prompt_tokens = sum(len(each.remaining_prefill_tokens) for each in texts)
         fits = 0 < prompt_tokens <= self.step_tokens
-        self._is_apart = bool(growing) and fits and not self._is_apart
-        if self._is_apart:
-            for name in growing:
-                del active[name]
-            try:
-                chosen = choose(scheduler, *room)
-            finally:
-                active.update(growing)
-            if chosen[0]:
-                return chosen
-        return choose(scheduler, *room)
+        was_apart, self._is_apart = self._is_apart, False
+        if is_growing and fits:
+            self._is_apart = not was_apart
+            if self._is_apart or self._graphed is not None:
+                chosen = self._schedule_kind(not self._is_apart, *room)
+                if chosen[0]:
+                    return chosen
+        return type(scheduler).schedule_batch(scheduler, *room)
+
+    def _schedule_kind(self, is_growing: bool, *room: int) -> Any:
+        """Chooses among texts that grow, or among prompts, as if there were no others."""
+        scheduler = self._processor.scheduler
+        active, was_blocked = scheduler.active_requests, scheduler.block_new_requests
+        hidden = {
+            name: each
+            for name, each in active.items()
+            if (each.status is RequestStatus.DECODING) != is_growing
+        }
+        for name in hidden:
+            del active[name]
+        scheduler.block_new_requests = was_blocked or is_growing
+        try:
+            return type(scheduler).schedule_batch(scheduler, *room)
+        finally:
+            active.update(hidden)
+            scheduler.block_new_requests = was_blocked
 
     def _keep(self, scores: Tensor, _: Tensor) -> None:
         self._logits = scores[0]
