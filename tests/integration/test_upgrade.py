@@ -44,7 +44,9 @@ def where(items):
     return [[item, VERSION] for item in items]
 
 
-@app.task(shared=False)
+# Acknowledged late, as a job that runs in a worker that is killed would be lost else, by Celery's
+# own rule.
+@app.task(shared=False, acks_late=True)
 def plain(item):
     return [item, VERSION]
 """
