@@ -63,6 +63,21 @@ class FakeEvent:
         self._machine.run_until(self._stream, self._place)
 
 
+class FakeGenerator:
+    """Random numbers of the device, whose state may be part of a capture."""
+
+    device, is_captured = "cuda:0", False
+
+    def seed(self) -> None:
+        pass
+
+    def graphsafe_get_state(self) -> "FakeGenerator":
+        return self
+
+    def graphsafe_set_state(self, state: "FakeGenerator") -> None:
+        self.is_captured = state.is_captured
+
+
 class FakeCuda:
     """One device. It says that it is CUDA's.
 
@@ -72,6 +87,7 @@ class FakeCuda:
         waits: How often the host waited for a copy although it asked not to.
         recording: Pools into which the allocator believes to capture.
         captures: Stream and error mode of each capture.
+        generator: Of the device's random numbers.
     """
 
     type = "cuda"
@@ -82,6 +98,7 @@ class FakeCuda:
         self.waits = self.slept = 0
         self.recording: list[Any] = []
         self.captures: list[tuple[FakeStream, str]] = []
+        self.generator = FakeGenerator()
         #: The stream that runs ahead of the others.
         self.first = self.current
 
@@ -132,6 +149,7 @@ class FakeCuda:
         self.captures.append((stream, capture_error_mode))
         self.current = stream
         self.recording.append(pool)
+        self.generator.is_captured = True
         try:
             yield
         finally:
@@ -183,8 +201,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "stream": machine.within,
         "CUDAGraph": object,
         "graph": machine.failing_capture,
+        "default_generators": (machine.generator,),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "Generator", lambda _: FakeGenerator())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", machine.end_recording, raising=False)
     monkeypatch.setattr(torch, "empty", empty_pinned)
     for name, method in {

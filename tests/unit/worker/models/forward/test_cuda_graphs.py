@@ -185,6 +185,7 @@ def test_a_failed_capture_leaves_nothing_behind(
             Graph(forward, lambda *_: torch.zeros(1), batch, "pool")
         assert cuda.current is before
         assert cuda.recording == []
+        assert not cuda.generator.is_captured
 
 
 def test_a_capture_has_a_stream_of_its_device_and_leaves_other_threads_alone(
