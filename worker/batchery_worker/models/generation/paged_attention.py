@@ -16,7 +16,12 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.utils import find_head_dim
 
-from batchery_worker.models.forward.attention import HALF, check_options, varlen_kernel
+from batchery_worker.models.forward.attention import (
+    HALF,
+    NotPackable,
+    check_options,
+    varlen_kernel,
+)
 
 #: The names of this attention in transformers. The word `flash` in it says that no mask is needed.
 #: By the second one, steps with one token for each text attend page by page, without copies.
@@ -127,6 +132,8 @@ def attention(
     )
     queries, keys, values = (each.select(0, 0).transpose(0, 1) for each in (query, key, value))
     if others.get("block_table") is not None:
+        if sliding_window is not None:
+            raise NotPackable("a layer without a window in the model's configuration needs one")
         return _by_page(queries, keys, values, scaling, others).unsqueeze(0), None
     kernel = varlen_kernel()
     assert kernel is not None

@@ -186,6 +186,21 @@ def test_a_kernel_that_is_wrong_is_left_alone(
     assert text == plain.text(plain.write("the cat", 8))
 
 
+@pytest.mark.usefixtures("with_kernel")
+def test_a_window_that_the_configuration_does_not_have_is_not_read_by_the_page(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    usual = paged_attention.attention
+    monkeypatch.setattr(
+        paged_attention,
+        "attention",
+        lambda *inputs, **options: usual(*inputs, **options | {"sliding_window": 4096}),
+    )
+    model = load("generation", save_writer(tmp_path / "llama"))
+    assert model.model.config._attn_implementation == paged_attention.NAME
+
+
 def test_what_it_cannot_compute_is_refused() -> None:
     numbers = torch.ones(1, 1, 1, 8)
     with pytest.raises(NotPackable, match="softcap"):
