@@ -12,7 +12,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -86,7 +85,6 @@ def measure_step(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "step_ms": round(step_ms, 2),
         "parts_ms": {name: round(ms / STEPS, 2) for name, ms in parts.items()},
         "tokens_per_s": round(options.slots / step_ms * 1e3),
-        "memory_mib": round(psutil.Process().memory_info().rss / 2**20),
     }
     model.unload()
     return row

@@ -82,6 +82,15 @@ def test_resume_kills_and_finds_every_text_whole(tmp_path: Path) -> None:
     assert not total["failed"] + total["gaps"] + total["repeats"]
 
 
+def test_steps_are_taken_apart_for_each_attention(tmp_path: Path) -> None:
+    report = run_part(tmp_path / "steps.json", "steps", "--max-length=256")
+    (row,) = report["rows"]
+    # A CPU has no other.
+    assert row["attention"] == "sdpa"
+    assert 0 < sum(row["parts_ms"].values()) < 2 * row["step_ms"]
+    assert row["tokens_per_s"] > 0
+
+
 def test_texts_are_drawn_the_same_every_time_and_within_bounds() -> None:
     texts = draw_texts(200)
     assert texts == draw_texts(200) != draw_texts(200, seed="others")
