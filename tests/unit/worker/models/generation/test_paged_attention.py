@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from batchery_worker.models.forward.attention import NotPackable
 from batchery_worker.models.generation import paged_attention, paged_batch
 from batchery_worker.models.generation.graphed_steps import GraphedSteps
+from batchery_worker.models.generation.texts import Prompt
+from batchery_worker.models.inputs import GenerationKeywords
 from support.tiny_models import Load
 from support.tiny_writers import Driver, PlainWriter, make_prompts, save_writer
 
@@ -147,6 +149,25 @@ def test_texts_are_those_of_generate(
     assert {each[1] > 0 for each in found if len(each) > 1} == (
         {False, True} if is_replayed else set()
     )
+
+
+@pytest.mark.usefixtures("with_kernel")
+def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    folder = save_writer(tmp_path / "llama")
+    batch = load("generation", folder, slots=6, max_batch_tokens=12)._batch
+    seen = []
+    for number in range(8):
+        if number < 2:
+            prompt = [[5, 6], [7] * 30][number]
+            batch.add(f"of {len(prompt)}", Prompt(prompt, GenerationKeywords(), 0))
+        names, _ = batch.forward()
+        batch.accept([9] * len(names))
+        seen.append(names)
+    assert seen[:6] == [["of 2"], [], ["of 2"], [], ["of 2"], ["of 30"]]
+    assert all({*names} == {"of 2", "of 30"} for names in seen[6:])
 
 
 @pytest.mark.usefixtures("with_kernel")
