@@ -59,8 +59,9 @@ class GraphedSteps:
         runner._sample = self._keep
         # Sizes of keys that a graph has for all lengths.
         outputs.use_cuda_graph_varlen = True
-        self._has_graphs = outputs.device.type == "cuda"
-        if self._has_graphs:
+        #: Kinds of steps that can be captured: whether each text gets one token.
+        self._kinds = {True, False} if outputs.device.type == "cuda" else set[bool]()
+        if self._kinds:
             self._pool = torch.cuda.graph_pool_handle()
             self._side = torch.cuda.Stream(outputs.device)  # type: ignore[no-untyped-call]
             runner._capture_graph = self._capture
@@ -70,8 +71,8 @@ class GraphedSteps:
         self._rows = 0
         runner = self._processor.model_runner
         runner.pad_inputs = is_decode or keys <= MAX_KEYS
-        runner.use_cuda_graph_decode = self._has_graphs
-        runner.use_cuda_graph_varlen = self._has_graphs and runner.pad_inputs
+        runner.use_cuda_graph_decode = True in self._kinds
+        runner.use_cuda_graph_varlen = runner.pad_inputs and False in self._kinds
         if is_decode:
             return _rounded(tokens, 1, self._texts), 0
         if not runner.pad_inputs:
@@ -106,16 +107,18 @@ class GraphedSteps:
         self.logits[: len(found)].copy_(found)
 
     def _capture(self, forward: Callable[..., None], _: object, *inputs: Any) -> None:
-        """Takes this step as usual, and captures it for later ones; if that fails, none is."""
+        """Takes this step as usual, and captures it; if that fails, none of its kind is."""
         forward(*inputs)
+        outputs = self._processor.inputs_and_outputs
         graph = torch.cuda.CUDAGraph()
         try:
             capture_into(graph, self._pool, self._side, lambda: forward(*inputs))
         except Exception as error:  # noqa: BLE001 (the code of any model, and of CUDA)
-            logger.warning("steps of texts are launched without CUDA graphs: %s", reason(error))
-            self._has_graphs = False
+            kind = "with one token for each text" if outputs.use_block_table else "with prompts"
+            logger.warning("steps %s are launched without CUDA graphs: %s", kind, reason(error))
+            self._kinds.discard(outputs.use_block_table)
         else:
-            self._processor.inputs_and_outputs.set_graph(graph)
+            outputs.set_graph(graph)
 
 
 def _rounded(number: int, least: int, most: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from batchery_worker.models.forward.attention import NotPackable
-from batchery_worker.models.generation import paged_attention, paged_batch
+from batchery_worker.models.generation import graphed_steps, paged_attention, paged_batch
 from batchery_worker.models.generation.graphed_steps import GraphedSteps
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
@@ -91,7 +91,7 @@ class ReplayedSteps(GraphedSteps):
 
     def __init__(self, processor: Any, texts: int) -> None:
         super().__init__(processor, texts)
-        self._has_graphs = True
+        self._kinds = {True, False}
         processor.model_runner._capture_graph = self._capture
 
     def _capture(self, forward: Any, _: object, *inputs: Any) -> None:
@@ -149,6 +149,38 @@ def test_texts_are_those_of_generate(
     assert {each[1] > 0 for each in found if len(each) > 1} == (
         {False, True} if is_replayed else set()
     )
+
+
+class CapturedSteps(GraphedSteps):
+    """As on a CUDA device."""
+
+    def __init__(self, processor: Any, texts: int) -> None:
+        super().__init__(processor, texts)
+        self._kinds = {True, False}
+        self._pool: Any = None
+        self._side: Any = None
+        processor.model_runner._capture_graph = self._capture
+
+
+@pytest.mark.usefixtures("with_kernel")
+def test_steps_that_cannot_be_captured_run_without_graphs(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", CapturedSteps)
+    monkeypatch.setattr(graphed_steps, "capture_into", refuse)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    folder = save_writer(tmp_path / "llama")
+    model = load("generation", folder)
+    assert model.model.config._attn_implementation == paged_attention.BY_PAGE
+    text = Driver(model).one("the cat", max_new_tokens=8)["text"]
+    plain = PlainWriter(folder)
+    assert text == plain.text(plain.write("the cat", 8))
+    # Once for each kind of steps.
+    assert sum("launched without CUDA graphs" in line for line in caplog.messages) == 2
 
 
 @pytest.mark.usefixtures("with_kernel")
