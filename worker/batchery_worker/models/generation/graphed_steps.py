@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from transformers.generation.continuous_batching.utils import pad_to_pow2
 
 from batchery_worker.models.forward.cuda_graphs import capture_into
 from batchery_worker.models.source import reason
@@ -23,18 +23,12 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS = 16
 
 #: Smallest and largest number of keys in the cache that such a step reads, in tokens: few prompts
-#: share their beginning with others. With more of them, computing takes longer than launching.
+#: share their beginning with others. Each power of two between is one more graph for each size.
 MIN_KEYS, MAX_KEYS = 4096, 16_384
 
 
 class GraphedSteps:
-    """Has transformers' batch processor take such steps as graphs; other steps are as they were.
-
-    Attributes:
-        logits: Of the last step, (B, V) float32: graphs need one place for all of them.
-    """
-
-    logits: Tensor
+    """Has transformers' batch processor take such steps as graphs; other steps are as they were."""
 
     def __init__(self, processor: Any, texts: int) -> None:
         """Captures nothing yet: a graph is captured when a step first has its size.
@@ -56,7 +50,6 @@ class GraphedSteps:
         self._rows = 0
         processor.cache.fill_block_table = self._note_pages
         runner.maybe_pad_inputs = self._pad
-        runner._sample = self._keep
         # Sizes of keys that a graph has for all lengths.
         outputs.use_cuda_graph_varlen = True
         #: Kinds of steps that can be captured: whether each text gets one token.
@@ -74,13 +67,13 @@ class GraphedSteps:
         runner.use_cuda_graph_decode = True in self._kinds
         runner.use_cuda_graph_varlen = runner.pad_inputs and False in self._kinds
         if is_decode:
-            return _rounded(tokens, 1, self._texts), 0
+            return pad_to_pow2(tokens, self._texts), 0
         if not runner.pad_inputs:
             return tokens, keys
         cache = runner.cache
         # Where no text has anything in the cache, nothing is read from it.
-        read = _rounded(keys, MIN_KEYS, cache.max_tokens_read) if keys else 0
-        return _rounded(tokens, MIN_TOKENS, cache.max_batch_tokens), read
+        read = pad_to_pow2(keys, cache.max_tokens_read, MIN_KEYS) if keys else 0
+        return pad_to_pow2(tokens, cache.max_batch_tokens, MIN_TOKENS), read
 
     def _note_pages(self, name: str, *_: object) -> None:
         pages = self._cache.block_table[name]
@@ -100,12 +93,6 @@ class GraphedSteps:
             target = self._processor.inputs_and_outputs.block_table[0]
             target[: self._rows, :widest] = tables.to(target.device)
 
-    def _keep(self, scores: Tensor, _: Tensor) -> None:
-        found = scores[0]
-        if not hasattr(self, "logits"):
-            self.logits = found.new_empty((self._texts, found.shape[1]))
-        self.logits[: len(found)].copy_(found)
-
     def _capture(self, forward: Callable[..., None], _: object, *inputs: Any) -> None:
         """Takes this step as usual, and captures it; if that fails, none of its kind is."""
         forward(*inputs)
@@ -119,8 +106,3 @@ class GraphedSteps:
             self._kinds.discard(outputs.use_block_table)
         else:
             outputs.set_graph(graph)
-
-
-def _rounded(number: int, least: int, most: int) -> int:
-    """The next power of two, within limits."""
-    return min(max(least, 1 << (number - 1).bit_length()), most)

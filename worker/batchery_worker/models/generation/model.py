@@ -143,8 +143,8 @@ class GenerationModel(TextGenerator):
                 )
 
     def _open_batch(self) -> None:
-        sample = (self._prompts.read("a b c")[:3] * 3)[:7]
-        plain = self._plain_logits(sample[:-2], sample[-2:])
+        sample = self._prompts.read("a b c")[:3] * 2
+        plain = self._plain_logits(sample[:-1], sample[-1:])
         self._vocabulary = plain.shape[0]
         may_graph = self._split.is_whole and self.settings.cuda_graphs == "auto"
         *fast, usual = attentions(self.model, may_graph)
@@ -178,8 +178,9 @@ class GenerationModel(TextGenerator):
         self.model.config._attn_implementation = attention
         try:
             batch = self._make_batch()
-            # What the first run captures, the second one replays, with other tokens.
-            _batched_logits(batch, sample[::-1])
+            if isinstance(batch, PagedBatch):
+                # What is compared is replayed, then.
+                batch.warm_up()
             difference = (_batched_logits(batch, sample) - plain).abs().max() / plain.std()
         except (ValueError, TypeError) as error:
             raise ModelLoadError(
@@ -191,8 +192,6 @@ class GenerationModel(TextGenerator):
                 f"model {self.settings.model!r}: from a cache it gives other tokens than without"
                 f" ({difference:.2g} of their spread); it cannot be batched"
             )
-        if isinstance(batch, PagedBatch):
-            batch.warm_up()
         return batch
 
     def _make_batch(self) -> PagedBatch | StaticBatch:
@@ -340,10 +339,11 @@ class GenerationModel(TextGenerator):
 
 
 def _batched_logits(batch: PagedBatch | StaticBatch, tokens: list[int]) -> Tensor:
-    """The logits after three steps: all tokens but two, and one each."""
-    batch.add("trial", Prompt(tokens[:-2], GenerationKeywords(), 0))
-    for token in (*tokens[-2:], 0):
-        _, logits = batch.forward()
-        batch.accept([token])
+    """The logits after two steps: all tokens but the last, and the last one."""
+    batch.add("trial", Prompt(tokens[:-1], GenerationKeywords(), 0))
+    batch.forward()
+    batch.accept(tokens[-1:])
+    _, logits = batch.forward()
+    batch.accept([0])
     batch.drop("trial")
     return logits[0]

@@ -180,7 +180,14 @@ class PagedBatch:
             scheduler.block_new_requests = was_blocked
 
     def _keep(self, scores: Tensor, _: Tensor) -> None:
-        self._logits = scores[0]
+        found = scores[0]
+        if self._graphed is None:
+            self._logits = found
+            return
+        # Graphs need one place for all logits.
+        if self._logits is None:
+            self._logits = found.new_empty((self._texts, found.shape[1]))
+        self._logits[: len(found)].copy_(found)
 
     @property
     def size(self) -> str:
@@ -221,9 +228,8 @@ class PagedBatch:
         self._processor._generation_step(self._model)
         batch = self._processor.inputs_and_outputs.requests_in_batch
         names = [each.state.request_id for each in batch if each.has_new_token]
-        logits = self._logits if self._graphed is None else self._graphed.logits
-        assert logits is not None
-        return names, logits[: len(names)]
+        assert self._logits is not None
+        return names, self._logits[: len(names)]
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were chosen after a step, in its order."""

@@ -83,16 +83,22 @@ def by_page(
     return out
 
 
-class ReplayedSteps(GraphedSteps):
-    """Computes a step of a known size from what the first one of that size was given, as a graph.
-
-    What is not at the same place each time, or changes in the host's memory, is stale then.
-    """
+class CapturedSteps(GraphedSteps):
+    """As on a CUDA device."""
 
     def __init__(self, processor: Any, texts: int) -> None:
         super().__init__(processor, texts)
         self._kinds = {True, False}
+        self._pool: Any = None
+        self._side: Any = None
         processor.model_runner._capture_graph = self._capture
+
+
+class ReplayedSteps(CapturedSteps):
+    """Computes a step of a known size from what the first one of that size was given, as a graph.
+
+    What is not at the same place each time, or changes in the host's memory, is stale then.
+    """
 
     def _capture(self, forward: Any, _: object, *inputs: Any) -> None:
         forward(*inputs)
@@ -149,17 +155,6 @@ def test_texts_are_those_of_generate(
     assert {each[1] > 0 for each in found if len(each) > 1} == (
         {False, True} if is_replayed else set()
     )
-
-
-class CapturedSteps(GraphedSteps):
-    """As on a CUDA device."""
-
-    def __init__(self, processor: Any, texts: int) -> None:
-        super().__init__(processor, texts)
-        self._kinds = {True, False}
-        self._pool: Any = None
-        self._side: Any = None
-        processor.model_runner._capture_graph = self._capture
 
 
 @pytest.mark.usefixtures("with_kernel")
