@@ -62,6 +62,11 @@ def lengths_of(texts: Sequence[str], model: Path) -> list[int]:
     return [len(each) for each in _tokenizer(model).encode_batch_fast(list(texts))]
 
 
+def reference_words() -> Sequence[str]:
+    """Words of the Python reference, in order."""
+    return [word for text in topics.values() for word in text.split() if word.isalpha()]
+
+
 def _tokenizer(model: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.no_padding()
@@ -71,8 +76,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 def _words(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
     """Words of the reference, again and again, each with its tokens."""
-    plain = (word for text in topics.values() for word in text.split() if word.isalpha())
-    distinct = list(dict.fromkeys(plain))
+    distinct = list(dict.fromkeys(reference_words()))
     counts = [len(each) for each in tokenizer.encode_batch_fast(distinct, add_special_tokens=False)]
     return itertools.cycle(
         (word, count) for word, count in zip(distinct, counts, strict=True) if count

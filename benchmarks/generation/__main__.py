@@ -33,6 +33,9 @@ PARTS: Mapping[str, Any] = {
     "steps": steps,
 }
 
+#: Parts that are measured where none is named.
+USUAL = ("throughput", "streams", "live", "resume")
+
 
 def main() -> None:
     """Measures the parts, prints tables and verdicts; writes JSON if asked to."""
@@ -66,7 +69,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS)[:4])
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=USUAL)
     parser.add_argument("--model", default=MODELS[0], help=f"{', '.join(MODELS)}, or a folder")
     parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])

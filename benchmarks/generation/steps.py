@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.engine.texts import reference_words
+from benchmarks.peers.peer import timed
 
 #: Words of each prompt, and steps that are measured once all texts have their first token.
 PROMPT_WORDS, STEPS, WARM_UP_STEPS = 300, 40, 5
@@ -70,13 +72,13 @@ def measure_step(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     settings |= {"slots": options.slots, "max_length": options.max_length}
     settings["cache_tokens"] = options.slots * options.max_length
     model = GenerationModel(ModelSettings.model_validate(settings))
-    load_s = elapsed_s(lambda: model.load(options.device))
+    load_s = timed(lambda: model.load(options.device))
     fill(model, options)
-    prompts_s = elapsed_s(lambda: read_prompts(model))
+    prompts_s = timed(lambda: read_prompts(model))
     for _ in range(WARM_UP_STEPS):
         model.step()
     with timed_parts(model) as parts:
-        times_ms = [elapsed_s(model.step) * 1e3 for _ in range(STEPS)]
+        times_ms = [timed(model.step) * 1e3 for _ in range(STEPS)]
     step_ms = statistics.median(times_ms)
     row = {
         "attention": model.model.config._attn_implementation,
@@ -93,7 +95,7 @@ def measure_step(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def fill(model: Any, options: argparse.Namespace) -> None:
     """Has a text of its own in each slot, which does not end while it is measured."""
     draw = random.Random(1)
-    words = [word for text in topics.values() for word in text.split() if word.isalpha()]
+    words = reference_words()
     new_tokens = options.max_length // 4
     for slot in range(options.slots):
         begin = draw.randrange(len(words) - PROMPT_WORDS)
@@ -110,20 +112,13 @@ def read_prompts(model: Any) -> None:
         model.step()
 
 
-def elapsed_s(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    began_s = time.perf_counter()
-    call()
-    return time.perf_counter() - began_s
-
-
 @contextlib.contextmanager
 def timed_parts(model: Any) -> Iterator[Mapping[str, float]]:
     """Adds up the milliseconds of each part of a step, inside the context."""
     parts = dict.fromkeys(PARTS, 0.0)
     holders = (model, model._batch, model._batch._processor)
 
-    def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def adding(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
             began_s = time.perf_counter()
             try:
@@ -136,7 +131,7 @@ def timed_parts(model: Any) -> Iterator[Mapping[str, float]]:
     with contextlib.ExitStack() as stack:
         for name, method in PARTS.items():
             holder = next(each for each in holders if hasattr(each, method))
-            setattr(holder, method, timed(name, getattr(holder, method)))
+            setattr(holder, method, adding(name, getattr(holder, method)))
             stack.callback(delattr, holder, method)
         yield parts
 

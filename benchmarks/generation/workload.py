@@ -3,8 +3,9 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pydoc_data.topics import topics
 from typing import Any
+
+from benchmarks.engine.texts import reference_words
 
 #: Shortest and longest prompt, in words; median and deviation of their logarithm.
 PROMPT_WORDS = (4, 256)
@@ -39,7 +40,7 @@ def draw_texts(
         seed: Another one draws other texts.
     """
     draw = random.Random(seed)
-    words = [word for text in topics.values() for word in text.split() if word.isalpha()]
+    words = reference_words()
     made = []
     for _ in range(count):
         length = _between(draw.lognormvariate(PROMPT_MEDIAN, PROMPT_SIGMA), *PROMPT_WORDS)
