@@ -108,6 +108,7 @@ def test_the_kernels_for_rows_and_pages_write_what_generate_writes(
         architecture, dtype="fp16", slots=6, max_batch_tokens=12, cache_tokens=480
     )
     assert model.model.config._attn_implementation == attention
+    captured = {each for each in graphs(model) if len(each) > 1}
     prompts = list(dict.fromkeys(make_prompts(40)))
     outcomes = Driver(model).run((each, each, {"max_new_tokens": 12}) for each in prompts)
     right = [outcomes[each]["text"] == plain.text(plain.write(each, 12)) for each in prompts]
@@ -116,7 +117,26 @@ def test_the_kernels_for_rows_and_pages_write_what_generate_writes(
     found = graphs(model)
     texts = {each for each in found if len(each) == 1}
     assert texts == ({(1,), (2,), (4,), (6,)} if attention == BY_PAGE else set())
-    assert any(len(each) > 1 for each in found) == (attention == BY_PAGE)
+    # Sizes of prompts that read nothing from the cache are captured at load, all of them.
+    assert bool(captured) == (attention == BY_PAGE)
+    assert {each for each in found if len(each) > 1 and not each[1]} == captured
+
+
+def test_prompts_that_cannot_be_captured_leave_the_graphs_of_growing_texts(writer: Load) -> None:
+    model, plain = writer("llama", dtype="fp16", slots=6, cache_tokens=480)
+
+    def wait(*_: Any) -> None:
+        if not model._batch._processor.inputs_and_outputs.use_block_table:
+            torch.cuda.synchronize()
+
+    model.model.model.layers[1].register_forward_hook(wait)
+    model._batch.build()
+    model._batch.warm_up()
+    assert graphs(model) == {(1,), (2,), (4,), (6,)}
+    prompts = list(dict.fromkeys(make_prompts(12)))
+    outcomes = Driver(model).run((each, each, {"max_new_tokens": 12}) for each in prompts)
+    right = [outcomes[each]["text"] == plain.text(plain.write(each, 12)) for each in prompts]
+    assert sum(right) >= 0.8 * len(prompts)
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs(writer: Load) -> None:

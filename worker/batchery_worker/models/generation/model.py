@@ -1,5 +1,6 @@
 """The kind `generation` with the engine `transformers`."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -152,11 +153,11 @@ class GenerationModel(TextGenerator):
             try:
                 self._batch = self._try_attention(attention, sample, plain)
                 break
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
+            except Exception as error:  # noqa: BLE001 (the code of any model, and of CUDA)
                 logger.info("model %s: not by %s: %s", self.settings.model, attention, error)
-            # The next one chooses the size of its cache by the memory that is free.
+            # The next one chooses the size of its cache by the memory that is free. A batch holds
+            # itself, through methods that it has given to transformers.
+            gc.collect()
             torch.cuda.empty_cache()
         else:
             self._batch = self._try_attention(usual, sample, plain)
@@ -180,7 +181,7 @@ class GenerationModel(TextGenerator):
             batch = self._make_batch()
             if isinstance(batch, PagedBatch):
                 # What is compared is replayed, then.
-                batch.warm_up()
+                self._warm_up(batch)
             difference = (_batched_logits(batch, sample) - plain).abs().max() / plain.std()
         except (ValueError, TypeError) as error:
             raise ModelLoadError(
@@ -193,6 +194,20 @@ class GenerationModel(TextGenerator):
                 f" ({difference:.2g} of their spread); it cannot be batched"
             )
         return batch
+
+    def _warm_up(self, batch: PagedBatch) -> None:
+        """Runs the usual steps; where the memory is short for one, with a smaller cache."""
+        is_built = True
+        while True:
+            try:
+                if not is_built:
+                    batch.build()
+                batch.warm_up()
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or not batch.shrink(self.max_length):
+                    raise
+                is_built = False
 
     def _make_batch(self) -> PagedBatch | StaticBatch:
         if self.has_encoder:

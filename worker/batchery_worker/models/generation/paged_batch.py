@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
-from batchery_worker.models.generation.graphed_steps import MIN_TOKENS, GraphedSteps
+from batchery_worker.models.generation.graphed_steps import MIN_TOKENS, GraphedSteps, pad_tokens
 from batchery_worker.models.generation.paged_attention import BY_PAGE
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
@@ -114,13 +114,14 @@ class PagedBatch:
         """Captures the steps that run as CUDA graphs, so that no job waits for it."""
         if self._graphed is None:
             return
-        tokens = MIN_TOKENS
-        while tokens <= min(self.step_tokens, self.capacity):
+        longest = min(self.step_tokens, self.capacity)
+        sizes = {pad_tokens(each, longest) for each in range(1, longest + 1, MIN_TOKENS)}
+        # The largest first, as the others find room in what it leaves.
+        for number, tokens in enumerate(sorted(sizes, reverse=True)):
             # Each of other tokens: what equal prompts share would be read from the cache.
-            self._add_trial("prompt", [tokens.bit_length()] * tokens)
+            self._add_trial("prompt", [number] * tokens)
             self._step_on()
             self.drop("prompt")
-            tokens *= 2
         names = [str(number) for number in range(self._texts)]
         for name in names:
             self._add_trial(name, [1])
@@ -149,13 +150,16 @@ class PagedBatch:
         """
         scheduler = self._processor.scheduler
         texts = [*scheduler.waiting_requests.values(), *scheduler.active_requests.values()]
-        is_growing = any(each.status is RequestStatus.DECODING for each in texts)
+        growing = sum(each.status is RequestStatus.DECODING for each in texts)
         prompt_tokens = sum(len(each.remaining_prefill_tokens) for each in texts)
-        fits = self._graphed is not None or prompt_tokens <= self.step_tokens
+        has_graphs = self._graphed is not None and bool(self._graphed.kinds)
+        fits = has_graphs or prompt_tokens <= self.step_tokens
         was_apart, self._is_apart = self._is_apart, False
-        if is_growing and prompt_tokens and fits:
-            self._is_apart = not was_apart
-            if self._is_apart or self._graphed is not None:
+        if growing and prompt_tokens and fits:
+            # The cache keeps room for what is growing.
+            has_room = growing < self._texts and scheduler._try_to_meet_safety_margin()
+            self._is_apart = has_room and not was_apart
+            if self._is_apart or has_graphs:
                 chosen = self._schedule_kind(not self._is_apart, *room)
                 if chosen[0]:
                     return chosen
@@ -165,19 +169,23 @@ class PagedBatch:
         """Chooses among texts that grow, or among prompts, as if there were no others."""
         scheduler = self._processor.scheduler
         active, was_blocked = scheduler.active_requests, scheduler.block_new_requests
-        hidden = {
-            name: each
-            for name, each in active.items()
-            if (each.status is RequestStatus.DECODING) != is_growing
-        }
-        for name in hidden:
-            del active[name]
+        before = {**active}
+        for name, each in before.items():
+            if (each.status is RequestStatus.DECODING) != is_growing:
+                del active[name]
         scheduler.block_new_requests = was_blocked or is_growing
+        if not is_growing:
+            # Prompts become texts that grow, and no more of them than a step takes.
+            scheduler.max_requests_per_batch -= len(before) - len(active)
         try:
             return type(scheduler).schedule_batch(scheduler, *room)
         finally:
-            active.update(hidden)
+            # In the order in which they began: those that are behind take their turn.
+            began = {**before, **active}
+            active.clear()
+            active.update(began)
             scheduler.block_new_requests = was_blocked
+            scheduler.max_requests_per_batch = self._texts
 
     def _keep(self, scores: Tensor, _: Tensor) -> None:
         found = scores[0]
@@ -224,7 +232,7 @@ class PagedBatch:
         if not self._processor.prepare_next_batch():
             return [], torch.empty(0)
         if self._graphed is not None:
-            self._graphed.send_tables()
+            self._graphed.send_inputs()
         self._processor._generation_step(self._model)
         batch = self._processor.inputs_and_outputs.requests_in_batch
         names = [each.state.request_id for each in batch if each.has_new_token]

@@ -3,6 +3,7 @@
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from batchery_worker.models.forward.attention import NotPackable
 from batchery_worker.models.generation import graphed_steps, paged_attention, paged_batch
 from batchery_worker.models.generation.graphed_steps import GraphedSteps
+from batchery_worker.models.generation.paged_batch import PagedBatch
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
 from support.tiny_models import Load
@@ -88,7 +90,7 @@ class CapturedSteps(GraphedSteps):
 
     def __init__(self, processor: Any, texts: int) -> None:
         super().__init__(processor, texts)
-        self._kinds = {True, False}
+        self.kinds = {True, False}
         self._pool: Any = None
         self._side: Any = None
         processor.model_runner._capture_graph = self._capture
@@ -168,6 +170,7 @@ def test_steps_that_cannot_be_captured_run_without_graphs(
     monkeypatch.setattr(paged_batch, "GraphedSteps", CapturedSteps)
     monkeypatch.setattr(graphed_steps, "capture_into", refuse)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     folder = save_writer(tmp_path / "llama")
     model = load("generation", folder)
     assert model.model.config._attn_implementation == paged_attention.BY_PAGE
@@ -179,10 +182,138 @@ def test_steps_that_cannot_be_captured_run_without_graphs(
 
 
 @pytest.mark.usefixtures("with_kernel")
+def test_a_size_without_memory_for_its_graph_runs_without_it(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = SimpleNamespace(replay=lambda: pytest.fail("nothing was captured"), reset=lambda: None)
+    sizes: list[Any] = []
+
+    def capture(*_: Any) -> None:
+        sizes.append(None)
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(graphed_steps, "capture_into", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    batch = load("generation", save_writer(tmp_path / "llama"), slots=6)._batch
+    batch._graphed = CapturedSteps(batch._processor, 6)
+    for number in range(3):
+        batch.add(f"of {number}", Prompt([20 + number] * 100, GenerationKeywords(), 0))
+        names, _ = batch.forward()
+        assert names == [f"of {number}"]
+        batch.drop(names[0])
+    # The first one was tried once, and never again.
+    assert len(sizes) == 1
+    assert "of size (128, 0, " in caplog.text
+    assert batch._graphed.kinds == {True, False}
+
+
+@pytest.mark.usefixtures("with_kernel")
+@pytest.mark.parametrize("pages", [None, by_page])
+def test_of_more_texts_than_a_step_takes_each_gets_on(
+    pages: Any, load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: pages)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+    batch = load("generation", save_writer(tmp_path / "llama"), slots=2)._batch
+    tokens = dict[str, int]()
+    for step in range(60):
+        # Two come whenever one has ended.
+        while len(tokens) < 2 * sum(each == 6 for each in tokens.values()) + 3:
+            name = str(len(tokens))
+            tokens[name] = 0
+            batch.add(name, Prompt([5 + len(tokens), 6], GenerationKeywords(), 0))
+        names, _ = batch.forward()
+        batch.accept([9] * len(names))
+        for name in names:
+            tokens[name] += 1
+            if tokens[name] == 6:
+                batch.drop(name)
+        begun = [each for each in tokens.values() if 0 < each < 6]
+        # What has begun holds pages, and so must end before others begin.
+        assert len(begun) <= 2, step
+    ended = [name for name, count in tokens.items() if count == 6]
+    assert len(ended) >= 15
+    assert ended == sorted(ended, key=int)
+
+
+@pytest.mark.usefixtures("with_kernel")
+def test_a_prompt_waits_where_growing_texts_need_the_cache(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+    # Ten pages, of which a text has nine.
+    batch = load("generation", save_writer(tmp_path / "llama"), slots=4, cache_tokens=320)._batch
+    batch.add("long", Prompt([7] * 270, GenerationKeywords(), 0))
+    for number in range(6):
+        if number == 1:
+            batch.add("short", Prompt([5, 6], GenerationKeywords(), 0))
+        names, _ = batch.forward()
+        while not names:
+            names, _ = batch.forward()
+        assert names == ["long"]
+        batch.accept([9])
+    batch.drop("long")
+    assert batch.forward()[0] == ["short"]
+
+
+@pytest.mark.usefixtures("with_kernel")
+def test_memory_that_runs_out_at_load_costs_a_part_of_the_cache(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+    forward, left = PagedBatch.forward, [1]
+
+    def run_out(batch: PagedBatch) -> Any:
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch)
+
+    monkeypatch.setattr(PagedBatch, "forward", run_out)
+    folder = save_writer(tmp_path / "llama")
+    model = load("generation", folder, slots=4, cache_tokens=4096, max_batch_tokens=200)
+    assert model.model.config._attn_implementation == paged_attention.BY_PAGE
+    assert (model._batch.cache_tokens, model._batch.step_tokens) == (2867, 140)
+    text = Driver(model).one("the cat", max_new_tokens=8)["text"]
+    plain = PlainWriter(folder)
+    assert text == plain.text(plain.write("the cat", 8))
+
+
+@pytest.mark.usefixtures("with_kernel")
+def test_an_attention_that_fails_keeps_no_memory_from_the_next_one(
+    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    alive: list[Any] = []
+    build = PagedBatch.build
+
+    def note(batch: PagedBatch) -> None:
+        assert not [each for each in alive if each() is not None]
+        build(batch)
+        alive.append(ref(batch._processor))
+
+    def fail(batch: PagedBatch) -> None:
+        if batch._graphed is not None:
+            raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(PagedBatch, "build", note)
+    monkeypatch.setattr(PagedBatch, "warm_up", fail)
+    model = load("generation", save_writer(tmp_path / "llama"))
+    assert model.model.config._attn_implementation == paged_attention.NAME
+    assert len(alive) == 2
+
+
+@pytest.mark.usefixtures("with_kernel")
 def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(
     load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
     folder = save_writer(tmp_path / "llama")
     batch = load("generation", folder, slots=6, max_batch_tokens=12)._batch
     seen = []
