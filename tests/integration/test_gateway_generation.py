@@ -41,7 +41,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, models: Models) -> Worker:
     served = {name: models[name] for name in ("chat", "bare")}
-    env = {"BATCHERY_MODELS": json.dumps(served), "BATCHERY_STREAM_GRACE_S": "5"}
+    env = {
+        "BATCHERY_MODELS": json.dumps(served),
+        "BATCHERY_STREAM_GRACE_S": "5",
+        "BATCHERY_SHED_LATE": "true",
+    }
     return start_module_worker("batchery.app", env=env)
 
 
@@ -320,6 +324,18 @@ def read_events(lines: Iterator[str], count: int | None = None) -> list[tuple[st
 
 def joined(events: list[tuple[str, Any]]) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for _, event in events)
+
+
+def test_time_limit_of_a_stream_is_that_of_each_piece(gateway: GatewayProcess) -> None:
+    timeout_s = patient(1)
+    body = {**LONG, "max_tokens": 4000, "n": 4, "logprobs": True, "top_logprobs": 20}
+    headers = {"X-Request-Timeout": str(timeout_s)}
+    with gateway.stream("/v1/chat/completions", body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        # More than a worker counts as the deadline.
+        end_s = time.monotonic() + 1.5 * timeout_s
+        while time.monotonic() < end_s:
+            assert read_events(lines, 1)
 
 
 def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:

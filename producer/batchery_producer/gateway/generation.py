@@ -98,7 +98,7 @@ class PieceFeed:
         """
         self._request, self._gateway, self._model = request, get_gateway(request), model
         self._timeout_s = read_timeout_s(request)
-        self._task, self._item = choose_task(request, model), item
+        self._task, self._item = choose_task(request, model, has_deadline=False), item
         self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None

@@ -223,8 +223,13 @@ async def run_outcomes(
     return outcomes
 
 
-def choose_task(request: Request, model: ServedModel) -> AsyncTask:
+def choose_task(request: Request, model: ServedModel, *, has_deadline: bool = True) -> AsyncTask:
     """The task of a model on behalf of a caller: with its tenant and class, in its time.
+
+    Args:
+        request: The caller's.
+        model: The model.
+        has_deadline: Whether that is the time of the whole answer, not of each piece.
 
     Raises:
         Problem: Redis is away, or a header is wrong.
@@ -237,7 +242,7 @@ def choose_task(request: Request, model: ServedModel) -> AsyncTask:
         model.name,
         timeout_s=timeout_s,
         tenant=caller.tenant,
-        deadline_s=timeout_s,
+        deadline_s=timeout_s if has_deadline else None,
         queue=model.queue,
         **options,
     )
