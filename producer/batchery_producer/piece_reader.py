@@ -220,6 +220,17 @@ class PieceReader:
         keys = [reader_key(self.backend, task_id) for task_id in task_ids]
         self.retries.call(partial(self._client.unlink, *keys), self._errors)
 
+    def forget(self, streams: Iterable[Following]) -> None:
+        """Removes the streams of jobs that were not sent after all."""
+        backend = self.backend
+        keys = [
+            key
+            for each in streams
+            for key in (each.key, reader_key(backend, each.id), woken_key(backend, each.id))
+        ]
+        with suppress(Exception):  # They expire.
+            self._client.unlink(*keys)
+
     def close(self) -> None:
         """Ends the thread; streams that are still read end with an error."""
         self._closed = True
