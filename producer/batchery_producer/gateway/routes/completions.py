@@ -11,7 +11,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
-from batchery_producer.gateway.answers import json_response
+from batchery_producer.gateway.answers import json_response, off_loop
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
@@ -42,6 +42,9 @@ from batchery_producer.openai_generation import (
 )
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
+
+#: An answer with the logarithms of more tokens is made in a thread, as that takes milliseconds.
+INLINE_TOKENS = 100
 
 #: What the schema says of answers that come in pieces.
 EVENTS: dict[int | str, dict[str, Any]] = {
@@ -98,7 +101,13 @@ async def _complete(
     check_prompts(request, items, body.n or 1)
     if not body.stream:
         results = await generate(request, model, items)
-        return json_response(build_completion(url, str(uuid.uuid4()), model.name, results))
+        choices = [choice for result in results for choice in list_choices(result)]
+        tokens = sum(len(choice.get("logprobs") or ()) for choice in choices)
+        return await off_loop(
+            request.state.caller,
+            lambda: json_response(build_completion(url, str(uuid.uuid4()), model.name, results)),
+            is_long=tokens > INLINE_TOKENS,
+        )
     if len(items) > 1:
         raise Problem(Kind.INVALID, "prompt: a stream has one prompt; send several", param="prompt")
     feed = PieceFeed(request, model, items[0])
