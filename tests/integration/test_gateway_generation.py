@@ -50,13 +50,15 @@ def worker(start_module_worker: StartWorker, models: Models) -> Worker:
 
 
 @pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where all gateways keep their files."""
+    return str(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
 def gateway(
-    models: Models,
-    worker: Worker,
-    start_gateway: StartGateway,
-    tmp_path_factory: pytest.TempPathFactory,
+    models: Models, worker: Worker, start_gateway: StartGateway, files: str
 ) -> GatewayProcess:
-    files = str(tmp_path_factory.mktemp("files"))
     return start_gateway(models=models, gateway={"files": files, "worker": True})
 
 
@@ -455,10 +457,11 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
 
 
 @pytest.mark.usefixtures("worker")
-def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
+def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway, files: str) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
+    options = {"keys": {"shop": limits}, "files": files, "worker": True}
+    keyed = start_gateway(models=models, gateway=options)
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
 
@@ -473,6 +476,31 @@ def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> No
         statuses = set(at_once.map(lambda _: send(**{**LONG, "stream": False}), range(4)))
     assert statuses == {200, 429}
     wait_for(lambda: send() == 200, "its requests are over", patient(30))
+    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0) as api:
+        row = {"method": "POST", "url": "/v1/chat/completions"}
+        rows = [{**row, "custom_id": f"n{n}", "body": {**body, "n": n}} for n in (2, 3)]
+        ended = run_batch(api, rows)
+        assert ended.request_counts is not None
+        assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 1)
+        assert ended.error_file_id is not None
+        failed = json.loads(api.files.content(ended.error_file_id).text)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("n3", 400)
+        assert "max_items = 2" in failed["response"]["body"]["error"]["message"]
+
+
+def run_batch(api: openai.OpenAI, rows: list[dict[str, Any]]) -> Any:
+    """A batch of chats that is over."""
+    content = "\n".join(map(json.dumps, rows)).encode()
+    file = api.files.create(file=("chats.jsonl", content), purpose="batch")
+    batch = api.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    wait_for(
+        lambda: api.batches.retrieve(batch.id).status in ("completed", "failed"),
+        "over",
+        patient(60),
+    )
+    return api.batches.retrieve(batch.id)
 
 
 def test_batch_file_of_chats(api: openai.OpenAI) -> None:
@@ -493,17 +521,7 @@ def test_batch_file_of_chats(api: openai.OpenAI) -> None:
         for temperature in (0, 1.5)
     ]
     wrong = {**rows[0], "custom_id": "wrong", "body": {**rows[0]["body"], "stream": True}}
-    content = "\n".join(map(json.dumps, [*rows, wrong])).encode()
-    file = api.files.create(file=("chats.jsonl", content), purpose="batch")
-    batch = api.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    wait_for(
-        lambda: api.batches.retrieve(batch.id).status in ("completed", "failed"),
-        "over",
-        patient(60),
-    )
-    ended = api.batches.retrieve(batch.id)
+    ended = run_batch(api, [*rows, wrong])
     assert ended.status == "completed"
     assert ended.usage is not None
     assert ended.usage.output_tokens == 24
