@@ -367,7 +367,12 @@ def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
     unknown = {"Last-Event-ID": "11111111-1111-1111-1111-111111111111/1-0"}
     answer = gateway.post("/v1/chat/completions", body, headers=unknown)
     assert answer.status_code == 404
-    assert "there is no stream of it" in answer.json()["error"]["message"]
+    assert "no stream of yours has this id" in answer.json()["error"]["message"]
+    # On the route, and by the model, that began it.
+    others = [(path, "chat") for path in PATHS[1:]] + [(PATHS[0], "bare")]
+    for path, model in others:
+        other = {**body, "model": model, "inputs": "a", "prompt": "a"}
+        assert gateway.post(path, other, headers=headers).status_code == 404
 
 
 def test_caller_who_stays_away_has_his_slot_freed_after_the_grace_time(

@@ -60,24 +60,22 @@ async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -
 
 
 async def keep_owner(request: Request, job_id: str, name: str) -> None:
-    """Notes whose a stream is, if there are keys, and what it is of.
+    """Notes whose a stream is, and what it is of.
 
     Raises:
         Problem: Redis is away.
     """
-    if request.app.state.callers.have_keys:
-        record = TaskRecord(job_id, name, request.state.caller.name)
-        await get_gateway(request).stream_records.add(record)
+    record = TaskRecord(job_id, name, request.state.caller.name)
+    await get_gateway(request).stream_records.add(record)
 
 
 async def check_own(request: Request, job_id: str, name: str | None = None) -> None:
-    """Makes sure that a stream is the caller's, if there are keys; and what it is of.
+    """Makes sure that a stream is the caller's, and what it is of.
 
     Raises:
         Problem: It is not, or there is none; or Redis is away.
     """
-    if request.app.state.callers.have_keys:
-        await get_gateway(request).stream_records.find(job_id, request.state.caller.name, name)
+    await get_gateway(request).stream_records.find(job_id, request.state.caller.name, name)
 
 
 class PieceFeed:
