@@ -222,14 +222,9 @@ class PieceReader:
 
     def forget(self, streams: Iterable[Following]) -> None:
         """Removes the streams of jobs that were not sent after all."""
-        backend = self.backend
-        keys = [
-            key
-            for each in streams
-            for key in (each.key, reader_key(backend, each.id), woken_key(backend, each.id))
-        ]
+        kinds, backend = (pieces_key, reader_key, woken_key), self.backend
         with suppress(Exception):  # They expire.
-            self._client.unlink(*keys)
+            self._client.unlink(*(kind(backend, each.id) for each in streams for kind in kinds))
 
     def close(self) -> None:
         """Ends the thread; streams that are still read end with an error."""

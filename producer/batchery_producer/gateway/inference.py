@@ -226,10 +226,7 @@ async def run_outcomes(
 def choose_task(request: Request, model: ServedModel, *, has_deadline: bool = True) -> AsyncTask:
     """The task of a model on behalf of a caller: with its tenant and class, in its time.
 
-    Args:
-        request: The caller's.
-        model: The model.
-        has_deadline: Whether that is the time of the whole answer, not of each piece.
+    Without a deadline that is the time of each piece, not of the whole answer.
 
     Raises:
         Problem: Redis is away, or a header is wrong.

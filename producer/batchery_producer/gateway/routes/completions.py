@@ -4,6 +4,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,6 @@ from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
-    check_own,
     check_prompts,
     generate,
     write_error,
@@ -89,8 +89,9 @@ async def cancel_completion(request: Request, completion_id: str) -> CompletionD
     found = re.fullmatch(COMPLETION_ID, completion_id)
     if found is None:
         raise Problem(Kind.NOT_FOUND, f"completion {completion_id!r:.100}: no such answer")
-    await check_own(request, found[1])
-    get_gateway(request).client.cancel(found[1])
+    gateway = get_gateway(request)
+    await gateway.stream_records.find(found[1], request.state.caller.name)
+    gateway.client.cancel(found[1])
     return {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
 
 
@@ -102,12 +103,10 @@ async def _complete(
     if not body.stream:
         results = await generate(request, model, items)
         choices = [choice for result in results for choice in list_choices(result)]
-        tokens = sum(len(choice.get("logprobs") or ()) for choice in choices)
-        return await off_loop(
-            request.state.caller,
-            lambda: json_response(build_completion(url, str(uuid.uuid4()), model.name, results)),
-            is_long=tokens > INLINE_TOKENS,
-        )
+        is_long = sum(len(each.get("logprobs") or ()) for each in choices) > INLINE_TOKENS
+        write = partial(build_completion, url, str(uuid.uuid4()), model.name, results)
+        caller = request.state.caller
+        return await off_loop(caller, lambda: json_response(write()), is_long=is_long)
     if len(items) > 1:
         raise Problem(Kind.INVALID, "prompt: a stream has one prompt; send several", param="prompt")
     feed = PieceFeed(request, model, items[0])
