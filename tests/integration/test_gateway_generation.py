@@ -455,6 +455,25 @@ def test_stream_of_another_key_is_unknown(models: Models, start_gateway: StartGa
         assert refusals(name, sent.json()["id"]) == unknown
 
 
+@pytest.mark.usefixtures("worker")
+def test_stream_that_is_refused_leaves_nothing_in_redis(
+    models: Models, start_gateway: StartGateway, store: Any
+) -> None:
+    limited = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    full = start_gateway(models=models, environment={"BATCHERY_CLASSES": json.dumps(limited)})
+    names = ("batchery-pieces", "batchery-woken", "batchery-reader", "batchery:http:stream")
+
+    def found() -> set[bytes]:
+        return {key for name in names for key in store.keys(f"{name}:*")}
+
+    before = found()
+    store.lpush("away", b"{}")
+    answer = full.post("/v1/chat/completions", {**LONG, "model": "away"})
+    assert answer.status_code == 429, answer.text
+    wait_for(lambda: found() <= before, "no keys are left")
+    store.delete("away")
+
+
 def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI) -> None:
     with gateway.sent("/v1/chat/completions", LONG):
         # It reads nothing.

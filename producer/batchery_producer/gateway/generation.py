@@ -110,14 +110,14 @@ class PieceFeed:
         self._gone = asyncio.ensure_future(wait_gone(self._request))
         self._gone.add_done_callback(self._give_up)
         try:
-            if not self.is_resumed:
-                # Before anybody learns the id.
-                await records.add(TaskRecord(self.job_id, name, caller))
             async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
                 self._first = await self._next()
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
+            if not self.is_resumed:
+                # Before anybody learns the id.
+                await records.add(TaskRecord(self.job_id, name, caller))
         except BaseException as error:
             self._gone.cancel()
             # Nobody knows its id, so nobody can come back.
