@@ -145,15 +145,19 @@ class ServerFailed(ItemError):
     """The server that computes this item is away, refuses, or sends what cannot be read."""
 
 
+#: Maximum pause that a server may ask for, in seconds.
+MAX_PAUSE_S = 86_400.0
+
+
 class ServerBusy(ServerFailed):
     """The server that computes this item takes no more requests for now, after all attempts."""
 
     @property
     def retry_after_s(self) -> float:
         """When to try again, in seconds from now: the pause that its text names; a hint."""
-        # Results of jobs have an error's text alone.
-        pauses = re.findall(r"a pause of ([0-9.e+]+) s", str(self))
-        return float(pauses[-1]) if pauses else 1.0
+        # Results of jobs have an error's text alone, and in it may be any words of the server.
+        pauses = re.findall(r"a pause of (\d+(?:\.\d+)?(?:e[+-]?\d+)?) s", str(self), re.ASCII)
+        return min(float(pauses[-1]), MAX_PAUSE_S) if pauses else 1.0
 
 
 class ServerRefused(ServerFailed):

@@ -181,7 +181,7 @@ class RetryPolicy:
         self.command_s = command_s
         self._is_retrying = False
         self._attempt_began_s: float | None = None
-        #: Whether it gave up.
+        #: Whether it gave up, and nothing has worked since.
         self.is_spent = False
 
     @classmethod
@@ -221,7 +221,7 @@ class RetryPolicy:
 
         Raises:
             Interrupted: `stop` returned True.
-            GaveUp: It still fails. From then on, a call fails at its first error.
+            GaveUp: It still fails. Then a call fails at its first error, until one works.
         """
         end_s, failures = time.monotonic() + (0.0 if self.is_spent else self._away_s), 0
         while True:
@@ -241,7 +241,7 @@ class RetryPolicy:
                 failures += 1
                 self.sleep(min(pause_s(failures), left_s))
             else:
-                self._is_retrying = False
+                self._is_retrying = self.is_spent = False
                 return answer
             finally:
                 self._attempt_began_s = None

@@ -65,7 +65,8 @@ class AsyncClient:
         Args:
             name: Name of the task; of a model, its name in the settings.
             timeout_s: How long a call of one item waits, in seconds; None for ever. Its job expires
-                with it, by the clocks of both machines: a worker that begins later drops it.
+                with it, by the clocks of both machines: a worker that begins later drops it. Of a
+                stream it is how long each piece may take, so its job does not expire.
             tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
             deadline_s: In how many seconds from the call each job should be answered. In its lane
                 it goes before jobs that have more time.
@@ -153,7 +154,9 @@ class AsyncTask:
         Raises:
             SettingsError: The app's result backend is no Redis.
         """
-        return self._session.stream(self._call, item, keywords)
+        # No `expires`, which would end the job in the middle of its pieces.
+        terms = self._call._replace(options={"wait_s": 0, **self._stream.options})
+        return self._session.stream(terms, item, keywords)
 
     async def outcomes(
         self, items: Sequence[Any], *, per_job: int = 1, keywords: Mapping[str, Any] | None = None

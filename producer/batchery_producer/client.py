@@ -172,6 +172,7 @@ class TaskClient:
             self._send(item, keywords, {**options, "task_id": task_id, "headers": headers})
         except BaseException:
             stream.close()
+            reader.forget([stream])
             raise
         return stream
 

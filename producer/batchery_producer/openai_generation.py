@@ -250,6 +250,11 @@ def read_line(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return request.items()
 
 
+def count_texts(item: Any) -> int:
+    """How many texts an item asks for; those of other kinds count as one."""
+    return int(item["options"].get("n", 1)) if isinstance(item, Mapping) else 1
+
+
 def count_item_chars(item: Any) -> int:
     """Characters or token ids of a text; characters of a chat, with its tools, as JSON."""
     if not isinstance(item, Mapping):

@@ -220,6 +220,12 @@ class PieceReader:
         keys = [reader_key(self.backend, task_id) for task_id in task_ids]
         self.retries.call(partial(self._client.unlink, *keys), self._errors)
 
+    def forget(self, streams: Iterable[Following]) -> None:
+        """Removes the streams of jobs that were not sent after all."""
+        kinds, backend = (pieces_key, reader_key, woken_key), self.backend
+        with suppress(Exception):  # They expire.
+            self._client.unlink(*(kind(backend, each.id) for each in streams for kind in kinds))
+
     def close(self) -> None:
         """Ends the thread; streams that are still read end with an error."""
         self._closed = True

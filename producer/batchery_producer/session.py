@@ -324,6 +324,7 @@ class Session:
 
         Jobs that were sent before the failure are sent again, under the same id.
         """
+        refused: list[AsyncPieceStream] = []
         for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
             problem: Exception | None = error
             is_its_own = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
@@ -335,6 +336,11 @@ class Session:
                     problem = own
             if problem is not None:
                 self._give_up([call.job.id], problem)
+                # If Redis is away, the job may have been sent.
+                if call.stream is not None and not isinstance(problem, GaveUp):
+                    refused.append(call.stream)
+        if refused:
+            self.reader.forget(refused)
 
     def _publisher(self, call: PendingSend) -> Publisher:
         # Headers go with each message: that of a deadline never comes twice.

@@ -41,18 +41,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, models: Models) -> Worker:
     served = {name: models[name] for name in ("chat", "bare")}
-    env = {"BATCHERY_MODELS": json.dumps(served), "BATCHERY_STREAM_GRACE_S": "5"}
+    env = {
+        "BATCHERY_MODELS": json.dumps(served),
+        "BATCHERY_STREAM_GRACE_S": "5",
+        "BATCHERY_SHED_LATE": "true",
+    }
     return start_module_worker("batchery.app", env=env)
 
 
 @pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where all gateways keep their files."""
+    return str(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
 def gateway(
-    models: Models,
-    worker: Worker,
-    start_gateway: StartGateway,
-    tmp_path_factory: pytest.TempPathFactory,
+    models: Models, worker: Worker, start_gateway: StartGateway, files: str
 ) -> GatewayProcess:
-    files = str(tmp_path_factory.mktemp("files"))
     return start_gateway(models=models, gateway={"files": files, "worker": True})
 
 
@@ -322,6 +328,18 @@ def joined(events: list[tuple[str, Any]]) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for _, event in events)
 
 
+def test_time_limit_of_a_stream_is_that_of_each_piece(gateway: GatewayProcess) -> None:
+    timeout_s = patient(1)
+    body = {**LONG, "max_tokens": 4000, "n": 4, "logprobs": True, "top_logprobs": 20}
+    headers = {"X-Request-Timeout": str(timeout_s)}
+    with gateway.stream("/v1/chat/completions", body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        # More than a worker counts as the deadline.
+        end_s = time.monotonic() + 1.5 * timeout_s
+        while time.monotonic() < end_s:
+            assert read_events(lines, 1)
+
+
 def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
     body = {**LONG, "max_tokens": 400}
     with gateway.stream("/v1/chat/completions", body) as answer:
@@ -349,7 +367,12 @@ def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
     unknown = {"Last-Event-ID": "11111111-1111-1111-1111-111111111111/1-0"}
     answer = gateway.post("/v1/chat/completions", body, headers=unknown)
     assert answer.status_code == 404
-    assert "there is no stream of it" in answer.json()["error"]["message"]
+    assert "no stream of yours has this id" in answer.json()["error"]["message"]
+    # On the route, and by the model, that began it.
+    others = [(path, "chat") for path in PATHS[1:]] + [(PATHS[0], "bare")]
+    for path, model in others:
+        other = {**body, "model": model, "inputs": "a", "prompt": "a"}
+        assert gateway.post(path, other, headers=headers).status_code == 404
 
 
 def test_caller_who_stays_away_has_his_slot_freed_after_the_grace_time(
@@ -432,6 +455,25 @@ def test_stream_of_another_key_is_unknown(models: Models, start_gateway: StartGa
         assert refusals(name, sent.json()["id"]) == unknown
 
 
+@pytest.mark.usefixtures("worker")
+def test_stream_that_is_refused_leaves_nothing_in_redis(
+    models: Models, start_gateway: StartGateway, store: Any
+) -> None:
+    limited = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    full = start_gateway(models=models, environment={"BATCHERY_CLASSES": json.dumps(limited)})
+    names = ("batchery-pieces", "batchery-woken", "batchery-reader", "batchery:http:stream")
+
+    def found() -> set[bytes]:
+        return {key for name in names for key in store.keys(f"{name}:*")}
+
+    before = found()
+    store.lpush("away", b"{}")
+    answer = full.post("/v1/chat/completions", {**LONG, "model": "away"})
+    assert answer.status_code == 429, answer.text
+    wait_for(lambda: found() <= before, "no keys are left")
+    store.delete("away")
+
+
 def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI) -> None:
     with gateway.sent("/v1/chat/completions", LONG):
         # It reads nothing.
@@ -439,10 +481,11 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
 
 
 @pytest.mark.usefixtures("worker")
-def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
+def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway, files: str) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
+    options = {"keys": {"shop": limits}, "files": files, "worker": True}
+    keyed = start_gateway(models=models, gateway=options)
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
 
@@ -457,6 +500,31 @@ def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> No
         statuses = set(at_once.map(lambda _: send(**{**LONG, "stream": False}), range(4)))
     assert statuses == {200, 429}
     wait_for(lambda: send() == 200, "its requests are over", patient(30))
+    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0) as api:
+        row = {"method": "POST", "url": "/v1/chat/completions"}
+        rows = [{**row, "custom_id": f"n{n}", "body": {**body, "n": n}} for n in (2, 3)]
+        ended = run_batch(api, rows)
+        assert ended.request_counts is not None
+        assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 1)
+        assert ended.error_file_id is not None
+        failed = json.loads(api.files.content(ended.error_file_id).text)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("n3", 400)
+        assert "max_items = 2" in failed["response"]["body"]["error"]["message"]
+
+
+def run_batch(api: openai.OpenAI, rows: list[dict[str, Any]]) -> Any:
+    """A batch of chats that is over."""
+    content = "\n".join(map(json.dumps, rows)).encode()
+    file = api.files.create(file=("chats.jsonl", content), purpose="batch")
+    batch = api.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    wait_for(
+        lambda: api.batches.retrieve(batch.id).status in ("completed", "failed"),
+        "over",
+        patient(60),
+    )
+    return api.batches.retrieve(batch.id)
 
 
 def test_batch_file_of_chats(api: openai.OpenAI) -> None:
@@ -477,17 +545,7 @@ def test_batch_file_of_chats(api: openai.OpenAI) -> None:
         for temperature in (0, 1.5)
     ]
     wrong = {**rows[0], "custom_id": "wrong", "body": {**rows[0]["body"], "stream": True}}
-    content = "\n".join(map(json.dumps, [*rows, wrong])).encode()
-    file = api.files.create(file=("chats.jsonl", content), purpose="batch")
-    batch = api.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    wait_for(
-        lambda: api.batches.retrieve(batch.id).status in ("completed", "failed"),
-        "over",
-        patient(60),
-    )
-    ended = api.batches.retrieve(batch.id)
+    ended = run_batch(api, [*rows, wrong])
     assert ended.status == "completed"
     assert ended.usage is not None
     assert ended.usage.output_tokens == 24

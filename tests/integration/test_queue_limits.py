@@ -10,6 +10,7 @@ from celery import Celery, chain, chord, group, uuid
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, QueueFull, install
 from batchery_producer.publisher import Publisher
+from support.harness import wait_for
 
 LOW = "celery\x06\x166"
 CLASSES = {
@@ -127,6 +128,32 @@ def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:
 
     refused = asyncio.run(asyncio.wait_for(scene(), 30))
     assert [type(each) for each in refused] == [QueueFull, QueueFull]
+
+
+def test_a_stream_that_is_refused_leaves_nothing_in_redis(
+    app: Celery, echo: Any, bare: Any
+) -> None:
+    for number in range(3):
+        echo.delay(number)
+    with pytest.raises(QueueFull):
+        echo.stream("one too many")
+    assert not left_of_streams(bare)
+
+    async def scene() -> None:
+        async with AsyncClient(app=app) as client:
+            refused = [client.task("echo").stream(number) for number in range(5)]
+            for each in refused:
+                with pytest.raises(QueueFull):
+                    await anext(each)
+            await asyncio.to_thread(wait_for, lambda: not left_of_streams(bare), "no keys are left")
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def left_of_streams(bare: Any) -> list[bytes]:
+    """Keys of the jobs of streams."""
+    found: list[bytes] = bare.keys("batchery-*")
+    return [key for key in found if not key.startswith(b"batchery-wake:")]
 
 
 def test_without_limits_no_script_runs(url: str, bare: Any) -> None:

@@ -1,5 +1,7 @@
 """Step models in real workers: jobs join and leave while others run, each with its own end."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from apps import slots
-from batchery import DeadlineExceeded, InvalidItem
+from batchery import AsyncClient, DeadlineExceeded, InvalidItem
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -118,6 +120,25 @@ def test_job_whose_time_is_over_leaves_its_slot_and_touches_no_neighbour(
     assert slots.noted(tmp_path / "notes")
     assert device(worker)["models"]["countdown"]["slots_taken"] == 1
     assert not gated.ready()
+
+
+@pytest.mark.usefixtures("worker")
+def test_time_limit_of_a_stream_is_that_of_each_piece(redis_url: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    async def scene() -> tuple[list[Any], Any]:
+        async with AsyncClient(redis_url) as client:
+            pieces = client.task("countdown", timeout_s=SOON_S).stream(3, gate=str(gate))
+            end_s = time.monotonic() + 2 * SOON_S
+            while time.monotonic() < end_s:
+                assert await anext(pieces) == "waits"
+            gate.touch()
+            rest = [piece async for piece in pieces if piece != "waits"]
+            return rest, pieces.result
+
+    rest, result = asyncio.run(scene())
+    assert rest == [2, 1]
+    assert result["pid"]
 
 
 def test_job_that_is_terminated_leaves_its_slot_and_touches_no_neighbour(

@@ -59,27 +59,6 @@ async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -
     return [outcome.value for outcome in outcomes]
 
 
-async def keep_owner(request: Request, job_id: str, name: str) -> None:
-    """Notes whose a stream is, if there are keys, and what it is of.
-
-    Raises:
-        Problem: Redis is away.
-    """
-    if request.app.state.callers.have_keys:
-        record = TaskRecord(job_id, name, request.state.caller.name)
-        await get_gateway(request).stream_records.add(record)
-
-
-async def check_own(request: Request, job_id: str, name: str | None = None) -> None:
-    """Makes sure that a stream is the caller's, if there are keys; and what it is of.
-
-    Raises:
-        Problem: It is not, or there is none; or Redis is away.
-    """
-    if request.app.state.callers.have_keys:
-        await get_gateway(request).stream_records.find(job_id, request.state.caller.name, name)
-
-
 class PieceFeed:
     """The pieces of a job's text, for one caller.
 
@@ -98,7 +77,7 @@ class PieceFeed:
         """
         self._request, self._gateway, self._model = request, get_gateway(request), model
         self._timeout_s = read_timeout_s(request)
-        self._task, self._item = choose_task(request, model), item
+        self._task, self._item = choose_task(request, model, has_deadline=False), item
         self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None
@@ -121,8 +100,9 @@ class PieceFeed:
             Problem: There is none, or the stream is not the caller's.
         """
         name = f"{self._request.url.path} {self._model.name}"
+        caller, records = self._request.state.caller.name, self._gateway.stream_records
         if self._last is not None:
-            await check_own(self._request, self._last[1], name)
+            await records.find(self._last[1], caller, name)
             self._stream = self._gateway.client.follow(self._last[1], after=self._last[2])
         else:
             self._stream = self._task.stream(self._item)
@@ -130,14 +110,14 @@ class PieceFeed:
         self._gone = asyncio.ensure_future(wait_gone(self._request))
         self._gone.add_done_callback(self._give_up)
         try:
-            if not self.is_resumed:
-                # Before anybody learns the id.
-                await keep_owner(self._request, self.job_id, name)
             async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
                 self._first = await self._next()
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
+            if not self.is_resumed:
+                # Before anybody learns the id.
+                await records.add(TaskRecord(self.job_id, name, caller))
         except BaseException as error:
             self._gone.cancel()
             # Nobody knows its id, so nobody can come back.

@@ -223,8 +223,10 @@ async def run_outcomes(
     return outcomes
 
 
-def choose_task(request: Request, model: ServedModel) -> AsyncTask:
+def choose_task(request: Request, model: ServedModel, *, has_deadline: bool = True) -> AsyncTask:
     """The task of a model on behalf of a caller: with its tenant and class, in its time.
+
+    Without a deadline that is the time of each piece, not of the whole answer.
 
     Raises:
         Problem: Redis is away, or a header is wrong.
@@ -237,7 +239,7 @@ def choose_task(request: Request, model: ServedModel) -> AsyncTask:
         model.name,
         timeout_s=timeout_s,
         tenant=caller.tenant,
-        deadline_s=timeout_s,
+        deadline_s=timeout_s if has_deadline else None,
         queue=model.queue,
         **options,
     )

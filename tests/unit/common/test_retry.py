@@ -1,9 +1,12 @@
 """How long somebody waits for a Redis that is away, and what being away means."""
 
+from math import inf
+
 import pytest
 import redis
 
-from batchery.retry import RetryDeadline, RetryDeadlineExceeded, is_away, pause_s
+from batchery.errors import GaveUp
+from batchery.retry import RetryDeadline, RetryDeadlineExceeded, RetryPolicy, is_away, pause_s
 
 #: How Redis 6.2 begins the error of a command in a script.
 SCRIPT_ERROR = "Error running script (call to f_1a15): @user_script:43: @user_script: 43:"
@@ -59,3 +62,25 @@ def test_deadline_counts_from_the_first_failure_and_ends() -> None:
         deadline.wait(9, "refused")
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1])
     assert deadline.is_exceeded
+
+
+def test_policy_that_gave_up_waits_again_once_something_has_worked() -> None:
+    failures = inf
+
+    def ask() -> str:
+        nonlocal failures
+        if failures > 0:
+            failures -= 1
+            raise ConnectionError("refused")
+        return "there"
+
+    policy = RetryPolicy(away_s=0.1)
+    with pytest.raises(GaveUp):
+        policy.call(ask, (ConnectionError,))
+    # Nothing else waits for a Redis that is away.
+    failures = 1
+    with pytest.raises(GaveUp):
+        policy.call(ask, (ConnectionError,))
+    assert policy.call(ask, (ConnectionError,)) == "there"
+    failures = 1
+    assert policy.call(ask, (ConnectionError,)) == "there"

@@ -35,7 +35,7 @@ from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, Ba
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
-from batchery_producer.openai_generation import REQUESTS, count_item_chars
+from batchery_producer.openai_generation import REQUESTS, count_item_chars, count_texts
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
@@ -290,7 +290,7 @@ class BatchLines:
         items = row.item if row.item_count else [row.item]
         limits = Caller("", None, None, 0, self._record.max_items, self._record.max_chars)
         try:
-            limits.check(len(items), sum(map(count_item_chars, items)))
+            limits.check(sum(map(count_texts, items)), sum(map(count_item_chars, items)))
         except Problem as problem:
             return Broken(row.line, row.id, problem.message)
         if not row.item_count:

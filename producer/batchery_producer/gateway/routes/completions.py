@@ -4,6 +4,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -11,13 +12,12 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
-from batchery_producer.gateway.answers import json_response
+from batchery_producer.gateway.answers import json_response, off_loop
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
-    check_own,
     check_prompts,
     generate,
     write_error,
@@ -42,6 +42,9 @@ from batchery_producer.openai_generation import (
 )
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
+
+#: An answer with the logarithms of more tokens is made in a thread, as that takes milliseconds.
+INLINE_TOKENS = 100
 
 #: What the schema says of answers that come in pieces.
 EVENTS: dict[int | str, dict[str, Any]] = {
@@ -86,8 +89,9 @@ async def cancel_completion(request: Request, completion_id: str) -> CompletionD
     found = re.fullmatch(COMPLETION_ID, completion_id)
     if found is None:
         raise Problem(Kind.NOT_FOUND, f"completion {completion_id!r:.100}: no such answer")
-    await check_own(request, found[1])
-    get_gateway(request).client.cancel(found[1])
+    gateway = get_gateway(request)
+    await gateway.stream_records.find(found[1], request.state.caller.name)
+    gateway.client.cancel(found[1])
     return {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
 
 
@@ -98,7 +102,11 @@ async def _complete(
     check_prompts(request, items, body.n or 1)
     if not body.stream:
         results = await generate(request, model, items)
-        return json_response(build_completion(url, str(uuid.uuid4()), model.name, results))
+        choices = [choice for result in results for choice in list_choices(result)]
+        is_long = sum(len(each.get("logprobs") or ()) for each in choices) > INLINE_TOKENS
+        write = partial(build_completion, url, str(uuid.uuid4()), model.name, results)
+        caller = request.state.caller
+        return await off_loop(caller, lambda: json_response(write()), is_long=is_long)
     if len(items) > 1:
         raise Problem(Kind.INVALID, "prompt: a stream has one prompt; send several", param="prompt")
     feed = PieceFeed(request, model, items[0])

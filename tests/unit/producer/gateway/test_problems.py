@@ -7,7 +7,7 @@ import pytest
 from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError
 
-from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem
+from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem, ServerBusy
 from batchery_producer.gateway.app import invalid
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 
@@ -52,6 +52,21 @@ def test_each_api_has_its_own_words_and_statuses(
     for name, value in named.items():
         part = body[name]
         assert (part.items() >= value.items()) if isinstance(value, dict) else part == value
+
+
+@pytest.mark.parametrize(
+    ("words", "retry_after"),
+    [
+        ("status 429 (it asks for a pause of 2.5 s)", "3"),
+        ("status 429 (it asks for a pause of 1e+03 s)", "1000"),
+        ("status 429: come after a pause of .. s", "1"),
+        ("status 429: come after a pause of 1.2.3 s", "1"),
+        ("status 429: come after a pause of 1e999 s", "86400"),
+    ],
+)
+def test_busy_server_is_a_429_whatever_it_says(words: str, retry_after: str) -> None:
+    found = answer("/v1/completions", build_problem(ServerBusy(words)))
+    assert (found.status_code, found.headers["retry-after"]) == (429, retry_after)
 
 
 @pytest.mark.parametrize("path", ["/embed", "/v1/embeddings", "/v2/rerank", "/tasks/a"])

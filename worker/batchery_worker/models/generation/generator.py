@@ -24,6 +24,9 @@ from batchery_worker.models.inputs import GenerationKeywords, read_keywords, spl
 from batchery_worker.models.source import ModelSource, name_version, quiet, reason
 from batchery_worker.models.tokenizer import load_tokenizer
 
+#: The logarithm of the probability of a token that cannot be, as with OpenAI; JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
 
 class TextGenerator(StepModel):
     """Writes texts; subclasses are engines, which say what the next tokens are.
@@ -207,9 +210,11 @@ class TextGenerator(StepModel):
     ) -> None:
         """Remembers the probability of a token, and those of the likeliest ones."""
         tokenizer = self.tokenizer
-        top = [[tokenizer.decode([each]), each, value] for each, value in likeliest]
+        top = [
+            [tokenizer.decode([each]), each, max(value, LEAST_LOGPROB)] for each, value in likeliest
+        ]
         shown = tokenizer.decode([token])
-        found = {"token": shown, "id": token, "logprob": own, "top": top}
+        found = {"token": shown, "id": token, "logprob": max(own, LEAST_LOGPROB), "top": top}
         spelled = [(shown, token), *((each, id_) for each, id_, _ in top)]
         if any(REPLACEMENT in each for each, _ in spelled):
             found["bytes"] = [read_bytes(tokenizer, id_, each) for each, id_ in spelled]

@@ -1,5 +1,6 @@
 """Models with an encoder: texts of static batches are the same as each alone."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def test_rules_of_the_model_hold_as_in_generate(load: Load, writer: Load, tmp_pa
         ruled = plain.write(prompt, 30, repetition_penalty=1.5, **rules)
         result = Driver(model).one(prompt, max_new_tokens=30, repetition_penalty=1.5)
         assert result["text"] == plain.text(ruled)
+
+
+def test_logprobs_of_impossible_tokens_are_numbers_of_json(writer: Load) -> None:
+    model, _ = writer("bart")
+    result = Driver(model).one(CORPUS[0], logprobs=2, max_new_tokens=6)
+    values = [[value for _, _, value in each["top"]] for each in result["logprobs"]]
+    assert [each["id"] for each in result["logprobs"]][-1] == FORCED["forced_eos_token_id"]
+    assert values[-1] == [0.0, -9999.0]
+    assert all(math.isfinite(value) for each in values for value in each)
 
 
 @pytest.mark.parametrize("architecture", sorted(ENCODER_WRITERS))
