@@ -34,7 +34,12 @@ from batchery.protocol.pieces import (
     wake_key,
     woken_key,
 )
-from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
+from batchery_worker.commit.committer import (
+    CommitStatus,
+    RetryingRedis,
+    get_database,
+    make_results_client,
+)
 from batchery_worker.ipc.messages import PieceContext, Work
 from batchery_worker.ipc.values import is_plain, plain_json
 
@@ -123,9 +128,7 @@ class PieceWriter:
             connect_broker: Makes a client of the broker's database, if that is on another server.
         """
         self._backend = backend
-        self._results = RetryingRedis(
-            lambda: backend._create_client(**backend.connparams), lambda: None
-        )
+        self._results = RetryingRedis(partial(make_results_client, backend), lambda: None)
         self._broker = RetryingRedis(connect_broker, lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()

@@ -7,19 +7,16 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-import redis
 from celery import Celery
 from celery.app.task import Context
 from celery.states import STARTED
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from batchery.errors import counted
 from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
-from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.commit.committer import (
     encode_fields,
+    make_results_client,
     only_celery_stores,
     result_scripts,
     stored_fields,
@@ -87,14 +84,7 @@ class StartedStates:
 
     @cached_property
     def _scripts(self) -> RedisScripts:
-        # Not the backend's own client, which tries for a long time.
-        backend: Any = self._app.backend
-        given = backend.connparams
-        # A connection by a Unix socket knows only one of them.
-        limits = [name for name in ("socket_timeout", "socket_connect_timeout") if name in given]
-        options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
-        client: redis.Redis = backend._create_client(**{**given, **options})
-        return result_scripts(client)
+        return result_scripts(make_results_client(self._app.backend))
 
 
 def _meta(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from batchery_worker.ipc.messages import (
     Cancel,
     Left,
     Reply,
-    ResultsWait,
     Setup,
     Stepped,
     TextTimes,
@@ -99,12 +98,11 @@ class StepLoop:
         self._steps_s = 0.0
         self._told_s = -inf
 
-    def prepare(self, work: Work) -> SlotJob:
-        """Makes a job of a message."""
+    def prepare(self, work: Work, pieces: Sequence[Any] = ()) -> SlotJob:
+        """Makes a job of a message, and of the pieces that were sent before."""
         started_s = time.perf_counter()
         (_, items, _) = work.jobs[0]
         prepared = prepare(self._model, items, work.keywords)
-        pieces = self._pieces.read(work) if work.streams else ()
         ended_s = time.perf_counter()
         batch = DeviceBatch(
             *(work, prepared),
@@ -226,9 +224,6 @@ class StepLoop:
         """Has a job answered that has no item here any more."""
         batch = job.batch
         del self._jobs[batch.work.id]
-        if batch.work.slot_limits.hard_s is not None:
-            # Its time must not count while the commit waits for Redis.
-            self._tell(ResultsWait(batch.work.id))
         batch.outcomes = job.outcomes
         # What it waited for a slot, or had made room for others, is no time of the model.
         held_s = (self._slots.take_held_s((batch.work.id, at)) for at in range(len(job.outcomes)))

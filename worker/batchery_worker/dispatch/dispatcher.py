@@ -458,6 +458,7 @@ class Dispatcher:
             pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
+            is_timed=hard_limit_s is not None or self._settings.max_pass_s is not None,
         )
         if device.models is not None and device.models.begin(task.name, dispatched_s):
             work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))
