@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.app.task import Context
-from celery.states import STARTED
+from celery.states import EXCEPTION_STATES, STARTED
 
 from batchery import BatchTask, install
 from batchery_worker.device.started import StartedStates
@@ -117,11 +117,13 @@ def test_a_device_stores_what_celery_would(
 def test_a_result_is_never_overwritten_and_any_other_state_is(make_app: Any) -> None:
     app = make_app()
     choose_task(app)
-    for state in ("SUCCESS", "RETRY", "PROGRESS"):
-        app.backend.store_result(state, "before", state)
-    StartedStates(app).store(build_work_name(*map(message, ("SUCCESS", "RETRY", "PROGRESS"))))
-    states = [app.AsyncResult(each).state for each in ("SUCCESS", "RETRY", "PROGRESS")]
-    assert states == ["SUCCESS", "STARTED", "STARTED"]
+    ends, others = ("SUCCESS", "FAILURE", "REVOKED"), ("RETRY", "PROGRESS")
+    for state in (*ends, *others):
+        error = ValueError("before") if state in EXCEPTION_STATES else "before"
+        app.backend.store_result(state, error, state)
+    StartedStates(app).store(build_work_name(*map(message, (*ends, *others))))
+    states = [app.AsyncResult(each).state for each in (*ends, *others)]
+    assert states == [*ends, "STARTED", "STARTED"]
 
 
 def test_nothing_is_stored_for_those_who_want_nothing(make_app: Any) -> None:
