@@ -9,9 +9,9 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import Failed, Partial, UnserialisableResult
+from batchery import Client, Failed, NoResult, Partial, UnserialisableResult
 from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
-from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.ipc.messages import PieceContext, Work
 from support.harness import wait_for
@@ -267,6 +267,69 @@ def test_a_call_that_runs_again_sends_only_what_is_new(pen: Pen) -> None:
             take(Partial(0, piece))
     pen.writer.flush(work)
     assert [piece for _, piece in pen.written()] == ['"a"', '"b"']
+
+
+@pytest.mark.parametrize("later", [[], ["c", "d"]])
+def test_pieces_that_redis_refuses_leave_a_gap_for_their_readers(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch, later: list[str]
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    call, refusals = pen.writer._call, [redis.ResponseError("no")]
+
+    def call_later(context: Any, taken: Any, *args: Any) -> str | None:
+        if refusals and any(pieces for _, pieces in taken.values()):
+            raise refusals.pop()
+        return call(context, taken, *args)
+
+    monkeypatch.setattr(pen.writer, "_call", call_later)
+    pen.write(work, "b")
+    pen.write(work, *later)
+    pen.writer.end(work, ["committed"])
+    app = Celery("reader", backend=pen.app.conf.result_backend, set_as_current=False)
+    with app, Client(app) as client, pytest.raises(NoResult, match="pieces 2 to 3 were dropped"):
+        list(client.follow("job", timeout_s=patient(10)))
+
+
+def test_pieces_that_redis_always_refuses_are_dropped_and_nobody_waits_for_them(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+
+    def refuse(*_: Any) -> None:
+        raise redis.ResponseError("no")
+
+    monkeypatch.setattr(pen.writer, "_call", refuse)
+    pen.write(work, "a")
+    pen.write(work, "b")
+    assert pen.written() == []
+
+
+def test_a_script_takes_a_bounded_number_of_bytes(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch, every_redis: Any
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    call, sizes_bytes = pen.writer._call, list[int]()
+
+    def measure(context: Any, taken: Any, *args: Any) -> str | None:
+        sizes_bytes.append(sum(len(piece) for _, pieces in taken.values() for piece in pieces))
+        return call(context, taken, *args)
+
+    monkeypatch.setattr(pen.writer, "_call", measure)
+    large = "x" * (1 << 20)
+    with every_redis.hanging():
+        for _ in range(20):
+            pen.writer.write({work.id: [large]})
+    pen.writer.flush(work)
+    assert len(pen.written()) == 21
+    assert max(sizes_bytes) < MAX_BYTES_PER_SCRIPT + len(large) + 3
 
 
 def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(
