@@ -1,5 +1,6 @@
 """The writer of pieces against real servers: what is written, what is refused, what comes again."""
 
+import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,11 +10,20 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import Client, Failed, NoResult, Partial, UnserialisableResult
+from batchery import (
+    Advance,
+    Client,
+    Failed,
+    NoResult,
+    Partial,
+    StepModel,
+    UnserialisableResult,
+)
 from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
 from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.ipc.messages import PieceContext, Work
+from batchery_worker.device.steps import StepLoop
+from batchery_worker.ipc.messages import PieceContext, Setup, Work
 from support.harness import wait_for
 from support.patience import patient
 
@@ -79,6 +89,47 @@ class Pen:
     def written(self) -> list[tuple[str, str]]:
         entries = self.results.xrange("batchery-pieces:job")
         return [(id_.decode(), entry[b"p"].decode()) for id_, entry in entries if b"p" in entry]
+
+
+class Endless(StepModel):
+    """Its items never end."""
+
+    during_step: Callable[[], None]
+
+    def load(self, device: str) -> None:
+        """Loads nothing."""
+
+    def join(self, slot: int, *_: Any, **keywords: Any) -> None:
+        """Takes it in."""
+
+    def leave(self, slot: int) -> None:
+        """Forgets it."""
+
+    def step(self) -> list[Advance]:
+        self.during_step()
+        return []
+
+
+class Intake:
+    """Jobs for a `StepLoop`, which ends when it has looked for them some times."""
+
+    def __init__(self, arrived: list[Any]) -> None:
+        self.arrived = arrived
+        self._looks = 10
+
+    def take(self) -> Any:
+        return self.arrived.pop(0)
+
+    def take_arrived(self) -> Any:
+        self._looks -= 1
+        if not self._looks:
+            raise EOFError
+        if not self.arrived:
+            raise queue.Empty
+        return self.arrived.pop(0)
+
+    def read_ahead(self) -> None:
+        """There is no thread."""
 
 
 @pytest.fixture
@@ -199,6 +250,34 @@ def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen
     pen.results.delete("batchery-reader:job")
     refusal = wait_for(lambda: pen.writer.write({work.id: ["b"]}), "it is refused")
     assert refusal == {work.id: CommitStatus.REVOKED}
+
+
+def test_a_job_that_is_refused_while_a_step_runs_leaves_when_it_comes(pen: Pen) -> None:
+    """It is prepared beside the step, after which other jobs are looked for."""
+    model, answered = Endless(), list[Any]()
+    setup = Setup("cpu", (), "", (), (), {}, slots=2)
+    loop = StepLoop(
+        model,
+        setup,
+        lambda batch, _: answered.append((batch.work.id, batch.dropped)),
+        lambda _: None,
+        pen.writer,
+    )
+    pen.stream()
+    work = pen.work()
+
+    def come_in_a_step() -> None:
+        pieces = pen.writer.read(work)
+        pen.leases.hdel(LEASES, "7")
+        wait_for(lambda: pen.writer.find_refusal(work), "it is refused")
+        model.during_step = lambda: None
+        intake.arrived.append(loop.prepare(work, pieces))
+
+    model.during_step = come_in_a_step
+    intake = Intake([loop.prepare(replace(pen.work(), pieces=None))])
+    with pytest.raises(EOFError):
+        loop.run(intake)
+    assert answered == [(work.id, CommitStatus.FENCED)]
 
 
 def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:

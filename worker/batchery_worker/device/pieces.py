@@ -249,6 +249,13 @@ class PieceWriter:
             self._add(encoded)
         return refused
 
+    def find_refusal(self, work: Work) -> CommitStatus | None:
+        """Why a job must leave that comes now, if it must: `write` says that only once."""
+        for job in self._open.get(work.id, {}).values():
+            if job.refusal and job.refusal != UNREAD:
+                return CommitStatus(job.refusal)
+        return None
+
     def flush(self, work: Work) -> None:
         """Waits until all pieces of a batch are written, as long as Redis is away."""
         if work.id in self._open:
