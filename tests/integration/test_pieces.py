@@ -1,10 +1,12 @@
 """The writer of pieces against real servers: what is written, what is refused, what comes again."""
 
 import queue
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -20,7 +22,7 @@ from batchery import (
     UnserialisableResult,
 )
 from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
-from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus
+from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus, RetryingRedis
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.steps import StepLoop
 from batchery_worker.ipc.messages import PieceContext, Setup, Work
@@ -409,6 +411,24 @@ def test_a_script_takes_a_bounded_number_of_bytes(
     pen.writer.flush(work)
     assert len(pen.written()) == 21
     assert max(sizes_bytes) < MAX_BYTES_PER_SCRIPT + len(large) + 3
+
+
+def test_no_two_threads_share_a_client(pen: Pen, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, connect = defaultdict[Any, set[int]](set), cast(Any, RetryingRedis.client).fget
+
+    def note(self: RetryingRedis) -> Any:
+        threads[self].add(threading.get_ident())
+        return connect(self)
+
+    monkeypatch.setattr(RetryingRedis, "client", property(note))
+    pen.stream()
+    work = pen.work(replace(LEASED, resumed=["job"]))
+    assert pen.writer.read(work) == []
+    pen.write(work, "a")
+    ends = threading.Thread(target=pen.writer.end, args=(work, ["committed"]))
+    ends.start()
+    ends.join()
+    assert [len(each) for each in threads.values()] == [1, 1, 1]
 
 
 def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(

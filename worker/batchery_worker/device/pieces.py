@@ -147,7 +147,11 @@ class PieceWriter:
             connect_broker: Makes a client of the broker's database, if that is on another server.
         """
         self._backend = backend
-        self._results = RetryingRedis(partial(make_results_client, backend), lambda: None)
+        connect = partial(make_results_client, backend)
+        # One for each thread: the writer's own, whoever prepares batches, and whoever answers them.
+        self._results, self._read, self._ended = (
+            RetryingRedis(connect, lambda: None) for _ in range(3)
+        )
         self._broker = RetryingRedis(connect_broker, lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
@@ -194,7 +198,7 @@ class PieceWriter:
         for job in self.open(work).values():
             if job.task_id not in job.context.resumed:
                 continue
-            entries, _ = self._results.attempt(partial(_read_all, job.keys[0]), "-")
+            entries, _ = self._read.attempt(partial(_read_all, job.keys[0]), "-")
             pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
             if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
                 job.skip(len(pieces))
@@ -277,7 +281,7 @@ class PieceWriter:
         ]
         if stored:
             with suppress(redis.RedisError, OSError):  # Readers also look for results.
-                mark_ended(self._results.client, self._backend, stored)
+                mark_ended(self._ended.client, self._backend, stored)
 
     def _add(self, pieces: Iterable[tuple[StreamedJob, Sequence[bytes]]]) -> None:
         with self._changed:
