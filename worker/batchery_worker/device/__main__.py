@@ -179,7 +179,8 @@ class Device:
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
-        return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
+        resumes = self._steps is None or self._steps.resumes
+        return Ready(os.getpid(), time.monotonic() - started_s, self._figures(), resumes)
 
     def tell(self, reply: Reply) -> None:
         """Writes a message to the parent.

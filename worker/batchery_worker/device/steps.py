@@ -88,6 +88,8 @@ class StepLoop:
         """
         self._version = version
         self._model = model
+        #: Whether a job may make room for another one; see `StepModel.resumes`.
+        self.resumes = bool(model.resumes)
         self._setup = setup
         self._slots: Slots[ItemId] = Slots(model, setup.slots)
         self._finish = finish
@@ -172,7 +174,7 @@ class StepLoop:
 
     def _make_room(self, victims: Sequence[int]) -> None:
         """Has the first of some jobs that has a slot go on later."""
-        for each in victims if self._model.resumes else ():
+        for each in victims if self.resumes else ():
             job = self._jobs.get(each)
             if job and self._slots.put_aside({(each, at) for at in range(len(job.outcomes))}):
                 return

@@ -175,6 +175,8 @@ class DeviceProcess:
     recycle_due: bool = False
     #: Whether it shall finish what it has, and then have no process.
     is_drained: bool = False
+    #: As in `Ready`.
+    resumes: bool = True
     #: Number of slots that its jobs have, or will have next.
     taken: int = 0
     link: Link | None = None

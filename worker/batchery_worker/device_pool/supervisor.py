@@ -415,6 +415,7 @@ class DeviceSupervisor:
         if isinstance(reply, Ready):
             device.state = State.READY
             device.load_s, device.ready_s = reply.load_s, monotonic()
+            device.resumes = reply.resumes
             device.failed_starts = 0
             device.is_hung = False
             self._refusals.pop(device.name, None)

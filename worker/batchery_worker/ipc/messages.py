@@ -220,6 +220,8 @@ class Ready(NamedTuple):
     load_s: float
     #: Figures of the device's models and memory.
     figures: Mapping[str, Any] | None = None
+    #: Whether jobs may make room for others in its slots; see `StepModel.resumes`.
+    resumes: bool = True
 
 
 class NotReady(NamedTuple):
