@@ -247,9 +247,12 @@ def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[tuple[Any, .
         took_s: From the arrival of the job to its end, in seconds.
     """
     for outcome in outcomes:
-        with suppress(TypeError, KeyError):
-            first_s, total_s = (outcome["timings"][name] / 1e3 for name in _TIMINGS)
-            tokens_in, tokens_out = (outcome[name] or 0 for name in ("tokens_in", "tokens_out"))
+        with suppress(Exception):
+            # The message to the parent takes no numbers of numpy.
+            first_s, total_s = (float(outcome["timings"][name] / 1e3) for name in _TIMINGS)
+            tokens_in, tokens_out = (
+                int(outcome[name] or 0) for name in ("tokens_in", "tokens_out")
+            )
             has_pauses = tokens_out > 1 and "choices" not in outcome
             pause_s = (total_s - first_s) / (tokens_out - 1) if has_pauses else None
             yield tuple(TextTimes(took_s - total_s + first_s, pause_s, tokens_in, tokens_out))
