@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -34,14 +35,19 @@ class StartedStates:
         """Does not connect yet."""
         self._app = app
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
+        self._paused_until_s = 0.0
 
     def store(self, work: Work) -> None:
         """Stores the state of all jobs of a batch, unless their task does not ask for it.
 
-        A job need not wait for a backend that is away: it goes on without this state.
+        A job need not wait for a backend that is away: it goes on without this state. Nor does one
+        that comes soon after it, as long as that has waited.
         """
         task: Any = self._app.tasks.get(work.task)
         if task is None or not task.track_started or not work.contexts:
+            return
+        began_s = time.monotonic()
+        if began_s < self._paused_until_s:
             return
         try:
             if only_celery_stores(self._app, task) is None:
@@ -49,6 +55,7 @@ class StartedStates:
             else:
                 self._store_each(task, work)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises, the jobs must run
+            self._paused_until_s = 2 * time.monotonic() - began_s
             logger.warning(
                 "the state STARTED of %s of %s cannot be stored: %s: %s",
                 counted(len(work.jobs), "job"),
