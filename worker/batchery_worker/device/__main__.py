@@ -37,9 +37,8 @@ from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery.task import BatchTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
-from batchery_worker.device.excuse import excused
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
-from batchery_worker.device.intake import Intake
+from batchery_worker.device.intake import Intake, excused
 from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
 from batchery_worker.device.loading import (
     EngineModel,
