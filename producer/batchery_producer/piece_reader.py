@@ -512,7 +512,8 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPie
         if field == PIECE and number > before + 1:
             raise NoResult(
                 f"job {stream.id}: its pieces {before + 1} to {number - 1} were dropped"
-                " before they were read; read faster, or raise stream_max_pieces"
+                " before they were read; read faster, or raise stream_max_pieces, unless the"
+                " worker's log says that it could not write them"
             )
         stream.fetched, last = id_, order
         if field == PIECE:

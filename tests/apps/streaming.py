@@ -97,6 +97,22 @@ def gated(paths: list[str]) -> Generator[Partial, None, list[int]]:
     return [os.getpid()]
 
 
+@app.task(
+    shared=False,
+    base=BatchTask,
+    track_started=True,
+    time_limit=int(os.environ.get("STREAMING_LIMIT_S", "60")),
+)
+def limited(words: list[str], *, gate: str) -> Generator[Partial, None, list[str]]:
+    """Yields letters once there is a file; has a hard time limit."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    for index, word in enumerate(words):
+        for letter in word:
+            yield Partial(index, letter)
+    return words
+
+
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def flood(counts: list[int]) -> Generator[Partial, None, list[int]]:
     for index, count in enumerate(counts):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from batchery import Client
 from support.harness import Worker, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
+
+#: As the setting `max_pass_s` in some tests, and a hard time limit.
+LIMIT_S = int(patient(2))
 
 
 class Place(NamedTuple):
@@ -35,9 +40,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         broker = stack.enter_context(OwnRedis(folder / "broker"))
         results = stack.enter_context(OwnRedis(folder / "results"))
 
-        def start(*arguments: str) -> Worker:
-            env = {"CELERY_RESULT_BACKEND": results.url, "TORN_PLAN": str(plan)}
-            worker = Worker(folder, broker.url, "apps.torn", *arguments, env=env)
+        def start(*arguments: str, app: str = "apps.torn", **more: str) -> Worker:
+            env = {"CELERY_RESULT_BACKEND": results.url, "TORN_PLAN": str(plan), **more}
+            worker = Worker(folder, broker.url, app, *arguments, env=env)
             stack.callback(worker.kill)
             return worker.wait_ready()
 
@@ -128,3 +133,58 @@ def test_a_server_is_away_for_a_while(place: Place, worker: Worker, away: str) -
         server.start()
         # Redis does not keep subscriptions.
         sent.has_one_result_each(is_told=away == "broker")
+
+
+def test_a_server_of_results_that_hangs_is_no_device_that_hangs(place: Place) -> None:
+    worker = place.start("-Q", "silent", BATCHERY_MAX_PASS_S=str(LIMIT_S))
+    pids = [each.pid for each in worker.devices()]
+    with Sent(place, "silent") as sent:
+        with place.results.hanging():
+            sent.let_go()
+            time.sleep(3 * LIMIT_S)
+        sent.has_one_result_each()
+    assert [each.pid for each in worker.devices()] == pids
+    worker.kill()
+
+
+@pytest.fixture(scope="module")
+def limited(place: Place) -> Worker:
+    """A worker of streams, with a function that has a hard limit."""
+    limits = {"STREAMING_LIMIT_S": str(LIMIT_S), "BATCHERY_MAX_PASS_S": str(LIMIT_S)}
+    return place.start("-Q", "limited,speller", app="apps.streaming", **limits)
+
+
+@pytest.mark.parametrize("name", ["limited", "speller"])
+def test_time_that_results_wait_for_a_server_that_hangs_is_no_time_of_a_stream(
+    place: Place, limited: Worker, name: str, tmp_path: Path
+) -> None:
+    """Its function, or the steps of its model, have ended in time."""
+    pids = [each.pid for each in limited.devices()]
+    gate = tmp_path / "gate"
+    app = Celery("sender", broker=place.broker.url, backend=place.results.url, set_as_current=False)
+    with app, Client(app) as caller:
+        task = "apps.streaming.limited" if name == "limited" else name
+        pieces = caller.task(task, queue=name).stream("word", timeout_s=TIMEOUT_S, gate=str(gate))
+        with place.results.hanging():
+            gate.touch()
+            time.sleep(3 * LIMIT_S)
+        assert "".join(pieces) == "word"
+        assert pieces.result
+    assert [each.pid for each in limited.devices()] == pids
+
+
+def test_time_in_which_the_state_started_is_stored_is_no_time_of_a_batch(
+    place: Place, limited: Worker, tmp_path: Path
+) -> None:
+    pids = [each.pid for each in limited.devices()]
+    gate = tmp_path / "gate"
+    gate.touch()
+    with Celery("sender", broker=place.broker.url, set_as_current=False) as app:
+        with place.results.hanging():
+            task, keywords = "apps.streaming.limited", {"gate": str(gate)}
+            job = app.send_task(task, ["word"], keywords, queue="limited")
+            time.sleep(3 * LIMIT_S)
+        with Redis.from_url(place.results.url) as results:
+            key = f"celery-task-meta-{job.id}"
+            wait_for(lambda: "SUCCESS" in str(results.get(key)), "its result", TIMEOUT_S)
+    assert [each.pid for each in limited.devices()] == pids

@@ -1,19 +1,31 @@
 """The writer of pieces against real servers: what is written, what is refused, what comes again."""
 
+import queue
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
 from celery import Celery
 
-from batchery import Failed, Partial, UnserialisableResult
+from batchery import (
+    Advance,
+    Client,
+    Failed,
+    NoResult,
+    Partial,
+    StepModel,
+    UnserialisableResult,
+)
 from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
-from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus, RetryingRedis
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.ipc.messages import PieceContext, Work
+from batchery_worker.device.steps import StepLoop
+from batchery_worker.ipc.messages import PieceContext, Setup, Work
 from support.harness import wait_for
 from support.patience import patient
 
@@ -79,6 +91,47 @@ class Pen:
     def written(self) -> list[tuple[str, str]]:
         entries = self.results.xrange("batchery-pieces:job")
         return [(id_.decode(), entry[b"p"].decode()) for id_, entry in entries if b"p" in entry]
+
+
+class Endless(StepModel):
+    """Its items never end."""
+
+    during_step: Callable[[], None]
+
+    def load(self, device: str) -> None:
+        """Loads nothing."""
+
+    def join(self, slot: int, *_: Any, **keywords: Any) -> None:
+        """Takes it in."""
+
+    def leave(self, slot: int) -> None:
+        """Forgets it."""
+
+    def step(self) -> list[Advance]:
+        self.during_step()
+        return []
+
+
+class Intake:
+    """Jobs for a `StepLoop`, which ends when it has looked for them some times."""
+
+    def __init__(self, arrived: list[Any]) -> None:
+        self.arrived = arrived
+        self._looks = 10
+
+    def take(self) -> Any:
+        return self.arrived.pop(0)
+
+    def take_arrived(self) -> Any:
+        self._looks -= 1
+        if not self._looks:
+            raise EOFError
+        if not self.arrived:
+            raise queue.Empty
+        return self.arrived.pop(0)
+
+    def read_ahead(self) -> None:
+        """There is no thread."""
 
 
 @pytest.fixture
@@ -201,6 +254,34 @@ def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen
     assert refusal == {work.id: CommitStatus.REVOKED}
 
 
+def test_a_job_that_is_refused_while_a_step_runs_leaves_when_it_comes(pen: Pen) -> None:
+    """It is prepared beside the step, after which other jobs are looked for."""
+    model, answered = Endless(), list[Any]()
+    setup = Setup("cpu", (), "", (), (), {}, slots=2)
+    loop = StepLoop(
+        model,
+        setup,
+        lambda batch, _: answered.append((batch.work.id, batch.dropped)),
+        lambda _: None,
+        pen.writer,
+    )
+    pen.stream()
+    work = pen.work()
+
+    def come_in_a_step() -> None:
+        pieces = pen.writer.read(work)
+        pen.leases.hdel(LEASES, "7")
+        wait_for(lambda: pen.writer.find_refusal(work), "it is refused")
+        model.during_step = lambda: None
+        intake.arrived.append(loop.prepare(work, pieces))
+
+    model.during_step = come_in_a_step
+    intake = Intake([loop.prepare(replace(pen.work(), pieces=None))])
+    with pytest.raises(EOFError):
+        loop.run(intake)
+    assert answered == [(work.id, CommitStatus.FENCED)]
+
+
 def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:
     work = pen.work()
     pen.writer.read(work)
@@ -267,6 +348,87 @@ def test_a_call_that_runs_again_sends_only_what_is_new(pen: Pen) -> None:
             take(Partial(0, piece))
     pen.writer.flush(work)
     assert [piece for _, piece in pen.written()] == ['"a"', '"b"']
+
+
+@pytest.mark.parametrize("later", [[], ["c", "d"]])
+def test_pieces_that_redis_refuses_leave_a_gap_for_their_readers(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch, later: list[str]
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    call, refusals = pen.writer._call, [redis.ResponseError("no")]
+
+    def call_later(context: Any, taken: Any, *args: Any) -> str | None:
+        if refusals and any(pieces for _, pieces in taken.values()):
+            raise refusals.pop()
+        return call(context, taken, *args)
+
+    monkeypatch.setattr(pen.writer, "_call", call_later)
+    pen.write(work, "b")
+    pen.write(work, *later)
+    pen.writer.end(work, ["committed"])
+    app = Celery("reader", backend=pen.app.conf.result_backend, set_as_current=False)
+    with app, Client(app) as client, pytest.raises(NoResult, match="pieces 2 to 3 were dropped"):
+        list(client.follow("job", timeout_s=patient(10)))
+
+
+def test_pieces_that_redis_always_refuses_are_dropped_and_nobody_waits_for_them(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+
+    def refuse(*_: Any) -> None:
+        raise redis.ResponseError("no")
+
+    monkeypatch.setattr(pen.writer, "_call", refuse)
+    pen.write(work, "a")
+    pen.write(work, "b")
+    assert pen.written() == []
+
+
+def test_a_script_takes_a_bounded_number_of_bytes(
+    pen: Pen, monkeypatch: pytest.MonkeyPatch, every_redis: Any
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    call, sizes_bytes = pen.writer._call, list[int]()
+
+    def measure(context: Any, taken: Any, *args: Any) -> str | None:
+        sizes_bytes.append(sum(len(piece) for _, pieces in taken.values() for piece in pieces))
+        return call(context, taken, *args)
+
+    monkeypatch.setattr(pen.writer, "_call", measure)
+    large = "x" * (1 << 20)
+    with every_redis.hanging():
+        for _ in range(20):
+            pen.writer.write({work.id: [large]})
+    pen.writer.flush(work)
+    assert len(pen.written()) == 21
+    assert max(sizes_bytes) < MAX_BYTES_PER_SCRIPT + len(large) + 3
+
+
+def test_no_two_threads_share_a_client(pen: Pen, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, connect = defaultdict[Any, set[int]](set), cast(Any, RetryingRedis.client).fget
+
+    def note(self: RetryingRedis) -> Any:
+        threads[self].add(threading.get_ident())
+        return connect(self)
+
+    monkeypatch.setattr(RetryingRedis, "client", property(note))
+    pen.stream()
+    work = pen.work(replace(LEASED, resumed=["job"]))
+    assert pen.writer.read(work) == []
+    pen.write(work, "a")
+    ends = threading.Thread(target=pen.writer.end, args=(work, ["committed"]))
+    ends.start()
+    ends.join()
+    assert [len(each) for each in threads.values()] == [1, 1, 1]
 
 
 def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(

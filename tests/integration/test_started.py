@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.app.task import Context
-from celery.states import STARTED
+from celery.states import EXCEPTION_STATES, STARTED
 
 from batchery import BatchTask, install
+from batchery_worker.commit import committer
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.messages import Work, dump_context
 from conftest import flush
+from support.harness import wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 from support.roles import as_role, probing
 
 # Celery's own backend calls it.
@@ -117,11 +120,13 @@ def test_a_device_stores_what_celery_would(
 def test_a_result_is_never_overwritten_and_any_other_state_is(make_app: Any) -> None:
     app = make_app()
     choose_task(app)
-    for state in ("SUCCESS", "RETRY", "PROGRESS"):
-        app.backend.store_result(state, "before", state)
-    StartedStates(app).store(build_work_name(*map(message, ("SUCCESS", "RETRY", "PROGRESS"))))
-    states = [app.AsyncResult(each).state for each in ("SUCCESS", "RETRY", "PROGRESS")]
-    assert states == ["SUCCESS", "STARTED", "STARTED"]
+    ends, others = ("SUCCESS", "FAILURE", "REVOKED"), ("RETRY", "PROGRESS")
+    for state in (*ends, *others):
+        error = ValueError("before") if state in EXCEPTION_STATES else "before"
+        app.backend.store_result(state, error, state)
+    StartedStates(app).store(build_work_name(*map(message, (*ends, *others))))
+    states = [app.AsyncResult(each).state for each in (*ends, *others)]
+    assert states == [*ends, "STARTED", "STARTED"]
 
 
 def test_nothing_is_stored_for_those_who_want_nothing(make_app: Any) -> None:
@@ -149,6 +154,29 @@ def test_one_round_trip_for_a_batch(make_app: Any, redis_url: str) -> None:
     assert calls["cmdstat_publish"] == 50
 
 
+def test_of_a_backend_that_hangs_nothing_is_asked_for_as_long_as_it_has_hung(
+    make_app: Any, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "SOCKET_TIMEOUT_S", patient(1))
+    app = make_app(own_redis.url)
+    choose_task(app)
+    states = StartedStates(app)
+    states.store(build_work_name(message("before")))
+    took_s = []
+    with own_redis.hanging():
+        for name in ("first", "second"):
+            began_s = time.monotonic()
+            states.store(build_work_name(message(name)))
+            took_s.append(time.monotonic() - began_s)
+    assert took_s[0] >= patient(1) > took_s[1]
+
+    def is_stored() -> bool:
+        states.store(build_work_name(message("after")))
+        return stored(app, "after") is not None
+
+    wait_for(is_stored, "it is stored again")
+
+
 def test_a_backend_that_is_away_holds_nobody_up(
     make_app: Any, own_redis: OwnRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,5 +197,10 @@ def test_a_backend_that_is_away_holds_nobody_up(
     line = caplog.messages[0]
     assert line.startswith("the state STARTED of 1 job of shout cannot be stored: Connection")
     own_redis.start()
-    states.store(build_work_name(message("after")))
+
+    def is_stored() -> bool:
+        states.store(build_work_name(message("after")))
+        return stored(app, "after") is not None
+
+    wait_for(is_stored, "it is stored again")
     assert stored(app, "after")["status"] == "STARTED"

@@ -81,10 +81,12 @@ class DispatchedBatch:
     expired: bool = False
     #: Whether all of its jobs were terminated, so that it must end soon.
     is_unwanted: bool = False
-    #: Whether its model is being loaded, which counts for none of its limits.
-    is_loading: bool = False
-    #: When the load of its model began, and how long it took, in seconds.
-    load_began_s: float = 0.0
+    #: Until when its device may be silent, and its limits do not count, as its model is loaded or
+    #: Redis may be away; 0 if neither is so.
+    excused_until_s: float = 0.0
+    #: Since when that is so.
+    excused_since_s: float = 0.0
+    #: How long the load of its model took, in seconds.
     load_s: float = 0.0
     #: When it began, less the time of urgent batches since then; its time limit counts from here.
     #: A batch begins when it is the first one of its device, an urgent one when the device says so.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,8 @@ import redis
 from celery import Celery
 from celery.backends.redis import RedisBackend
 from kombu.utils import json as kombu_json
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from batchery.protocol.headers import expires_s, stream_key
 from batchery.redis_scripts import RedisScripts
@@ -45,6 +48,16 @@ MAX_COMMIT_PAUSE_S = 2.0
 def result_scripts(client: "redis.Redis") -> RedisScripts:
     """The scripts that write results; most of them need a client of the backend's database."""
     return RedisScripts(client, LUA)
+
+
+def make_results_client(backend: Any) -> "redis.Redis":
+    """Makes a client of a result backend for Redis; the backend's own may wait for minutes."""
+    given = backend.connparams
+    # A connection by a Unix socket knows only one of them.
+    limits = [name for name in ("socket_timeout", "socket_connect_timeout") if name in given]
+    options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
+    client: redis.Redis = backend._create_client(**{**given, **options})
+    return client
 
 
 def get_database(client: Any) -> int:
@@ -363,7 +376,7 @@ class RedisCommitter:
             sleep: Waits for a number of seconds.
         """
         self._backend = backend
-        self._results = RetryingRedis(lambda: backend.client, on_wait, sleep)
+        self._results = RetryingRedis(partial(make_results_client, backend), on_wait, sleep)
         self._broker = RetryingRedis(connect_broker, on_wait, sleep)
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.

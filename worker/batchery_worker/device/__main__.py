@@ -38,7 +38,7 @@ from batchery.settings import ModelSettings
 from batchery.task import BatchTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
-from batchery_worker.device.intake import Intake
+from batchery_worker.device.intake import Intake, excused
 from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
 from batchery_worker.device.loading import (
     EngineModel,
@@ -178,7 +178,8 @@ class Device:
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
-        return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
+        resumes = self._steps is None or self._steps.resumes
+        return Ready(os.getpid(), time.monotonic() - started_s, self._figures(), resumes)
 
     def tell(self, reply: Reply) -> None:
         """Writes a message to the parent.
@@ -216,12 +217,8 @@ class Device:
         with self._reloader.turn.running:
             computed = self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = computed.forward_ms
-        if self._given == self._answered and not self._ahead and self._intake.is_empty:
-            # There is nothing else to do meanwhile, and another thread would start later.
-            self._answer(computed)
-        else:
-            self._given += 1
-            self._computed.put(computed)
+        # With nothing else to do meanwhile: another thread would start later.
+        self._hand_over(computed, at_once=not self._ahead and self._intake.is_empty)
 
     @cached_property
     def _intake(self) -> Intake[Any]:
@@ -233,13 +230,23 @@ class Device:
         message = load_message(frame)
         if isinstance(message, Cancel):
             return message
-        self._started.store(message)
-        return self._steps.prepare(message)
+        resumed = message.pieces and message.pieces.resumed
+        with excused(message, self.tell, asks=bool(message.contexts or resumed)):
+            self._started.store(message)
+            pieces = self._pieces.read(message)
+        return self._steps.prepare(message, pieces)
 
     def _finish(self, batch: DeviceBatch, is_last: bool) -> None:
         """Answers a job that has left its slots; on the commit thread, if others go on."""
         batch.figures = self._figures()
-        if is_last and self._given == self._answered:
+        self._hand_over(batch, at_once=is_last)
+
+    def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:
+        """Has a batch answered: at once if the last one was, or on the commit thread."""
+        if batch.work.is_timed:
+            # Its time must not count while it waits for Redis, or behind one that does.
+            self.tell(ResultsWait(batch.work.id))
+        if at_once and self._given == self._answered:
             self._answer(batch)
         else:
             self._given += 1
@@ -262,8 +269,7 @@ class Device:
             interrupted = self.current
             computed = self._forward(self._ahead.popleft(), resolve)
             self.current = interrupted
-            self._given += 1
-            self._computed.put(computed)
+            self._hand_over(computed)
             self._look_ahead()
 
     def _can_begin(self, batch: DeviceBatch) -> bool:
@@ -284,7 +290,8 @@ class Device:
         served = self._models.loaded.get(work.task)
         items, deduped = self._choose(work, served)
         # Before the function, which may set states of its own.
-        self._started.store(work)
+        with excused(work, self.tell, asks=bool(work.contexts)):
+            self._started.store(work)
         prepared_s = time.perf_counter()
         prepare_ms = (prepared_s - started_s) * 1e3
         self._pieces.open(work)
@@ -295,7 +302,8 @@ class Device:
     ) -> tuple[list[Any], DedupedBatch | None]:
         """The items that have to be computed, prepared if their model is loaded."""
         items = [item for _, part, _ in work.jobs for item in part]
-        deduped = self._reuse.begin(work, items, served.identity if served is not None else "")
+        with excused(work, self.tell, asks=work.cache is not None):
+            deduped = self._reuse.begin(work, items, served.identity if served is not None else "")
         if deduped is not None:
             items = [items[position] for position in deduped.positions]
         if served is not None:

@@ -5,11 +5,12 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 from batchery_worker.ipc.framing import read_frame
+from batchery_worker.ipc.messages import Reply, ResultsWait, Work
 
 Prepared = TypeVar("Prepared")
 
@@ -18,6 +19,22 @@ LEAVE_S = 1.0
 
 #: What the main thread tells the other one: to read ahead, or to stop that.
 _GO, _STOP = b"g", b"s"
+
+
+@contextmanager
+def excused(work: Work, tell: Callable[[Reply], None], *, asks: bool) -> Iterator[None]:
+    """Keeps the time in which Redis is asked out of the time of a batch: Redis may be away.
+
+    Args:
+        work: The batch.
+        tell: Sends a message to the parent.
+        asks: Whether Redis may be asked for this batch.
+    """
+    if asks and work.is_timed:
+        tell(ResultsWait(work.id))
+    yield
+    if asks and work.is_timed:
+        tell(ResultsWait(work.id, is_over=True))
 
 
 class Intake(Generic[Prepared]):

@@ -34,14 +34,21 @@ from batchery.protocol.pieces import (
     wake_key,
     woken_key,
 )
-from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
+from batchery_worker.commit.committer import (
+    MAX_BYTES_PER_SCRIPT,
+    CommitStatus,
+    RetryingRedis,
+    get_database,
+    make_results_client,
+)
 from batchery_worker.ipc.messages import PieceContext, Work
 from batchery_worker.ipc.values import is_plain, plain_json
 
 logger = logging.getLogger("batchery.device")
 
-#: Maximum number of pieces per call of the script, during which Redis serves nobody else; and of
-#: jobs: while it runs for some, readers are at work on what it has brought of others.
+#: Maximum number of pieces per call of the script, during which Redis serves nobody else, besides
+#: that of bytes; and of jobs: while it runs for some, readers are at work on what it has brought of
+#: others.
 MAX_PIECES_PER_SCRIPT = 2000
 MAX_JOBS_PER_SCRIPT = 100
 
@@ -55,6 +62,9 @@ UNREAD = "unread"
 #: Answers of the script, by their digits, after which nothing more is written of a job: another
 #: worker has it, or its readers have gone, so that nobody wants it.
 REFUSALS = {"0": CommitStatus.FENCED, "2": CommitStatus.REVOKED, "3": UNREAD}
+
+#: In the place of such an answer, for jobs whose pieces cannot be written.
+LOST = "4"
 
 
 class StreamedJob:
@@ -79,7 +89,7 @@ class StreamedJob:
         self._last = 0
         #: In JSON; the last one has the number `_last`.
         self._waiting: deque[bytes] = deque(maxlen=context.max_pieces)
-        self.is_sending = False
+        self.is_sending = self.is_broken = False
 
     @property
     def waits(self) -> bool:
@@ -89,7 +99,7 @@ class StreamedJob:
     def add(self, piece: bytes) -> None:
         """Adds the next piece, unless an earlier run has sent it."""
         self.number += 1
-        if self.number > self._last and not self.refusal:
+        if self.number > self._last and not self.refusal and not self.is_broken:
             self._last = self.number
             self._waiting.append(piece)
 
@@ -97,10 +107,24 @@ class StreamedJob:
         """Goes on after a piece that an earlier run has sent."""
         self.number = self._last = number
 
-    def take(self, count: int) -> tuple[int, list[bytes]]:
-        """Takes so many waiting pieces, and the number of the first one."""
-        first = self._last - len(self._waiting) + 1
-        return first, [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+    def take(self, count: int, size_bytes: int) -> tuple[int, list[bytes]]:
+        """Takes so many waiting pieces, none after so many bytes, and the number of the first."""
+        first, pieces = self._last - len(self._waiting) + 1, list[bytes]()
+        while self._waiting and len(pieces) < count and size_bytes > 0:
+            pieces.append(self._waiting.popleft())
+            size_bytes -= len(pieces[-1])
+        return first, pieces
+
+    def lose(self) -> None:
+        """Ends the stream where pieces were lost, after a gap, by which its readers know it."""
+        self._waiting.clear()
+        if self.is_broken:
+            self.refuse(UNREAD)
+        else:
+            self.is_broken = True
+            # Redis may have them all the same.
+            self._last += 2
+            self._waiting.append(b"null")
 
     def refuse(self, refusal: str) -> None:
         """Ends the stream; what waits is dropped."""
@@ -123,8 +147,10 @@ class PieceWriter:
             connect_broker: Makes a client of the broker's database, if that is on another server.
         """
         self._backend = backend
-        self._results = RetryingRedis(
-            lambda: backend._create_client(**backend.connparams), lambda: None
+        connect = partial(make_results_client, backend)
+        # One for each thread: the writer's own, whoever prepares batches, and whoever answers them.
+        self._results, self._read, self._ended = (
+            RetryingRedis(connect, lambda: None) for _ in range(3)
         )
         self._broker = RetryingRedis(connect_broker, lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
@@ -172,7 +198,7 @@ class PieceWriter:
         for job in self.open(work).values():
             if job.task_id not in job.context.resumed:
                 continue
-            entries, _ = self._results.attempt(partial(_read_all, job.keys[0]), "-")
+            entries, _ = self._read.attempt(partial(_read_all, job.keys[0]), "-")
             pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
             if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
                 job.skip(len(pieces))
@@ -227,6 +253,13 @@ class PieceWriter:
             self._add(encoded)
         return refused
 
+    def find_refusal(self, work: Work) -> CommitStatus | None:
+        """Why a job must leave that comes now, if it must: `write` says that only once."""
+        for job in self._open.get(work.id, {}).values():
+            if job.refusal and job.refusal != UNREAD:
+                return CommitStatus(job.refusal)
+        return None
+
     def flush(self, work: Work) -> None:
         """Waits until all pieces of a batch are written, as long as Redis is away."""
         if work.id in self._open:
@@ -248,7 +281,7 @@ class PieceWriter:
         ]
         if stored:
             with suppress(redis.RedisError, OSError):  # Readers also look for results.
-                mark_ended(self._results.client, self._backend, stored)
+                mark_ended(self._ended.client, self._backend, stored)
 
     def _add(self, pieces: Iterable[tuple[StreamedJob, Sequence[bytes]]]) -> None:
         with self._changed:
@@ -269,9 +302,13 @@ class PieceWriter:
                 taken = self._take(context)
             answers = self._write(context, taken, looks)
             with self._changed:
-                for job, answer in zip(taken, answers, strict=True):
+                for (job, (_, pieces)), answer in zip(taken.items(), answers, strict=True):
                     job.is_sending = False
-                    if answer in REFUSALS:
+                    if answer == LOST and pieces:
+                        job.lose()
+                        if job.waits:
+                            self._waiting[job.task_id] = job
+                    elif answer in REFUSALS:
                         job.refuse(REFUSALS[answer])
                         if job.refusal != UNREAD:
                             self._refused[job.work_id] = CommitStatus(job.refusal)
@@ -294,15 +331,16 @@ class PieceWriter:
 
     def _take(self, context: PieceContext) -> Taken:
         """Takes what waits of the jobs whose leases are those of this one."""
-        left, taken = MAX_PIECES_PER_SCRIPT, dict[StreamedJob, tuple[int, list[bytes]]]()
+        left, left_bytes, taken = MAX_PIECES_PER_SCRIPT, MAX_BYTES_PER_SCRIPT, Taken()
         same = [job for job in self._waiting.values() if job.context.worker == context.worker]
         for job in islice(same, MAX_JOBS_PER_SCRIPT):
-            taken[job] = _, pieces = job.take(left)
+            taken[job] = _, pieces = job.take(left, left_bytes)
             job.is_sending = True
             left -= len(pieces)
+            left_bytes -= sum(map(len, pieces))
             if not job.waits:
                 del self._waiting[job.task_id]
-            if not left:
+            if not left or left_bytes <= 0:
                 break
         return taken
 
@@ -317,8 +355,8 @@ class PieceWriter:
             return self._write_in_steps(context, taken, looks)
         except Exception:
             # The jobs go on, and their results tell everything.
-            logger.exception("pieces of %d jobs cannot be written, and are dropped", len(taken))
-            return "3" * len(taken)
+            logger.exception("pieces of %d jobs cannot be written, and are lost", len(taken))
+            return LOST * len(taken)
 
     def _write_in_steps(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes where the leases are on another server, or where there are none."""

@@ -3,23 +3,21 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-import redis
 from celery import Celery
 from celery.app.task import Context
 from celery.states import STARTED
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from batchery.errors import counted
 from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
-from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.commit.committer import (
     encode_fields,
+    make_results_client,
     only_celery_stores,
     result_scripts,
     stored_fields,
@@ -37,14 +35,19 @@ class StartedStates:
         """Does not connect yet."""
         self._app = app
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
+        self._paused_until_s = 0.0
 
     def store(self, work: Work) -> None:
         """Stores the state of all jobs of a batch, unless their task does not ask for it.
 
-        A job need not wait for a backend that is away: it goes on without this state.
+        A job need not wait for a backend that is away: it goes on without this state. Nor does one
+        that comes soon after it, as long as that has waited.
         """
         task: Any = self._app.tasks.get(work.task)
         if task is None or not task.track_started or not work.contexts:
+            return
+        began_s = time.monotonic()
+        if began_s < self._paused_until_s:
             return
         try:
             if only_celery_stores(self._app, task) is None:
@@ -52,6 +55,7 @@ class StartedStates:
             else:
                 self._store_each(task, work)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises, the jobs must run
+            self._paused_until_s = 2 * time.monotonic() - began_s
             logger.warning(
                 "the state STARTED of %s of %s cannot be stored: %s: %s",
                 counted(len(work.jobs), "job"),
@@ -87,14 +91,7 @@ class StartedStates:
 
     @cached_property
     def _scripts(self) -> RedisScripts:
-        # Not the backend's own client, which tries for a long time.
-        backend: Any = self._app.backend
-        given = backend.connparams
-        # A connection by a Unix socket knows only one of them.
-        limits = [name for name in ("socket_timeout", "socket_connect_timeout") if name in given]
-        options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
-        client: redis.Redis = backend._create_client(**{**given, **options})
-        return result_scripts(client)
+        return result_scripts(make_results_client(self._app.backend))
 
 
 def _meta(message: Mapping[str, Any]) -> dict[str, Any]:

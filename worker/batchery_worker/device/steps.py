@@ -27,7 +27,6 @@ from batchery_worker.ipc.messages import (
     Cancel,
     Left,
     Reply,
-    ResultsWait,
     Setup,
     Stepped,
     TextTimes,
@@ -89,6 +88,8 @@ class StepLoop:
         """
         self._version = version
         self._model = model
+        #: Whether a job may make room for another one; see `StepModel.resumes`.
+        self.resumes = bool(model.resumes)
         self._setup = setup
         self._slots: Slots[ItemId] = Slots(model, setup.slots)
         self._finish = finish
@@ -99,12 +100,11 @@ class StepLoop:
         self._steps_s = 0.0
         self._told_s = -inf
 
-    def prepare(self, work: Work) -> SlotJob:
-        """Makes a job of a message."""
+    def prepare(self, work: Work, pieces: Sequence[Any] = ()) -> SlotJob:
+        """Makes a job of a message, and of the pieces that were sent before."""
         started_s = time.perf_counter()
         (_, items, _) = work.jobs[0]
         prepared = prepare(self._model, items, work.keywords)
-        pieces = self._pieces.read(work) if work.streams else ()
         ended_s = time.perf_counter()
         batch = DeviceBatch(
             *(work, prepared),
@@ -166,12 +166,15 @@ class StepLoop:
             self._slots.add_first(*items)
         else:
             self._slots.add(*items)
-        if not message.left:
+        # It may have been refused while a step ran, after which it was not known yet.
+        if refusal := self._pieces.find_refusal(work):
+            self._drop({work.id: refusal})
+        elif not message.left:
             self._end(message)
 
     def _make_room(self, victims: Sequence[int]) -> None:
         """Has the first of some jobs that has a slot go on later."""
-        for each in victims if self._model.resumes else ():
+        for each in victims if self.resumes else ():
             job = self._jobs.get(each)
             if job and self._slots.put_aside({(each, at) for at in range(len(job.outcomes))}):
                 return
@@ -226,9 +229,6 @@ class StepLoop:
         """Has a job answered that has no item here any more."""
         batch = job.batch
         del self._jobs[batch.work.id]
-        if batch.work.slot_limits.hard_s is not None:
-            # Its time must not count while the commit waits for Redis.
-            self._tell(ResultsWait(batch.work.id))
         batch.outcomes = job.outcomes
         # What it waited for a slot, or had made room for others, is no time of the model.
         held_s = (self._slots.take_held_s((batch.work.id, at)) for at in range(len(job.outcomes)))
@@ -247,9 +247,12 @@ def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[tuple[Any, .
         took_s: From the arrival of the job to its end, in seconds.
     """
     for outcome in outcomes:
-        with suppress(TypeError, KeyError):
-            first_s, total_s = (outcome["timings"][name] / 1e3 for name in _TIMINGS)
-            tokens_in, tokens_out = (outcome[name] or 0 for name in ("tokens_in", "tokens_out"))
+        with suppress(Exception):
+            # The message to the parent takes no numbers of numpy.
+            first_s, total_s = (float(outcome["timings"][name] / 1e3) for name in _TIMINGS)
+            tokens_in, tokens_out = (
+                int(outcome[name] or 0) for name in ("tokens_in", "tokens_out")
+            )
             has_pauses = tokens_out > 1 and "choices" not in outcome
             pause_s = (total_s - first_s) / (tokens_out - 1) if has_pauses else None
             yield tuple(TextTimes(took_s - total_s + first_s, pause_s, tokens_in, tokens_out))

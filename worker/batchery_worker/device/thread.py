@@ -41,14 +41,13 @@ class SequentialDevice(Device):
             while True:
                 if (batch := self._prepare(read_frame(self._end))) is not None:
                     with self._reloader.turn.gate, self._reloader.turn.running:
-                        self._answer(self._forward(batch, loop.run))
+                        self._hand_over(self._forward(batch, loop.run), at_once=True)
 
     def _look_ahead(self) -> None:
         """Takes in nothing ahead."""
 
     def _finish(self, batch: DeviceBatch, is_last: bool) -> None:  # noqa: ARG002 (has one thread)
-        batch.figures = self._figures()
-        self._answer(batch)
+        super()._finish(batch, is_last=True)
 
 
 class SequentialIntake:

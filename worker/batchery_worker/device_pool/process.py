@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -153,8 +154,7 @@ class DeviceProcess:
     hangs: int = 0
     #: Whether its process was killed because it hung, and no other one is ready yet.
     is_hung: bool = False
-    #: When it last gave a sign, or got work while it had none, on the monotonic clock; infinite
-    #: while its results wait for Redis.
+    #: When it last gave a sign, or got work while it had none, on the monotonic clock.
     heard_s: float = 0.0
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
@@ -175,6 +175,8 @@ class DeviceProcess:
     recycle_due: bool = False
     #: Whether it shall finish what it has, and then have no process.
     is_drained: bool = False
+    #: As in `Ready`.
+    resumes: bool = True
     #: Number of slots that its jobs have, or will have next.
     taken: int = 0
     link: Link | None = None
@@ -242,7 +244,8 @@ class DeviceProcess:
 
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, in seconds; 0 if it has none."""
-        return max(0.0, now_s - self.heard_s) if self.batches else 0.0
+        excused_s = max((each.excused_until_s for each in self.batches.values()), default=inf)
+        return max(0.0, now_s - max(self.heard_s, excused_s))
 
     def oldest_batch_s(self, now_s: float) -> float:
         """For how long the batch that began first has run, in seconds; 0 if it has none."""
@@ -384,11 +387,8 @@ class DeviceProcess:
         assert self.link is not None
         came = [load_reply(frame) for frame in self.link.receive()]
         replies: list[Reply] = [reply for reply in came if not isinstance(reply, Stepped)]
-        if replies:
+        if came:
             self.heard_s = monotonic()
-        elif came:
-            # Whose results wait gives other jobs their steps meanwhile.
-            self.heard_s = max(self.heard_s, monotonic())
         for reply in replies:
             if figures := getattr(reply, "figures", None):
                 self.reported = figures

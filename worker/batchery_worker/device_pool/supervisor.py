@@ -350,7 +350,7 @@ class DeviceSupervisor:
         # The loop may have stood still, as while it reconnects: the answer may be here already.
         self.read()
         dispatched = device.batches.get(work_id)
-        if dispatched is None or dispatched.hard_limit_s is None or dispatched.is_loading:
+        if dispatched is None or dispatched.hard_limit_s is None or dispatched.excused_until_s:
             return
         if any(each.interrupts(dispatched) for each in device.batches.values()):
             # The rest of the time counts after the urgent batch: then this is planned anew.
@@ -415,6 +415,7 @@ class DeviceSupervisor:
         if isinstance(reply, Ready):
             device.state = State.READY
             device.load_s, device.ready_s = reply.load_s, monotonic()
+            device.resumes = reply.resumes
             device.failed_starts = 0
             device.is_hung = False
             self._refusals.pop(device.name, None)
@@ -431,9 +432,7 @@ class DeviceSupervisor:
         elif isinstance(reply, Reloaded):
             self.on_change(device, reply)
         elif isinstance(reply, ResultsWait):
-            # The function has ended in time. The time that results wait for Redis must not count.
-            device.batches[reply.id].hard_limit_s = None
-            device.heard_s = inf
+            self._on_wait(device, reply)
         elif isinstance(reply, Began):
             self._begin(device, reply.id, device.batches[reply.id])
             # The next urgent one can be prepared meanwhile.
@@ -462,16 +461,27 @@ class DeviceSupervisor:
     def _on_load(self, device: DeviceProcess, reply: Loads | Loaded) -> None:
         """Keeps the time of a load out of the time of its batch, which begins after that."""
         dispatched, now_s = device.batches[reply.id], monotonic()
-        dispatched.is_loading = isinstance(reply, Loads)
         if isinstance(reply, Loads):
             # A load has as much time as a start.
-            device.heard_s = now_s + self._start_timeout_s
-            dispatched.load_began_s, dispatched.began_s = now_s, now_s + reply.expected_s
+            dispatched.excused_until_s = now_s + self._start_timeout_s
+            dispatched.excused_since_s, dispatched.began_s = now_s, now_s + reply.expected_s
             return
+        dispatched.excused_until_s = 0.0
         if device.models is not None:
             device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
-        dispatched.load_s, dispatched.began_s = now_s - dispatched.load_began_s, now_s
+        dispatched.load_s, dispatched.began_s = now_s - dispatched.excused_since_s, now_s
         self._watch_limit(device, reply.id, dispatched)
+
+    def _on_wait(self, device: DeviceProcess, reply: ResultsWait) -> None:
+        """Keeps the time in which Redis may be away out of the time of a batch."""
+        dispatched, now_s = device.batches[reply.id], monotonic()
+        if not reply.is_over:
+            dispatched.excused_until_s, dispatched.excused_since_s = inf, now_s
+            return
+        dispatched.excused_until_s = 0.0
+        if dispatched.began_s is not None:
+            dispatched.began_s += now_s - max(dispatched.began_s, dispatched.excused_since_s)
+            self._watch_limit(device, reply.id, dispatched)
 
     def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
         """The time of an urgent batch does not count for the batch that it has interrupted."""

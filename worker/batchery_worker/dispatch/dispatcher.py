@@ -345,7 +345,7 @@ class Dispatcher:
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
         for device in self._supervisor.devices:
-            if device.setup.slots:
+            if device.setup.slots and device.resumes:
                 self._preempt(device, now_s)
             elif device.takes_urgent and not self._supervisor.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
@@ -458,6 +458,7 @@ class Dispatcher:
             pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
+            is_timed=hard_limit_s is not None or self._settings.max_pass_s is not None,
         )
         if device.models is not None and device.models.begin(task.name, dispatched_s):
             work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))

@@ -169,6 +169,8 @@ class Work:
     cache: CachePolicy | None = None
     #: Whether it goes before the rest of what the device holds, between two forward passes.
     urgent: bool = False
+    #: Whether its time is limited, so that the device must say `ResultsWait`.
+    is_timed: bool = False
     #: For a device with slots, where all batches have one job.
     slot_limits: SlotLimits = NO_LIMITS
     #: Ids of batches: the job of the first one that has a slot makes room for this one, and goes on
@@ -218,6 +220,8 @@ class Ready(NamedTuple):
     load_s: float
     #: Figures of the device's models and memory.
     figures: Mapping[str, Any] | None = None
+    #: Whether jobs may make room for others in its slots; see `StepModel.resumes`.
+    resumes: bool = True
 
 
 class NotReady(NamedTuple):
@@ -233,9 +237,14 @@ class NotReady(NamedTuple):
 
 
 class ResultsWait(NamedTuple):
-    """A batch is computed, and its results wait for a Redis that is away."""
+    """A batch is computed, and its results go to Redis; or it asks Redis before it begins.
+
+    Redis may be away.
+    """
 
     id: int
+    #: Whether it was answered, and goes on.
+    is_over: bool = False
 
 
 class Began(NamedTuple):

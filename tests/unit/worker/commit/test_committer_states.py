@@ -70,7 +70,8 @@ class Scene:
         self.results, self.broker = Server(3), Server(1)
         self.waits, self.pauses_s = list[bool](), list[float]()
         self.backend: Any = SimpleNamespace(
-            client=self.results,
+            connparams={},
+            _create_client=lambda **_: self.results,
             app=SimpleNamespace(timezone=None),
             expires=None,
             _MAX_STR_VALUE_SIZE=2**29,

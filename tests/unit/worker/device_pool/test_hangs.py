@@ -4,7 +4,7 @@ import pytest
 from celery.worker import state as worker_state
 
 from batchery_worker.device_pool.supervisor import MAX_HANGS
-from batchery_worker.ipc.messages import ResultsWait, Stepped
+from batchery_worker.ipc.messages import Loaded, Loads, ResultsWait, Stepped
 from support.fake_worker import StartPool
 
 #: As the setting `max_pass_s`, in the tests.
@@ -69,6 +69,48 @@ def test_time_that_results_wait_for_redis_does_not_count(start_pool: StartPool) 
     worker.device.say(ResultsWait(work.id))
     worker.loop.sleep(10 * LIMIT_S)
     assert worker.device.code is None
+
+
+def test_results_of_a_batch_wait_though_those_of_another_have_come(start_pool: StartPool) -> None:
+    worker = start_pool(max_pass_s=LIMIT_S)
+    worker.receive_each(*range(8))
+    worker.loop.settle()
+    for work in worker.device.hear():
+        worker.device.say(ResultsWait(work.id))
+    worker.device.answer()
+    worker.loop.sleep(10 * LIMIT_S)
+    assert worker.device.code is None
+
+
+def test_a_batch_that_asks_redis_first_may_hang_after_that(start_pool: StartPool) -> None:
+    worker = start_pool(max_pass_s=LIMIT_S)
+    worker.receive("a")
+    worker.loop.settle()
+    (work,) = worker.device.hear()
+    assert work.is_timed
+    worker.device.say(ResultsWait(work.id))
+    worker.loop.sleep(10 * LIMIT_S)
+    worker.device.say(ResultsWait(work.id, is_over=True))
+    worker.loop.sleep(LIMIT_S - 1.0)
+    assert worker.device.code is None
+    worker.loop.sleep(3.0)
+    assert worker.devices.started[0].code == -9
+
+
+def test_a_model_may_load_for_long_though_the_batch_before_is_answered(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool(max_pass_s=LIMIT_S)
+    worker.receive_each(*range(8))
+    worker.loop.settle()
+    _, second = worker.device.hear()
+    worker.device.say(Loads(second.id, 1.0))
+    worker.device.answer()
+    worker.loop.sleep(3 * LIMIT_S)
+    assert worker.device.code is None
+    worker.device.say(Loaded(second.id))
+    worker.loop.sleep(LIMIT_S + 3.0)
+    assert worker.devices.started[0].code == -9
 
 
 def test_each_step_of_a_model_with_slots_is_a_sign(start_pool: StartPool) -> None:

@@ -9,7 +9,7 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from apps.batches import FOUR, app
 from batchery import BatchArgumentError, DeviceDied, StepModel, register
 from batchery_worker.device_pool.supervisor import MAX_STEP_S
-from batchery_worker.ipc.messages import Cancel, Done, Left, Work, load_message
+from batchery_worker.ipc.messages import Cancel, Done, Left, Ready, Work, load_message
 from support.fake_devices import FakeDevice
 from support.fake_worker import FakeWorker, StartPool, read_items
 
@@ -98,6 +98,18 @@ def test_what_made_room_and_went_on_makes_room_again(worker: FakeWorker) -> None
         worker.loop.settle()
     for _ in "abcd":
         device.answer()
+    worker.work_off()
+    assert free(worker) == 4
+
+
+def test_nobody_makes_room_in_a_model_that_does_not_resume(worker: FakeWorker) -> None:
+    slotted(worker).say(Ready(slotted(worker).pid, 0.5, resumes=False))
+    worker.receive_each(*"abcd", task=SLOTS, priority=9)
+    assert len(running(worker)) == 4
+    worker.receive_each("v", "w", task=SLOTS, priority=0)
+    assert len(running(worker)) == 4
+    slotted(worker).answer()
+    assert running(worker)[4:] == ["v"]
     worker.work_off()
     assert free(worker) == 4
 

@@ -33,7 +33,8 @@ end
 
 -- Whether a result may be written: 0 no, because a SUCCESS is stored; 1 yes; 2 unsure. A script that
 -- cannot see the lease has `spares_failures`: another worker may have stored a failure just now.
-local function may_write(key, spares_failures)
+-- `is_start` is for STARTED, which a worker stores without its lease: it overwrites no end of a job.
+local function may_write(key, spares_failures, is_start)
   local head = redis.pcall('GETRANGE', key, 0, 63)
   if type(head) ~= 'string' then
     return 2
@@ -47,10 +48,11 @@ local function may_write(key, spares_failures)
   if not status then
     return 2
   end
-  if status == 'SUCCESS' then
+  local is_failure = status == 'FAILURE' or status == 'REVOKED'
+  if status == 'SUCCESS' or (is_failure and is_start) then
     return 0
   end
-  return spares_failures and (status == 'FAILURE' or status == 'REVOKED') and 2 or 1
+  return spares_failures and is_failure and 2 or 1
 end
 
 -- Stores a result and announces it; `expires_s` is 0 for never.
