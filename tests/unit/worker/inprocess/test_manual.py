@@ -214,3 +214,11 @@ def test_calls_that_would_be_too_late_in_their_batch_are_told_at_once() -> None:
             future.result(0)
     with pytest.raises(DeadlineExceeded):
         batcher.options(deadline_s=0.2)([*range(5)])
+
+
+def test_who_finds_no_space_has_the_batches_before_run() -> None:
+    batcher = ManualBatcher(echo, max_waiting=1, max_wait_ms=50)
+    futures = [batcher.submit(letter) for letter in "abc"]
+    assert [each.done() for each in futures] == [True, True, False]
+    assert asyncio.run(batcher.acall("d")) == "d"
+    assert (batcher.batches, futures[2].result(0)) == ([["a"], ["b"], ["c"], ["d"]], "c")
