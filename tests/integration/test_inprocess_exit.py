@@ -20,6 +20,22 @@ for number in range(20):
     slow.submit(number).add_done_callback(lambda future: print(future.result(), flush=True))
 """
 
+ENGINE = """
+import threading
+from batchery import Engine, ModelSettings
+
+engine = Engine(ModelSettings(kind="embedding", model={model!r}, cpu_streams=2), device="cpu")
+engine.call("a")  # transformers loads no model while the program ends
+texts = ["the cat sat on the mat " * count for count in (30, 40)] * 20
+
+def call():
+    threading.main_thread().join()
+    print(len(engine.call(texts)), flush=True)
+
+threading.Thread(target=call).start()
+engine.submit_many(texts).add_done_callback(lambda future: print(len(future.result()), flush=True))
+"""
+
 HANGS = """
 import signal
 import time
@@ -45,6 +61,17 @@ def test_what_waits_is_answered_when_the_program_ends() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [int(line) for line in done.stdout.split()] == list(range(20))
+
+
+def test_engine_answers_what_waits_when_the_program_ends(minilm_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE.format(model=str(minilm_path))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["40", "40"]), done.stderr
 
 
 def test_ctrl_c_ends_the_wait_and_drops_the_call(tmp_path: Path) -> None:

@@ -213,9 +213,10 @@ class _PriorityClass:
         if not group.keys:
             del self.groups[flow.group]
             self.tenants[flow.lane.tenant] -= 1
+            if not self.tenants[flow.lane.tenant]:
+                del self.tenants[flow.lane.tenant]
         if not self.groups:
             self.newcomers = 0.0
-            self.tenants.clear()
 
 
 class Shares:

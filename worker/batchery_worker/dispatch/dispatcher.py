@@ -281,7 +281,8 @@ class Dispatcher:
         if self._scheduler.holds_any:
             self._dispatch_urgent(now_s)
             self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
-            self._give_up_late(now_s)
+        # Those too that a batch would have answered too late, if no other job waits.
+        self._give_up_late(now_s)
         self._plan_wake(now_s)
         self.demand.ask_for_more()
 

@@ -7,6 +7,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -163,13 +164,16 @@ class BatchLoop:
         Args:
             draining: Whether no more calls come, so that no batch waits for them.
         """
-        now_s = self._clock()
+        now_s, dropped = self._clock(), self._counts.dropped
         self.answered_threads = 0
         self._give_up_late(now_s)
-        due_s = now_s + self._limits.max_wait_s if draining else now_s
-        batch, self._ahead = self._ahead or self._scheduler.next_batch(0, False, due_s), None
+        ahead_s = self._limits.max_wait_s if draining else 0.0
+        next_batch = partial(self._scheduler.next_batch, 0, False, now_s + ahead_s, left_s=-ahead_s)
+        batch, self._ahead = self._ahead or next_batch(), None
+        # Those too that the batch would answer too late: nothing else may come by which they hear.
+        self._give_up_late(now_s)
         if batch is None:
-            return False
+            return self._counts.dropped > dropped
         self.on_taken(len(batch.jobs))
         jobs = [job for job in batch.jobs if not job.payload[0].is_abandoned]
         self._counts.dropped += len(batch.jobs) - len(jobs)
@@ -179,6 +183,7 @@ class BatchLoop:
         else:
             self._scheduler.ended(batch, None)
         self._running = ()
+        self._give_up_late(self._clock())  # `look_ahead` may have found some.
         return True
 
     def expected_run_s(self, items: int) -> float:

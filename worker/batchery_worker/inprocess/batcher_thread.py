@@ -311,6 +311,8 @@ class BatcherThread:
 
     def _timeout_s(self) -> float | None:
         """How long to wait for calls, in seconds; None for as long as it takes."""
+        if self._starting:
+            return 0.0  # They came while a batch ran, and `look_ahead` took them in.
         wake_s = self._loop.wake_s()
         return None if wake_s is None else limited(wake_s - monotonic())
 

@@ -152,10 +152,9 @@ class Space:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-                return
             had_space, waiter.has_space = waiter.has_space, False
-        if had_space:
-            self.free(waiter.items)
+        # Those behind it may fit, though it did not.
+        self.free(waiter.items if had_space else 0)
 
 
 class Call:

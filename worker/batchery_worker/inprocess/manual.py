@@ -13,7 +13,8 @@ from batchery_worker.inprocess.calls import Call, FutureCall
 class ManualBatcher(BatchedCall[Any, Any]):
     """A batch function without a thread: its batches run when the test moves the clock.
 
-    Jobs of `submit` wait for `advance`. Direct calls move the clock as far as they must.
+    Jobs of `submit` wait for `advance`. Direct calls move the clock as far as they must, and so do
+    calls that wait for space.
 
     Attributes:
         batches: The items of each call of the function so far.
@@ -104,3 +105,13 @@ class _ManualThread(BatcherThread):
         if not isinstance(call, FutureCall):
             while call.left:
                 self._batcher.run_next()
+
+    def wait_for_space(self, items: int, timeout_s: float | None) -> bool:  # noqa: ARG002
+        assert self._space is not None
+        # Nobody else runs what takes the space.
+        while not self._space.take(items):
+            self._batcher.run_next()
+        return True
+
+    async def wait_for_space_async(self, items: int) -> None:
+        self.wait_for_space(items, None)

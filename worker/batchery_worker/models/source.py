@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
@@ -146,16 +147,18 @@ def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
     Then it changes torch's default number format, and some of its functions, for all threads.
 
     Args:
-        turn: No other thread may compute anything in it.
+        turn: No other thread may compute anything in it. Only this thread enters it: one that
+            builds a model for a batch meanwhile has its own turn.
     """
     # Whoever only reads files does without; here it is there already.
     from transformers import PreTrainedModel
 
     name = "get_init_context"
-    plain = vars(PreTrainedModel)[name]
+    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
 
     def get_init_context(cls: type, *args: Any, **keywords: Any) -> list[Any]:
-        return [turn, *plain.__func__(cls, *args, **keywords)]
+        turns = [turn] if threading.get_ident() == own else []
+        return [*turns, *plain.__func__(cls, *args, **keywords)]
 
     setattr(PreTrainedModel, name, classmethod(get_init_context))
     try:

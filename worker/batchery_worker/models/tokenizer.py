@@ -1,5 +1,6 @@
 """From texts to tokens, a whole batch at once, with little work per text; how long one may be."""
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -206,6 +207,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._max_length = max_length
+        # Limits are set before texts are tokenized, and a device prepares on either of two threads.
+        self._lock = threading.Lock()
         side = getattr(tokenizer, "truncation_side", "right")
         self.usual_cut = Cut(truncate, side, max_length=max_length)
         self.names = [name for name in inputs if name in self._call(["a"], self.usual_cut)]
@@ -232,7 +235,8 @@ class TextTokenizer:
         for kind in {type(each) for each in inputs}:
             places = [place for place, each in enumerate(inputs) if type(each) is kind]
             same = [inputs[place] for place in places]
-            tokenized = self._framed(same, cut) if kind is TokenIds else self._texts(same, cut)
+            with self._lock:
+                tokenized = self._framed(same, cut) if kind is TokenIds else self._texts(same, cut)
             done |= zip(places, tokenized, strict=True)
         return [done[place] for place in range(len(inputs))]
 
@@ -245,8 +249,10 @@ class TextTokenizer:
         if not texts:
             return []
         cut = cut.within(self._max_length)
-        found = self._call(texts, cut, return_offsets_mapping=True, return_special_tokens_mask=True)
-        tokenized = self._prepared(*self._usual(texts, cut, found), cut)
+        more = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+        with self._lock:
+            found = self._call(texts, cut, **more)
+            tokenized = self._prepared(*self._usual(texts, cut, found), cut)
         return [
             each if isinstance(each, Failed) else Located(each, *others)
             for each, *others in zip(
@@ -260,7 +266,8 @@ class TextTokenizer:
 
     def count(self, text: str) -> int:
         """Length of a text in tokens, without special ones."""
-        return len(self._ids(text))
+        with self._lock:
+            return len(self._ids(text))
 
     @property
     def special_tokens_of_pair(self) -> int:

@@ -264,6 +264,8 @@ def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
         # times as many come meanwhile, and one of a slow task stays while many of fast ones go.
         assert len(device.scheduler._shares[""]) <= 10 * (waiting + max_batch_size)
         assert len(device.scheduler._shares[""]._owing) <= 10 * (waiting + max_batch_size)
+        classes = device.scheduler._shares[""]._classes.values()
+        assert sum(len(each.tenants) for each in classes) <= 10 * (waiting + max_batch_size)
 
 
 def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:

@@ -173,6 +173,22 @@ def test_job_that_would_be_late_is_told_how_soon_its_deadline_is(
         worker.result(late.id)
 
 
+def test_jobs_that_would_be_late_in_their_batch_are_told_with_nothing_else_to_do(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHERY_SHED_LATE", "true")
+    worker = start_pool()
+    for _ in range(20):
+        learn(worker, FOUR, items=4, took_s=2.0)
+    # Alone on the device, each of them would make it.
+    deadline = time.time() + 1.2
+    late = worker.receive_each(*["late"] * 4, task=FOUR, batchery_deadline=deadline)
+    assert new_works(worker) == []
+    for each in late:
+        with pytest.raises(DeadlineExceeded, match=r"its deadline is in only 1\.[12]\d\d s"):
+            worker.result(each.id)
+
+
 @pytest.mark.parametrize(("target_ms", "lines"), [("100", 1), ("60000", 0), (None, 0)])
 def test_log_says_once_that_a_target_cannot_be_kept(
     start_pool: StartPool,

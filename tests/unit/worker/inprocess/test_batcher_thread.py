@@ -207,6 +207,27 @@ def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
     assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
 
 
+def test_who_fits_goes_in_as_soon_as_a_larger_call_before_it_gives_up(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, max_waiting=3)
+    gate.hold(function)
+    first = function.submit("first")
+    space = function._thread._space
+    assert space is not None
+
+    async def main() -> Any:
+        large = asyncio.create_task(function.acall(["one", "two", "three"]))
+        small = asyncio.create_task(function.acall("small"))
+        await asyncio.sleep(0)
+        large.cancel()
+        await asyncio.wait([large])
+        used = space._used
+        gate.opened.set()
+        return used, await small
+
+    assert asyncio.run(main()) == (2, "small!")
+    assert first.result(WAIT_S) == "first!"
+
+
 def test_callers_who_wait_for_space_are_refused_when_it_is_closed(gate: Gate) -> None:
     function = batched(gate, max_waiting=1, max_batch_size=1)
     held, waiting = gate.hold(function), function.submit("waiting")

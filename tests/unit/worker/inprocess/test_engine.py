@@ -34,6 +34,7 @@ from batchery_worker.memory import Memory
 from batchery_worker.models import EmbeddingModel
 from support.gate import batcher_threads
 from support.harness import wait_for
+from support.patience import patient
 from support.tiny_models import run, save_model
 
 #: Greatest difference of any number of a unit vector.
@@ -382,6 +383,21 @@ def test_closing_answers_the_calls_that_are_there() -> None:
     model.go.set()
     engine.close()
     assert [each.result(0) for each in futures] == [2 * each for each in range(1, 8)]
+
+
+def test_who_enters_while_a_batch_runs_waits_for_no_other_call() -> None:
+    model = Launching()
+    engine = Engine(model, device="cpu")
+    first = engine.submit(1)
+    assert model.first.wait(30)
+    entering = threading.Thread(target=engine.__enter__, daemon=True)
+    entering.start()
+    wait_for(lambda: not engine._thread._incoming.empty(), "it waits for the model")
+    model.go.set()
+    assert first.result(30) == 2
+    entering.join(patient(10))
+    assert not entering.is_alive()
+    engine.close()
 
 
 def test_an_engine_that_nobody_holds_ends_its_thread() -> None:

@@ -187,3 +187,38 @@ def test_time_only_goes_on() -> None:
         batcher.advance(-1)
     with pytest.raises(AssertionError, match="nothing waits"):
         batcher.run_next()
+
+
+def test_calls_that_make_their_deadline_are_answered_when_it_is_closed() -> None:
+    batcher = ManualBatcher(
+        lambda numbers: numbers, takes_s=lambda _: 0.1, max_wait_ms=1000, shed_late=True
+    )
+    for number in range(40):
+        assert batcher(number) == number
+    future = batcher.options(deadline_s=0.5).submit(7)
+    batcher.close()
+    assert future.result(0) == 7
+
+
+def test_calls_that_would_be_too_late_in_their_batch_are_told_at_once() -> None:
+    batcher = ManualBatcher(
+        lambda numbers: numbers, takes_s=lambda count: 0.05 + 0.05 * count, shed_late=True
+    )
+    for number in range(40):
+        assert batcher(number) == number
+    # Each of them would make it alone.
+    futures = [batcher.options(deadline_s=0.2).submit(number) for number in range(5)]
+    batcher.advance(0)
+    for future in futures:
+        with pytest.raises(DeadlineExceeded):
+            future.result(0)
+    with pytest.raises(DeadlineExceeded):
+        batcher.options(deadline_s=0.2)([*range(5)])
+
+
+def test_who_finds_no_space_has_the_batches_before_run() -> None:
+    batcher = ManualBatcher(echo, max_waiting=1, max_wait_ms=50)
+    futures = [batcher.submit(letter) for letter in "abc"]
+    assert [each.done() for each in futures] == [True, True, False]
+    assert asyncio.run(batcher.acall("d")) == "d"
+    assert (batcher.batches, futures[2].result(0)) == ([["a"], ["b"], ["c"], ["d"]], "c")

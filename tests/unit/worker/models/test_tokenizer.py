@@ -1,5 +1,6 @@
 """Texts in, tokens out: the fast way gives what the tokenizer gives, or is not taken."""
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,28 @@ def test_a_tokenizer_may_drop_all_of_a_text() -> None:
     (nothing,) = made(make_tokenizer(causal=True))([" "])
     assert isinstance(nothing, Failed)
     assert "has no tokens" in str(nothing.error)
+
+
+def test_two_threads_do_not_change_the_limits_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer()
+    texts = made(tokenizer)
+    sides = ("left", "right")
+    expected = {side: texts(TEXTS, Cut(True, side)) for side in sides}
+    set_limits = tokenizer.set_truncation_and_padding
+    others: list[Future[Any]] = []
+
+    with ThreadPoolExecutor(1) as other:
+
+        def set_and_be_interrupted(**limits: Any) -> None:
+            set_limits(**limits)
+            if not others:
+                others.append(other.submit(texts, TEXTS, Cut(True, "right")))
+                wait(others, 0.5)  # It ends only if nothing keeps it from this tokenizer.
+
+        monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_and_be_interrupted)
+        found = {"left": texts(TEXTS, Cut(True, "left")), "right": others[0].result()}
+    for side in sides:
+        for one, other_one in zip(found[side], expected[side], strict=True):
+            np.testing.assert_array_equal(one, other_one)

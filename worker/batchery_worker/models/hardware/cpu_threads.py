@@ -48,6 +48,8 @@ class PassStreams:
         self._waiting: deque[tuple[Future[Tensor], Callable[[], Tensor]]] = deque()
         self._running: list[Future[Tensor]] = []
         self._lock = threading.Lock()
+        #: Whether a thread has set another number than `threads`, which those that begin adopt.
+        self._has_set_number = False
 
     def submit(self, compute: Callable[[], Tensor]) -> "PendingPass":
         """Takes a pass, which starts as soon as all streams are taken or a result is asked for.
@@ -72,23 +74,49 @@ class PassStreams:
             compute: As for `submit`.
         """
         future: Future[Tensor] = Future()
-        _run(future, compute, 1)
+        self._run(future, compute, 1)
         return PendingPass(self, future)
 
     def start(self) -> None:
         """Starts all passes that were taken; a lone pass has ended when this returns."""
-        lone = None
+        here = []
         with self._lock:
             self._running = [each for each in self._running if not each.done()]
             self._running += [future for future, _ in self._waiting]
             if len(self._running) == len(self._waiting) == 1:
                 # Run it on this thread, which would otherwise only wait for another one.
-                lone = self._waiting.popleft()
+                here.append(self._waiting.popleft())
             while self._waiting:
                 threads = max(1, self._threads // min(self._count, len(self._running)))
-                self._pool.submit(_run, *self._waiting.popleft(), threads)
-        if lone is not None:
-            _run(*lone, self._threads)
+                taken = self._waiting.popleft()
+                try:
+                    self._pool.submit(self._run, *taken, threads)
+                except RuntimeError:
+                    # The program ends: executors take nothing more, but calls are still answered.
+                    here.append(taken)
+        for taken in here:
+            self._run(*taken, self._threads)
+
+    def settle(self) -> None:
+        """Sets the number of threads back that this thread has, and those that begin from now on.
+
+        Passes on other threads set theirs, and with it that of threads that begin.
+        """
+        if self._has_set_number:
+            # In this order: what another thread sets meanwhile is noted after that.
+            self._has_set_number = False
+            torch.set_num_threads(self._threads)
+
+    def _run(self, future: Future[Tensor], compute: Callable[[], Tensor], threads: int) -> None:
+        try:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+                if threads != self._threads:
+                    self._has_set_number = True
+            with torch.inference_mode():
+                future.set_result(compute())
+        except BaseException as error:  # noqa: BLE001 - for whoever waits
+            future.set_exception(error)
 
     def close(self) -> None:
         """Ends the threads, after the passes that run; takes no more passes."""
@@ -109,7 +137,10 @@ class PendingPass:
             Exception: The pass has raised it.
         """
         self._streams.start()
-        return self._result.result()
+        try:
+            return self._result.result()
+        finally:
+            self._streams.settle()
 
 
 class StepThreads:
@@ -175,13 +206,3 @@ def _settle_threads(settle: Callable[[], None]) -> None:
     # With its first operation a thread adopts the number that another thread has set last.
     torch.get_num_threads()
     settle()
-
-
-def _run(future: Future[Tensor], compute: Callable[[], Tensor], threads: int) -> None:
-    try:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        with torch.inference_mode():
-            future.set_result(compute())
-    except BaseException as error:  # noqa: BLE001 - for whoever waits
-        future.set_exception(error)
