@@ -141,21 +141,24 @@ class Exchange:
     async def _attempt(self) -> None:
         max_chars = max(MIN_MAX_CHARS, self._prompt.max_tokens * MAX_CHARS_PER_TOKEN)
         answer = ServerAnswer(self._prompt.choices, max_chars, self._sent)
-        reason = "its stream ended before the answer did"
+        failure = TryAgain("its stream ended before the answer did")
         try:
             await self._stream(answer)
+        except TryAgain as error:
+            failure = error
         except TimeoutError:
-            reason = f"it sent nothing new for {self._server.settings.server_timeout_s:g} s"
+            timeout_s = self._server.settings.server_timeout_s
+            failure = TryAgain(f"it sent nothing new for {timeout_s:g} s")
         except httpx2.SSEError as error:
             raise ServerFailed(f"it sent no stream of events: {error}") from None
         except httpx2.TransportError as error:
-            reason = str(error) or type(error).__name__
+            failure = TryAgain(str(error) or type(error).__name__)
         # Only the end of the stream may be missing.
         if answer.is_complete:
             return await self._complete(answer)
         if self._is_streamed:
             self._sent = answer.read_sent()
-        raise TryAgain(reason)
+        raise failure
 
     async def _stream(self, answer: ServerAnswer) -> None:
         """Reads one stream into an answer."""
@@ -178,14 +181,14 @@ class Exchange:
     def _take(self, answer: ServerAnswer, data: str) -> bool:
         """Takes an event; returns whether it had something new."""
         pieces, error = answer.add(data)
+        for piece in pieces if self._is_streamed else ():
+            self._deliver(self, piece, GOES_ON)
+        self._first_s = self._first_s or (time.monotonic() if pieces else None)
         if error is not None:
             reason, code = read_reason(error)
             if isinstance(code, int) and is_lasting(code):
                 raise ServerRefused(f"it broke off: {reason}")
             raise TryAgain(f"it broke off: {reason}", code)
-        for piece in pieces if self._is_streamed else ():
-            self._deliver(self, piece, GOES_ON)
-        self._first_s = self._first_s or (time.monotonic() if pieces else None)
         return bool(pieces)
 
     async def _complete(self, answer: ServerAnswer) -> None:
