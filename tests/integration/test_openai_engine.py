@@ -1,6 +1,7 @@
 """The engine `openai` against a real server that misbehaves."""
 
 import asyncio
+import base64
 import re
 import subprocess
 import sys
@@ -370,6 +371,20 @@ def test_api_key_comes_from_the_variable_that_the_setting_names(
     assert server.asked[0].headers["authorization"] == "bearer sk-abc"
     with pytest.raises(SettingsError, match="variable NO_KEY: a setting names it"):
         start(api_key_env="NO_KEY")
+
+
+def test_password_of_the_url_reaches_the_server_and_nothing_else(
+    server: OpenAIServer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.replies["who"] = [status(401)]
+    driver = start(base_url=server.url.replace("//", "//a%20user:top%40secret@"))
+    slots = driver.join("hello"), driver.join("who")
+    told = str(driver.wait(*slots)[1].exception) + caplog.text
+    assert f"POST {server.url}/completions" in told
+    assert "secret" not in told
+    sent = base64.b64encode(b"a user:top@secret").decode().lower()
+    assert {asked.headers["authorization"] for asked in server.asked} == {f"basic {sent}"}
 
 
 def test_two_hundred_jobs_run_at_once_and_those_that_leave_hang_up(

@@ -114,7 +114,7 @@ class Exchange:
         try:
             await self._run()
         except ServerFailed as error:
-            name = self._server.client.base_url.copy_with(username=None, password=None)
+            name = self._server.client.base_url
             self._end(Failed(type(error)(f"server {name}: {error}")))
         except Exception as error:  # noqa: BLE001 - whatever it is, this job ends with it, alone
             self._end(Failed(error))

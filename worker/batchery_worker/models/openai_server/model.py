@@ -55,10 +55,13 @@ class OpenAIServerModel(StepModel):
         if settings.base_url is None:
             raise ModelLoadError(f"model {settings.model}: engine openai needs a base_url")
         key = settings.api_key_env and read_secret(settings.api_key_env)
+        # A client's log has the addresses of its requests, so a password must not be in them.
+        url = httpx2.URL(settings.base_url)
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         try:
             client = httpx2.AsyncClient(
-                base_url=settings.base_url,
+                base_url=url.copy_with(userinfo=b""),
+                auth=(url.username, url.password) if url.userinfo else None,
                 headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
                 timeout=httpx2.Timeout(None, connect=CONNECT_S),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.slots),
