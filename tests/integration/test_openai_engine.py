@@ -331,6 +331,11 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     slot = driver.join("go on here", [{"text": "GO "}, {"text": "ON "}])
     assert driver.wait(slot)[0]["text"] == "GO ON HERE "
     assert driver.text(slot) == "HERE "
+    for name in ("tool_calls", "reasoning_content"):
+        piece = {"text": "", "delta": {name: "a part"}}
+        with pytest.raises(ServerFailed, match=rf"^server {server.url}/: .*what readers have"):
+            driver.run("more than a text", [{"text": "MORE "}, piece])
+    assert not server.count("more than a text")
 
 
 def test_error_within_a_stream_repeats_nothing_that_readers_have(

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx2
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem, ModelLoadError, ServerFailed
 from batchery.model import GOES_ON, Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
+from batchery_worker.models.openai_server.answer import DISAGREES
 from batchery_worker.models.openai_server.exchange import Exchange, ModelServer, ServerPrompt
 from batchery_worker.models.openai_server.prompts import read_prompt
 from batchery_worker.models.openai_server.rate_limit import make_rate_limit
@@ -105,7 +106,12 @@ class OpenAIServerModel(StepModel):
         """Sends the request of an item.
 
         The server begins anew, but nothing is repeated: what it sends must begin with the pieces.
+
+        Raises:
+            ServerFailed: Its readers have more than texts.
         """
+        if any("delta" in piece for piece in pieces):
+            raise ServerFailed(f"server {self._server.client.base_url}: {DISAGREES}")
         sent: dict[int, str] = {}
         for piece in pieces:
             choice = piece.get("choice", 0)
