@@ -3,11 +3,7 @@
 import asyncio
 import base64
 import re
-import subprocess
-import sys
-import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +26,7 @@ from batchery_producer.openai_generation import ChatRequest
 from batchery_worker.devstack.redis_server import free_port
 from batchery_worker.models.openai_server.model import OpenAIServerModel
 from conftest import StartGateway, StartWorker
-from support.harness import TESTS, Worker, wait_for
+from support.harness import Worker, wait_for
 from support.openai_server import (
     Call,
     Cut,
@@ -42,7 +38,6 @@ from support.openai_server import (
     status,
 )
 from support.patience import patient
-from support.roles import as_role
 from support.step_driver import StepDriver, find_errors
 
 Start = Callable[..., StepDriver]
@@ -411,75 +406,6 @@ def test_two_hundred_jobs_run_at_once_and_those_that_leave_hang_up(
     wait_for(lambda: server.running == 0, "the server notices that nobody waits")
     driver.step()
     assert not driver.outcomes.keys() & set(slots)
-
-
-# Asks for as much as it may, for some seconds.
-ASK = """
-import sys, time
-from celery import Celery
-from batchery import install
-install(Celery("limited", broker=sys.argv[1])).set_default()
-from batchery.settings import ModelSettings
-from batchery_worker.models.openai_server.model import OpenAIServerModel
-from support.step_driver import StepDriver
-model = OpenAIServerModel(ModelSettings(
-    kind="generation", engine="openai", model="tiny", base_url=sys.argv[2],
-    **{sys.argv[3]: int(sys.argv[4])},
-))
-model.load("cpu")
-driver = StepDriver(model)
-for number in range(100):
-    driver.join(f"{sys.argv[5]} {number}", max_new_tokens=int(sys.argv[6]))
-while True:
-    driver.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("setting", "per_minute", "max_new_tokens", "at_once"),
-    [
-        # A tenth of a minute's worth may leave at once; the rest comes evenly.
-        ("max_requests_per_minute", 200, 5, 20),
-        # Estimated at about 130 each, they take 50: the others are given back.
-        ("max_tokens_per_minute", 10_000, 100, 20),
-    ],
-)
-def test_limits_hold_for_all_processes_together(
-    server: OpenAIServer,
-    redis_url: str,
-    setting: str,
-    per_minute: int,
-    max_new_tokens: int,
-    at_once: int,
-) -> None:
-    async def reply(call: Call) -> None:
-        await call.head()
-        await call.words("a")
-        await call.done(tokens_in=30, tokens_out=20)
-
-    names = ("left", "right")
-    server.replies = {f"{name} {number}": [reply] for name in names for number in range(100)}
-    url = as_role(redis_url, "worker")
-    command = [sys.executable, "-c", textwrap.dedent(ASK), url, server.url, setting]
-    processes = [
-        subprocess.Popen([*command, str(per_minute), name, str(max_new_tokens)], cwd=TESTS)
-        for name in names
-    ]
-    try:
-        wait_for(lambda: len(server.asked) >= at_once + 20, "both ask", patient(60))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    times_s = [asked.at_s for asked in server.asked]
-    per_s = 0.9 * 200 / 60
-    for first, begin_s in enumerate(times_s):
-        for count, end_s in enumerate(times_s[first:], 1):
-            # One more, as they take a moment from the bucket to the server.
-            assert count <= at_once + per_s * (end_s - begin_s) + 2
-    took_s = times_s[-1] - times_s[0]
-    assert took_s < patient(3 * 20 / per_s)
-    assert set(Counter(asked.prompt.split()[0] for asked in server.asked)) == set(names)
 
 
 @pytest.fixture(scope="module")

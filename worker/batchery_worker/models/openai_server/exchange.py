@@ -108,6 +108,7 @@ class Exchange:
         self._began_s = time.monotonic()
         self._first_s: float | None = None
         self._has_ended = False
+        self._used_tokens = 0
 
     async def run(self) -> None:
         """Delivers pieces, and the outcome at last; raises nothing but a cancellation."""
@@ -125,7 +126,6 @@ class Exchange:
         failures, ends_s = 0, math.inf
         while not self._has_ended:
             try:
-                await self._server.limit.take(self._prompt.tokens)
                 await self._attempt()
             except (TryAgain, OSError) as error:
                 failures += 1
@@ -139,6 +139,18 @@ class Exchange:
                 await asyncio.sleep(pause)
 
     async def _attempt(self) -> None:
+        """Takes tokens, makes an attempt, and gives back those that it did not need."""
+        limit, prompt = self._server.limit, self._prompt
+        await limit.take(prompt.tokens)
+        self._used_tokens = 0
+        try:
+            await self._ask()
+        finally:
+            # Also where the job is cancelled.
+            with suppress(OSError):
+                await limit.correct(prompt.tokens, self._used_tokens)
+
+    async def _ask(self) -> None:
         max_chars = max(MIN_MAX_CHARS, self._prompt.max_tokens * MAX_CHARS_PER_TOKEN)
         answer = ServerAnswer(self._prompt.choices, max_chars, self._sent)
         failure = TryAgain("its stream ended before the answer did")
@@ -155,7 +167,7 @@ class Exchange:
             failure = TryAgain(str(error) or type(error).__name__)
         # Only the end of the stream may be missing.
         if answer.is_complete:
-            return await self._complete(answer)
+            return self._complete(answer)
         if self._is_streamed:
             self._sent = answer.read_sent()
         raise failure
@@ -166,14 +178,14 @@ class Exchange:
         request = self._server.client.stream("POST", prompt.path, content=prompt.content)
         async with asyncio.timeout(timeout_s) as patience, request as response:
             if response.status_code != 200:
-                await self._server.limit.correct(-prompt.tokens)
                 raise await read_refusal(response)
+            self._used_tokens = prompt.tokens - prompt.max_tokens
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                 now_s = asyncio.get_running_loop().time()
                 if event.data == "[DONE]":
                     if not answer.is_complete:
                         raise ServerFailed("it ended its stream without a finish_reason")
-                    await self._complete(answer)
+                    self._complete(answer)
                     patience.reschedule(now_s + DRAIN_S)
                 elif not self._has_ended and self._take(answer, event.data):
                     patience.reschedule(now_s + timeout_s)
@@ -184,6 +196,10 @@ class Exchange:
         for piece in pieces if self._is_streamed else ():
             self._deliver(self, piece, GOES_ON)
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
+        # Until the server counts, a piece is a token.
+        self._used_tokens += len(pieces)
+        if answer.usage is not None:
+            self._used_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
         if error is not None:
             reason, code = read_reason(error)
             if isinstance(code, int) and is_lasting(code):
@@ -191,15 +207,13 @@ class Exchange:
             raise TryAgain(f"it broke off: {reason}", code)
         return bool(pieces)
 
-    async def _complete(self, answer: ServerAnswer) -> None:
+    def _complete(self, answer: ServerAnswer) -> None:
         if self._has_ended:
             return
         now_s = time.monotonic()
         self._end(answer.result((self._first_s or now_s) - self._began_s, now_s - self._began_s))
-        if answer.usage is not None:
-            used = answer.usage.prompt_tokens + answer.usage.completion_tokens
-            with suppress(OSError):
-                await self._server.limit.correct(used - self._prompt.tokens)
+        if answer.usage is None:
+            self._used_tokens = self._prompt.tokens
 
     def _end(self, outcome: Any) -> None:
         if not self._has_ended:
