@@ -315,6 +315,13 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     assert "does not go on from what readers have" in str(outcome.exception)
     assert driver.text(slot) == "SOMETHING "
 
+    # It ends before that.
+    server.replies["some"] = [cut_after("SOME THING"), echo]
+    slot = driver.join("some")
+    (outcome,) = driver.wait(slot)
+    assert "does not go on from what readers have" in str(outcome.exception)
+    assert driver.text(slot) == "SOME THING "
+
     # Where nobody streams, it need not agree.
     driver.model.is_streamed = False
     server.replies["nobody"] = [cut_after("SOMETHING"), echo]

@@ -88,7 +88,9 @@ class ServerChoice:
         return {"text": "", **piece} if piece else piece
 
     def result(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The whole answer. Raises ServerFailed: it ends before what readers have."""
+        if self._text != self.sent:
+            raise ServerFailed(DISAGREES)
         result: dict[str, Any] = {"text": self._text, "finish_reason": self.finish_reason}
         for call in self._calls.values():
             call.pop("index", None)
@@ -168,6 +170,9 @@ class ServerAnswer:
         Args:
             first_s: How long the first piece took.
             total_s: How long all took.
+
+        Raises:
+            ServerFailed: One of the texts ends before what readers have.
         """
         results = [choice.result() for choice in self._choices]
         tokens_in = self.usage and self.usage.prompt_tokens
