@@ -340,6 +340,24 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     assert not server.count("more than a text")
 
 
+def test_second_stream_may_take_its_time_with_what_readers_have(
+    server: OpenAIServer, start: Start
+) -> None:
+    driver = start(server_timeout_s=1, server_retry_s=patient(5))
+
+    async def slow(call: Call) -> None:
+        await call.head()
+        for word in call.asked.prompt.upper().split(" "):
+            await call.words(word, finish=None)
+            await asyncio.sleep(0.4)
+        await call.words("END")
+        await call.done()
+
+    server.replies["one two three four"] = [cut_after("ONE TWO THREE FOUR"), slow]
+    slot = driver.join("one two three four")
+    assert driver.wait(slot)[0]["text"] == driver.text(slot) == "ONE TWO THREE FOUR END "
+
+
 def test_error_within_a_stream_repeats_nothing_that_readers_have(
     server: OpenAIServer, driver: StepDriver
 ) -> None:

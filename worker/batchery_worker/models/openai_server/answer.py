@@ -58,6 +58,11 @@ class ServerChoice:
         self._calls: dict[Any, dict[str, Any]] = {}
         self._logprobs: list[dict[str, Any]] = []
 
+    @property
+    def chars(self) -> int:
+        """Length of its text so far."""
+        return len(self._text)
+
     def add(self, event: ChoiceEvent) -> dict[str, Any]:
         """Adds an event; returns the piece for readers, empty if it has nothing new for them.
 
@@ -126,6 +131,11 @@ class ServerAnswer:
     def is_complete(self) -> bool:
         """Whether the server has said of all answers why they end."""
         return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def chars(self) -> int:
+        """Length of all texts so far."""
+        return sum(choice.chars for choice in self._choices)
 
     def read_sent(self) -> dict[int, str]:
         """The texts that readers have by now. Raises ServerFailed: they have more than texts."""

@@ -191,13 +191,15 @@ class Exchange:
                     patience.reschedule(now_s + timeout_s)
 
     def _take(self, answer: ServerAnswer, data: str) -> bool:
-        """Takes an event; returns whether it had something new."""
+        """Takes an event; returns whether it had something new, for readers or for the answer."""
+        chars = answer.chars
         pieces, error = answer.add(data)
         for piece in pieces if self._is_streamed else ():
             self._deliver(self, piece, GOES_ON)
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
-        # Until the server counts, a piece is a token.
-        self._used_tokens += len(pieces)
+        has_news = bool(pieces) or answer.chars > chars
+        # Until the server counts, an event is a token.
+        self._used_tokens += has_news
         if answer.usage is not None:
             self._used_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
         if error is not None:
@@ -205,7 +207,7 @@ class Exchange:
             if isinstance(code, int) and is_lasting(code):
                 raise ServerRefused(f"it broke off: {reason}")
             raise TryAgain(f"it broke off: {reason}", code)
-        return bool(pieces)
+        return has_news
 
     def _complete(self, answer: ServerAnswer) -> None:
         if self._has_ended:
