@@ -163,7 +163,7 @@ class Exchange:
             failure = TryAgain(f"it sent nothing new for {timeout_s:g} s")
         except httpx2.SSEError as error:
             raise ServerFailed(f"it sent no stream of events: {error}") from None
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             failure = TryAgain(str(error) or type(error).__name__)
         # Only the end of the stream may be missing.
         if answer.is_complete:
@@ -181,13 +181,15 @@ class Exchange:
                 raise await read_refusal(response)
             self._used_tokens = prompt.tokens - prompt.max_tokens
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
+                if self._has_ended:
+                    continue
                 now_s = asyncio.get_running_loop().time()
                 if event.data == "[DONE]":
                     if not answer.is_complete:
                         raise ServerFailed("it ended its stream without a finish_reason")
                     self._complete(answer)
                     patience.reschedule(now_s + DRAIN_S)
-                elif not self._has_ended and self._take(answer, event.data):
+                elif self._take(answer, event.data):
                     patience.reschedule(now_s + timeout_s)
 
     def _take(self, answer: ServerAnswer, data: str) -> bool:
@@ -204,9 +206,10 @@ class Exchange:
             self._used_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
         if error is not None:
             reason, code = read_reason(error)
+            text = f"it broke off: {reason[:MAX_ERROR_CHARS]}"
             if isinstance(code, int) and is_lasting(code):
-                raise ServerRefused(f"it broke off: {reason}")
-            raise TryAgain(f"it broke off: {reason}", code)
+                raise ServerRefused(text)
+            raise TryAgain(text, code)
         return has_news
 
     def _complete(self, answer: ServerAnswer) -> None:
@@ -250,7 +253,7 @@ async def read_refusal(response: httpx2.Response) -> Exception:
             break
     try:
         reason, code = read_reason(json.loads(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         reason, code = body.decode(errors="replace"), None
     text = f"it answered {status}: {reason[:MAX_ERROR_CHARS]}{ADVICE.get(status, '')}"
     if status in UNFIT:
