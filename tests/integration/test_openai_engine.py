@@ -330,6 +330,22 @@ def test_lying_and_slow_servers_fail_their_own_job_in_one_line(
     wait_for(lambda: server.running == 0, "all their connections are closed")
 
 
+def test_answer_may_be_as_long_as_any_field_of_its_request_says(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    async def long(call: Call) -> None:
+        await call.head()
+        text = {"choices": [{"text": "a"}], "system_fingerprint": "f" * 400}
+        for _ in range(3000):
+            await call.event(text)
+        await call.words("b")
+        await call.done()
+
+    server.replies["think"] = [long]
+    limits = {"max_tokens": None, "max_completion_tokens": 4000}
+    assert driver.run("think", extra_body=limits)["text"] == "a" * 3000 + "b "
+
+
 def test_second_stream_goes_on_only_from_what_readers_have(
     server: OpenAIServer, driver: StepDriver
 ) -> None:
