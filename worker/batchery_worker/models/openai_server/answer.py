@@ -46,6 +46,7 @@ class ServerChoice:
     """One of the answers to an item, so far.
 
     Attributes:
+        text: Its text.
         sent: The text that readers have of it, perhaps from an earlier stream.
         finish_reason: Why it has ended; None while it has not.
     """
@@ -53,15 +54,10 @@ class ServerChoice:
     def __init__(self, sent: str) -> None:
         self.sent = sent
         self.finish_reason: str | None = None
-        self._text = ""
+        self.text = ""
         self._message: dict[str, Any] = {}
         self._calls: dict[Any, dict[str, Any]] = {}
         self._logprobs: list[dict[str, Any]] = []
-
-    @property
-    def chars(self) -> int:
-        """Length of its text so far."""
-        return len(self._text)
 
     def add(self, event: ChoiceEvent) -> dict[str, Any]:
         """Adds an event; returns the piece for readers, empty if it has nothing new for them.
@@ -71,11 +67,11 @@ class ServerChoice:
         """
         parts = event.delta or {}
         text = (event.text or "") + (parts.get("content") or "")
-        fresh = text[max(0, len(self.sent) - len(self._text)) :]
-        self._text += text
-        if not self._text.startswith(self.sent) and not self.sent.startswith(self._text):
+        fresh = text[max(0, len(self.sent) - len(self.text)) :]
+        self.text += text
+        if not self.text.startswith(self.sent) and not self.sent.startswith(self.text):
             raise ServerFailed(DISAGREES)
-        self.sent = max(self.sent, self._text, key=len)
+        self.sent = max(self.sent, self.text, key=len)
         delta = {
             name: value
             for name, value in parts.items()
@@ -94,15 +90,15 @@ class ServerChoice:
 
     def result(self) -> dict[str, Any]:
         """The whole answer. Raises ServerFailed: it ends before what readers have."""
-        if self._text != self.sent:
+        if self.text != self.sent:
             raise ServerFailed(DISAGREES)
-        result: dict[str, Any] = {"text": self._text, "finish_reason": self.finish_reason}
+        result: dict[str, Any] = {"text": self.text, "finish_reason": self.finish_reason}
         for call in self._calls.values():
             call.pop("index", None)
         if self._calls:
             self._message["tool_calls"] = list(self._calls.values())
         if self._message:
-            content = self._text or None
+            content = self.text or None
             result["message"] = {"role": "assistant", "content": content, **self._message}
         return result | ({"logprobs": self._logprobs} if self._logprobs else {})
 
@@ -135,7 +131,7 @@ class ServerAnswer:
     @property
     def chars(self) -> int:
         """Length of all texts so far."""
-        return sum(choice.chars for choice in self._choices)
+        return sum(len(choice.text) for choice in self._choices)
 
     def read_sent(self) -> dict[int, str]:
         """The texts that readers have by now. Raises ServerFailed: they have more than texts."""
