@@ -1,12 +1,9 @@
 """The engine `openai` against a real server that misbehaves."""
 
 import asyncio
+import base64
 import re
-import subprocess
-import sys
-import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +26,7 @@ from batchery_producer.openai_generation import ChatRequest
 from batchery_worker.devstack.redis_server import free_port
 from batchery_worker.models.openai_server.model import OpenAIServerModel
 from conftest import StartGateway, StartWorker
-from support.harness import TESTS, Worker, wait_for
+from support.harness import Worker, wait_for
 from support.openai_server import (
     Call,
     Cut,
@@ -41,7 +38,6 @@ from support.openai_server import (
     status,
 )
 from support.patience import patient
-from support.roles import as_role
 from support.step_driver import StepDriver, find_errors
 
 Start = Callable[..., StepDriver]
@@ -265,6 +261,26 @@ async def endless_comments(call: Call) -> None:
         await asyncio.sleep(0.01)
 
 
+async def endless_end(call: Call) -> None:
+    await call.head()
+    await call.words(call.asked.prompt.upper())
+    while True:
+        await call.event("[DONE]")
+        await asyncio.sleep(0.01)
+
+
+async def packed(call: Call) -> None:
+    await call.head(content_encoding="gzip")
+    await call.part(b"data: [DONE]\n\n")
+    await call.part(b"")
+
+
+async def nested_refusal(call: Call) -> None:
+    await call.head(500, "application/json")
+    await call.part(b"[" * 60_000)
+    await call.part(b"")
+
+
 async def nonsense(call: Call) -> None:
     await call.send(b"SSH-2.0-OpenSSH_9.6\r\n")
     raise Cut
@@ -287,6 +303,9 @@ LIES: dict[str, tuple[Any, str]] = {
     "comments": (endless_comments, "it sent nothing new for .*; gave up"),
     "silent": (pause_after("a", 60), "it sent nothing new for .*; gave up"),
     "protocol": (nonsense, "gave up after"),
+    "packed": (packed, "decompressing data.*gave up after"),
+    "nested": (nested_refusal, r"it answered 500: \[{300}"),
+    "verbose": (raw({"error": {"code": 400, "message": "x" * 1000}}), "it broke off: x{300}"),
     "cut": (cut_after("CUT"), "its stream ended before|incomplete.*gave up after"),
 }
 
@@ -297,17 +316,34 @@ def test_lying_and_slow_servers_fail_their_own_job_in_one_line(
     driver = start(server_timeout_s=patient(2), server_retry_s=1)
     server.replies.update({name: [reply] for name, (reply, _) in LIES.items()})
     slots = [driver.join(name) for name in LIES]
-    good = driver.join("still fine")
+    server.replies["the end"] = [endless_end]
+    good = driver.join("still fine"), driver.join("the end")
     outcomes = driver.wait()
-    assert outcomes[good]["text"] == "STILL FINE "
+    assert [outcomes[slot]["text"] for slot in good] == ["STILL FINE ", "THE END "]
     errors = find_errors(outcomes)
     assert sorted(errors) == slots
     for (name, (_, expected)), slot in zip(LIES.items(), slots, strict=True):
         assert re.search(expected, errors[slot]), f"{name}: {errors[slot]}"
         assert isinstance(outcomes[slot].exception, ServerFailed)
         assert "\n" not in errors[slot]
-        assert len(errors[slot]) < 400
+        assert len(errors[slot]) < 600
     wait_for(lambda: server.running == 0, "all their connections are closed")
+
+
+def test_answer_may_be_as_long_as_any_field_of_its_request_says(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    async def long(call: Call) -> None:
+        await call.head()
+        text = {"choices": [{"text": "a"}], "system_fingerprint": "f" * 400}
+        for _ in range(3000):
+            await call.event(text)
+        await call.words("b")
+        await call.done()
+
+    server.replies["think"] = [long]
+    limits = {"max_tokens": None, "max_completion_tokens": 4000}
+    assert driver.run("think", extra_body=limits)["text"] == "a" * 3000 + "b "
 
 
 def test_second_stream_goes_on_only_from_what_readers_have(
@@ -318,6 +354,13 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     (outcome,) = driver.wait(slot)
     assert "does not go on from what readers have" in str(outcome.exception)
     assert driver.text(slot) == "SOMETHING "
+
+    # It ends before that.
+    server.replies["some"] = [cut_after("SOME THING"), echo]
+    slot = driver.join("some")
+    (outcome,) = driver.wait(slot)
+    assert "does not go on from what readers have" in str(outcome.exception)
+    assert driver.text(slot) == "SOME THING "
 
     # Where nobody streams, it need not agree.
     driver.model.is_streamed = False
@@ -330,6 +373,50 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     slot = driver.join("go on here", [{"text": "GO "}, {"text": "ON "}])
     assert driver.wait(slot)[0]["text"] == "GO ON HERE "
     assert driver.text(slot) == "HERE "
+    for name in ("tool_calls", "reasoning_content"):
+        piece = {"text": "", "delta": {name: "a part"}}
+        with pytest.raises(ServerFailed, match=rf"^server {server.url}/: .*what readers have"):
+            driver.run("more than a text", [{"text": "MORE "}, piece])
+    assert not server.count("more than a text")
+
+
+def test_second_stream_may_take_its_time_with_what_readers_have(
+    server: OpenAIServer, start: Start
+) -> None:
+    driver = start(server_timeout_s=1, server_retry_s=patient(5))
+
+    async def slow(call: Call) -> None:
+        await call.head()
+        for word in call.asked.prompt.upper().split(" "):
+            await call.words(word, finish=None)
+            await asyncio.sleep(0.4)
+        await call.words("END")
+        await call.done()
+
+    server.replies["one two three four"] = [cut_after("ONE TWO THREE FOUR"), slow]
+    slot = driver.join("one two three four")
+    assert driver.wait(slot)[0]["text"] == driver.text(slot) == "ONE TWO THREE FOUR END "
+
+
+def test_error_within_a_stream_repeats_nothing_that_readers_have(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    failure = {"error": {"message": "overloaded", "code": 503}}
+    begun = {"choices": [{"text": "BREAKS "}]}
+    server.replies["breaks off"] = [raw(begun, failure), echo]
+    server.replies["breaks at once"] = [raw(begun | failure), echo]
+    server.replies["is lost"] = [raw({"choices": [{"text": "WAS "}]}, failure), echo]
+    called = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}
+    server.replies["call"] = [raw({"choices": [{"delta": called}]}, failure), echo]
+    slots = [driver.join(prompt) for prompt in server.replies]
+    outcomes = driver.wait(*slots)
+    assert driver.text(slots[0]) == outcomes[0]["text"] == "BREAKS OFF "
+    assert driver.text(slots[1]) == outcomes[1]["text"] == "BREAKS AT ONCE "
+    assert find_errors(outcomes).keys() == {2, 3}
+    for error in find_errors(outcomes).values():
+        assert "does not go on from what readers have" in error
+    assert driver.text(slots[2]) == "WAS "
+    assert len(driver.pieces[slots[3]]) == 1
 
 
 def test_server_that_is_away_is_waited_for_and_then_named(start: Start) -> None:
@@ -351,6 +438,20 @@ def test_api_key_comes_from_the_variable_that_the_setting_names(
         start(api_key_env="NO_KEY")
 
 
+def test_password_of_the_url_reaches_the_server_and_nothing_else(
+    server: OpenAIServer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.replies["who"] = [status(401)]
+    driver = start(base_url=server.url.replace("//", "//a%20user:top%40secret@"))
+    slots = driver.join("hello"), driver.join("who")
+    told = str(driver.wait(*slots)[1].exception) + caplog.text
+    assert f"POST {server.url}/completions" in told
+    assert "secret" not in told
+    sent = base64.b64encode(b"a user:top@secret").decode().lower()
+    assert {asked.headers["authorization"] for asked in server.asked} == {f"basic {sent}"}
+
+
 def test_two_hundred_jobs_run_at_once_and_those_that_leave_hang_up(
     server: OpenAIServer, driver: StepDriver
 ) -> None:
@@ -370,75 +471,6 @@ def test_two_hundred_jobs_run_at_once_and_those_that_leave_hang_up(
     wait_for(lambda: server.running == 0, "the server notices that nobody waits")
     driver.step()
     assert not driver.outcomes.keys() & set(slots)
-
-
-# Asks for as much as it may, for some seconds.
-ASK = """
-import sys, time
-from celery import Celery
-from batchery import install
-install(Celery("limited", broker=sys.argv[1])).set_default()
-from batchery.settings import ModelSettings
-from batchery_worker.models.openai_server.model import OpenAIServerModel
-from support.step_driver import StepDriver
-model = OpenAIServerModel(ModelSettings(
-    kind="generation", engine="openai", model="tiny", base_url=sys.argv[2],
-    **{sys.argv[3]: int(sys.argv[4])},
-))
-model.load("cpu")
-driver = StepDriver(model)
-for number in range(100):
-    driver.join(f"{sys.argv[5]} {number}", max_new_tokens=int(sys.argv[6]))
-while True:
-    driver.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("setting", "per_minute", "max_new_tokens", "at_once"),
-    [
-        # A tenth of a minute's worth may leave at once; the rest comes evenly.
-        ("max_requests_per_minute", 200, 5, 20),
-        # Estimated at about 130 each, they take 50: the others are given back.
-        ("max_tokens_per_minute", 10_000, 100, 20),
-    ],
-)
-def test_limits_hold_for_all_processes_together(
-    server: OpenAIServer,
-    redis_url: str,
-    setting: str,
-    per_minute: int,
-    max_new_tokens: int,
-    at_once: int,
-) -> None:
-    async def reply(call: Call) -> None:
-        await call.head()
-        await call.words("a")
-        await call.done(tokens_in=30, tokens_out=20)
-
-    names = ("left", "right")
-    server.replies = {f"{name} {number}": [reply] for name in names for number in range(100)}
-    url = as_role(redis_url, "worker")
-    command = [sys.executable, "-c", textwrap.dedent(ASK), url, server.url, setting]
-    processes = [
-        subprocess.Popen([*command, str(per_minute), name, str(max_new_tokens)], cwd=TESTS)
-        for name in names
-    ]
-    try:
-        wait_for(lambda: len(server.asked) >= at_once + 20, "both ask", patient(60))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    times_s = [asked.at_s for asked in server.asked]
-    per_s = 0.9 * 200 / 60
-    for first, begin_s in enumerate(times_s):
-        for count, end_s in enumerate(times_s[first:], 1):
-            # One more, as they take a moment from the bucket to the server.
-            assert count <= at_once + per_s * (end_s - begin_s) + 2
-    took_s = times_s[-1] - times_s[0]
-    assert took_s < patient(3 * 20 / per_s)
-    assert set(Counter(asked.prompt.split()[0] for asked in server.asked)) == set(names)
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,12 @@ class TextGenerator(StepModel):
         for text in job.texts:
             text.resume(pieces, self._endings)
         self._jobs[slot] = job
-        self._add(job)
+        try:
+            self._add(job)
+        except Exception:
+            # Some of its texts may be in the batch.
+            self.leave(slot)
+            raise
 
     def leave(self, slot: int) -> Sequence[Any] | None:
         """Drops a job; see `StepModel.leave`."""

@@ -39,8 +39,12 @@ class GrowingText:
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and self._new < MAX_WAITING_TOKENS:
             return ""
+        if text == self._window_text:
+            # A special token has no text, and waits for none. Of many, those in the middle are the
+            # ones on which nothing depends.
+            self._new = 0
+            del self._window[MAX_WAITING_TOKENS:-MAX_WAITING_TOKENS]
         if len(text) <= len(self._window_text):
-            # A special token has no text.
             return ""
         added = text[len(self._window_text) :]
         del self._window[: -self._new]

@@ -46,6 +46,7 @@ class ServerChoice:
     """One of the answers to an item, so far.
 
     Attributes:
+        text: Its text.
         sent: The text that readers have of it, perhaps from an earlier stream.
         finish_reason: Why it has ended; None while it has not.
     """
@@ -53,7 +54,7 @@ class ServerChoice:
     def __init__(self, sent: str) -> None:
         self.sent = sent
         self.finish_reason: str | None = None
-        self._text = ""
+        self.text = ""
         self._message: dict[str, Any] = {}
         self._calls: dict[Any, dict[str, Any]] = {}
         self._logprobs: list[dict[str, Any]] = []
@@ -66,11 +67,11 @@ class ServerChoice:
         """
         parts = event.delta or {}
         text = (event.text or "") + (parts.get("content") or "")
-        fresh = text[max(0, len(self.sent) - len(self._text)) :]
-        self._text += text
-        if not self._text.startswith(self.sent) and not self.sent.startswith(self._text):
+        fresh = text[max(0, len(self.sent) - len(self.text)) :]
+        self.text += text
+        if not self.text.startswith(self.sent) and not self.sent.startswith(self.text):
             raise ServerFailed(DISAGREES)
-        self.sent = max(self.sent, self._text, key=len)
+        self.sent = max(self.sent, self.text, key=len)
         delta = {
             name: value
             for name, value in parts.items()
@@ -88,14 +89,16 @@ class ServerChoice:
         return {"text": "", **piece} if piece else piece
 
     def result(self) -> dict[str, Any]:
-        """The whole answer."""
-        result: dict[str, Any] = {"text": self._text, "finish_reason": self.finish_reason}
+        """The whole answer. Raises ServerFailed: it ends before what readers have."""
+        if self.text != self.sent:
+            raise ServerFailed(DISAGREES)
+        result: dict[str, Any] = {"text": self.text, "finish_reason": self.finish_reason}
         for call in self._calls.values():
             call.pop("index", None)
         if self._calls:
             self._message["tool_calls"] = list(self._calls.values())
         if self._message:
-            content = self._text or None
+            content = self.text or None
             result["message"] = {"role": "assistant", "content": content, **self._message}
         return result | ({"logprobs": self._logprobs} if self._logprobs else {})
 
@@ -124,6 +127,11 @@ class ServerAnswer:
     def is_complete(self) -> bool:
         """Whether the server has said of all answers why they end."""
         return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def chars(self) -> int:
+        """Length of all texts so far."""
+        return sum(len(choice.text) for choice in self._choices)
 
     def read_sent(self) -> dict[int, str]:
         """The texts that readers have by now. Raises ServerFailed: they have more than texts."""
@@ -168,6 +176,9 @@ class ServerAnswer:
         Args:
             first_s: How long the first piece took.
             total_s: How long all took.
+
+        Raises:
+            ServerFailed: One of the texts ends before what readers have.
         """
         results = [choice.result() for choice in self._choices]
         tokens_in = self.usage and self.usage.prompt_tokens

@@ -108,13 +108,14 @@ class Exchange:
         self._began_s = time.monotonic()
         self._first_s: float | None = None
         self._has_ended = False
+        self._used_tokens = 0
 
     async def run(self) -> None:
         """Delivers pieces, and the outcome at last; raises nothing but a cancellation."""
         try:
             await self._run()
         except ServerFailed as error:
-            name = self._server.client.base_url.copy_with(username=None, password=None)
+            name = self._server.client.base_url
             self._end(Failed(type(error)(f"server {name}: {error}")))
         except Exception as error:  # noqa: BLE001 - whatever it is, this job ends with it, alone
             self._end(Failed(error))
@@ -125,7 +126,6 @@ class Exchange:
         failures, ends_s = 0, math.inf
         while not self._has_ended:
             try:
-                await self._server.limit.take(self._prompt.tokens)
                 await self._attempt()
             except (TryAgain, OSError) as error:
                 failures += 1
@@ -139,23 +139,38 @@ class Exchange:
                 await asyncio.sleep(pause)
 
     async def _attempt(self) -> None:
+        """Takes tokens, makes an attempt, and gives back those that it did not need."""
+        limit, prompt = self._server.limit, self._prompt
+        await limit.take(prompt.tokens)
+        self._used_tokens = 0
+        try:
+            await self._ask()
+        finally:
+            # Also where the job is cancelled.
+            with suppress(OSError):
+                await limit.correct(prompt.tokens, self._used_tokens)
+
+    async def _ask(self) -> None:
         max_chars = max(MIN_MAX_CHARS, self._prompt.max_tokens * MAX_CHARS_PER_TOKEN)
         answer = ServerAnswer(self._prompt.choices, max_chars, self._sent)
-        reason = "its stream ended before the answer did"
+        failure = TryAgain("its stream ended before the answer did")
         try:
             await self._stream(answer)
+        except TryAgain as error:
+            failure = error
         except TimeoutError:
-            reason = f"it sent nothing new for {self._server.settings.server_timeout_s:g} s"
+            timeout_s = self._server.settings.server_timeout_s
+            failure = TryAgain(f"it sent nothing new for {timeout_s:g} s")
         except httpx2.SSEError as error:
             raise ServerFailed(f"it sent no stream of events: {error}") from None
-        except httpx2.TransportError as error:
-            reason = str(error) or type(error).__name__
+        except httpx2.RequestError as error:
+            failure = TryAgain(str(error) or type(error).__name__)
         # Only the end of the stream may be missing.
         if answer.is_complete:
-            return await self._complete(answer)
+            return self._complete(answer)
         if self._is_streamed:
             self._sent = answer.read_sent()
-        raise TryAgain(reason)
+        raise failure
 
     async def _stream(self, answer: ServerAnswer) -> None:
         """Reads one stream into an answer."""
@@ -163,40 +178,47 @@ class Exchange:
         request = self._server.client.stream("POST", prompt.path, content=prompt.content)
         async with asyncio.timeout(timeout_s) as patience, request as response:
             if response.status_code != 200:
-                await self._server.limit.correct(-prompt.tokens)
                 raise await read_refusal(response)
+            self._used_tokens = prompt.tokens - prompt.max_tokens
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
+                if self._has_ended:
+                    continue
                 now_s = asyncio.get_running_loop().time()
                 if event.data == "[DONE]":
                     if not answer.is_complete:
                         raise ServerFailed("it ended its stream without a finish_reason")
-                    await self._complete(answer)
+                    self._complete(answer)
                     patience.reschedule(now_s + DRAIN_S)
-                elif not self._has_ended and self._take(answer, event.data):
+                elif self._take(answer, event.data):
                     patience.reschedule(now_s + timeout_s)
 
     def _take(self, answer: ServerAnswer, data: str) -> bool:
-        """Takes an event; returns whether it had something new."""
+        """Takes an event; returns whether it had something new, for readers or for the answer."""
+        chars = answer.chars
         pieces, error = answer.add(data)
-        if error is not None:
-            reason, code = read_reason(error)
-            if isinstance(code, int) and is_lasting(code):
-                raise ServerRefused(f"it broke off: {reason}")
-            raise TryAgain(f"it broke off: {reason}", code)
         for piece in pieces if self._is_streamed else ():
             self._deliver(self, piece, GOES_ON)
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
-        return bool(pieces)
+        has_news = bool(pieces) or answer.chars > chars
+        # Until the server counts, an event is a token.
+        self._used_tokens += has_news
+        if answer.usage is not None:
+            self._used_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
+        if error is not None:
+            reason, code = read_reason(error)
+            text = f"it broke off: {reason[:MAX_ERROR_CHARS]}"
+            if isinstance(code, int) and is_lasting(code):
+                raise ServerRefused(text)
+            raise TryAgain(text, code)
+        return has_news
 
-    async def _complete(self, answer: ServerAnswer) -> None:
+    def _complete(self, answer: ServerAnswer) -> None:
         if self._has_ended:
             return
         now_s = time.monotonic()
         self._end(answer.result((self._first_s or now_s) - self._began_s, now_s - self._began_s))
-        if answer.usage is not None:
-            used = answer.usage.prompt_tokens + answer.usage.completion_tokens
-            with suppress(OSError):
-                await self._server.limit.correct(used - self._prompt.tokens)
+        if answer.usage is None:
+            self._used_tokens = self._prompt.tokens
 
     def _end(self, outcome: Any) -> None:
         if not self._has_ended:
@@ -231,7 +253,7 @@ async def read_refusal(response: httpx2.Response) -> Exception:
             break
     try:
         reason, code = read_reason(json.loads(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         reason, code = body.decode(errors="replace"), None
     text = f"it answered {status}: {reason[:MAX_ERROR_CHARS]}{ADVICE.get(status, '')}"
     if status in UNFIT:

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx2
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem, ModelLoadError, ServerFailed
 from batchery.model import GOES_ON, Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
+from batchery_worker.models.openai_server.answer import DISAGREES
 from batchery_worker.models.openai_server.exchange import Exchange, ModelServer, ServerPrompt
 from batchery_worker.models.openai_server.prompts import read_prompt
 from batchery_worker.models.openai_server.rate_limit import make_rate_limit
@@ -55,10 +56,13 @@ class OpenAIServerModel(StepModel):
         if settings.base_url is None:
             raise ModelLoadError(f"model {settings.model}: engine openai needs a base_url")
         key = settings.api_key_env and read_secret(settings.api_key_env)
+        # A client's log has the addresses of its requests, so a password must not be in them.
+        url = httpx2.URL(settings.base_url)
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         try:
             client = httpx2.AsyncClient(
-                base_url=settings.base_url,
+                base_url=url.copy_with(userinfo=b""),
+                auth=(url.username, url.password) if url.userinfo else None,
                 headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
                 timeout=httpx2.Timeout(None, connect=CONNECT_S),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.slots),
@@ -102,7 +106,12 @@ class OpenAIServerModel(StepModel):
         """Sends the request of an item.
 
         The server begins anew, but nothing is repeated: what it sends must begin with the pieces.
+
+        Raises:
+            ServerFailed: Its readers have more than texts.
         """
+        if any("delta" in piece for piece in pieces):
+            raise ServerFailed(f"server {self._server.client.base_url}: {DISAGREES}")
         sent: dict[int, str] = {}
         for piece in pieces:
             choice = piece.get("choice", 0)

@@ -85,7 +85,9 @@ def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings)
     body = {name: value for name, value in body.items() if value is not None}
     text = json.dumps(body, ensure_ascii=False)
     check_text("item", text, settings.max_chars)
-    max_tokens = (options.max_new_tokens or settings.max_new_tokens) * options.n
+    asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    asked += [options.max_new_tokens or settings.max_new_tokens]
+    max_tokens = max(each for each in asked if isinstance(each, int)) * options.n
     return ServerPrompt(
         path="chat/completions" if read.messages else "completions",
         content=text.encode(),

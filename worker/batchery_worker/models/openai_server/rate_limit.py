@@ -46,24 +46,29 @@ class RateLimit:
         self._connect = connect
         self._key = key
         self._requests, self._tokens = map(bucket, per_minute)
+        #: A request takes no more, whatever it asks for, as all others would wait for it.
+        self._max_tokens = per_minute[1] or 0
         # Only the first one in the row asks Redis, so a thousand waiting requests cost no more.
         self._turn = asyncio.Lock()
 
     async def take(self, tokens: int) -> None:
-        """Waits until a request with so many tokens may leave.
+        """Waits until a request with so many tokens may leave; it takes a minute's worth at most.
 
         Raises:
             ConnectionError: Redis does not answer.
         """
+        taken = min(tokens, self._max_tokens)
         if self._requests[0] or self._tokens[0]:
             async with self._turn:
-                while wait_ms := await asyncio.to_thread(self._run, 0, 1, tokens):
+                while wait_ms := await asyncio.to_thread(self._run, 0, 1, taken):
                     await asyncio.sleep(min(wait_ms / 1e3, MAX_SLEEP_S))
 
-    async def correct(self, tokens: int) -> None:
-        """Takes so many more tokens, or gives them back if negative; errors as `take`."""
+    async def correct(self, tokens: int, used: int) -> None:
+        """Takes what a request used in place of the tokens for which it came; errors as `take`."""
         if self._tokens[0]:
-            await asyncio.to_thread(self._run, 1, 0, tokens)
+            # A server's count is not believed where it is more than could be.
+            used = min(used, max(tokens, self._max_tokens))
+            await asyncio.to_thread(self._run, 1, 0, used - min(tokens, self._max_tokens))
 
     @cached_property
     def _scripts(self) -> RedisScripts:

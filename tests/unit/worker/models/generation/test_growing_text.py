@@ -1,8 +1,10 @@
 """Pieces of a growing text: whole characters, nothing of a stop string, nothing twice."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from batchery_worker.models.generation.growing_text import GrowingText
 from batchery_worker.models.generation.prompts import make_decoder
@@ -28,6 +30,47 @@ def test_pieces_are_whole_characters_and_make_the_text(text: str) -> None:
     growing, pieces = grow(text)
     assert "".join(pieces) == growing.text == DECODE(TOKENIZER(text)["input_ids"])
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def make_spaced_tokenizer() -> Tokenizer:
+    """As Llama 2 has it: a first space is none, and characters that it does not know are bytes."""
+    names = ["</s>", "\u2581", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, "</s>"))
+    tokenizer.add_special_tokens(["</s>"])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+SPACED = make_spaced_tokenizer()
+EMOJI = [SPACED.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+
+
+@pytest.mark.parametrize("run", [1, 8, 11, 12, 13, 5000])
+@pytest.mark.parametrize(
+    ("decode", "special", "tokens"),
+    [
+        (DECODE, TOKENIZER.eos_token_id, TOKENIZER("🙂 a🙂é b")["input_ids"]),
+        (SPACED.decode, 0, [1, 1, 2, *EMOJI, 2, *EMOJI, *EMOJI, 1, 3, 1]),
+    ],
+)
+def test_special_tokens_within_a_text_cost_and_change_nothing(
+    decode: Callable[[Sequence[int]], str], special: int, tokens: list[int], run: int
+) -> None:
+    for at in range(len(tokens) + 1):
+        longest = 0
+
+        def watch(window: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(window))
+            return decode(window)
+
+        growing = GrowingText(watch)
+        pieces = [growing.add(token) for token in (*tokens[:at], *[special] * run, *tokens[at:])]
+        assert longest < 40
+        # A character that is interrupted for long is none.
+        if not decode(tokens[:at]).endswith("\ufffd") or run < 5:
+            assert "".join([*pieces, growing.finish()]) == growing.text == decode(tokens)
 
 
 def test_random_stop_strings_cut_where_the_first_of_them_begins() -> None:

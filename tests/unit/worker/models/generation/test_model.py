@@ -10,9 +10,11 @@ import torch
 
 from batchery import Generation
 from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory
+from batchery.execution.steps import run_steps
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
 from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
+from batchery_worker.models.generation.texts import SlotText
 from support.tiny_models import CORPUS, Build, Copy, Load
 from support.tiny_writers import WRITERS, Driver, make_byte_tokenizer, make_prompts, save_writer
 
@@ -302,6 +304,32 @@ def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
     assert Driver(model).one(CORPUS[0], max_new_tokens=4)["text"] == plain.text(
         plain.write(CORPUS[0], 4)
     )
+
+
+def test_job_that_fails_while_it_joins_leaves_nothing(
+    writer: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = writer("llama", slots=3)
+    penalize = SlotText.penalize
+
+    def fail(text: SlotText, *place: Any) -> None:
+        if text.choice == 1:
+            raise RuntimeError("no memory for it")
+        penalize(text, *place)
+
+    monkeypatch.setattr(SlotText, "penalize", fail)
+    jobs = [{}, {"n": 2, "repetition_penalty": 1.5}, {}]
+    prompts = make_prompts(3)
+    prepared = [
+        model.preprocess([prompt], max_new_tokens=6, **own)[0]
+        for prompt, own in zip(prompts, jobs, strict=True)
+    ]
+    first, failed, last = run_steps(model, prepared, {})
+    assert "no memory for it" in str(failed.exception)
+    assert first["text"] == plain.text(plain.write(prompts[0], 6))
+    assert last["text"] == plain.text(plain.write(prompts[2], 6))
+    assert not model._texts
+    assert not model._jobs
 
 
 @pytest.mark.parametrize(
