@@ -49,7 +49,7 @@ from batchery_producer.gateway.batches.store import (
     Turn,
     build_folder_name,
 )
-from batchery_producer.gateway.models import ServedModels
+from batchery_producer.gateway.models import ServedModel, ServedModels
 from batchery_producer.gateway.problems import Problem
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,26 @@ class BatchTurn:
     def _work(self) -> None:
         """Runs requests until the turn is over, or all have ended."""
         kinds = ENDPOINTS[self._batch.endpoint]
-        model = self._context.models.find(self._batch.model, kinds)
+        try:
+            model = self._context.models.find(self._batch.model, kinds)
+        except Problem:
+            # It is in the settings no more, and may come back as long as there is time.
+            if not self._must_end():
+                raise
+        else:
+            self._run_requests(model)
+        if self._record.ended_slices == len(self._record.slices):
+            self._move(Status.FINALIZING, ending=Status.COMPLETED)
+        elif self._was_cancelled():
+            self._cancel()
+        elif self._has_expired():
+            self._expire()
+            self._move(Status.FINALIZING, ending=Status.EXPIRED)
+        else:
+            self._until_s = time.monotonic()
+
+    def _run_requests(self, model: ServedModel) -> None:
+        """Sends and awaits requests, and keeps what has come back."""
         lines = BatchLines(self._record, self._context.files, model.is_own_name)
         slices = SlicesInFlight(self._context.app, model, self._record, lines)
         with closing(slices):
@@ -181,15 +200,6 @@ class BatchTurn:
             if self._must_end():
                 self._stop(slices)
             slices.take_ended(self._keep)
-        if self._record.ended_slices == len(self._record.slices):
-            self._move(Status.FINALIZING, ending=Status.COMPLETED)
-        elif self._was_cancelled():
-            self._cancel()
-        elif self._has_expired():
-            self._expire()
-            self._move(Status.FINALIZING, ending=Status.EXPIRED)
-        else:
-            self._until_s = time.monotonic()
 
     def _finalize(self) -> None:
         """Makes the files of what has come back."""
