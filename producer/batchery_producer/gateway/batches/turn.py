@@ -253,7 +253,8 @@ class BatchTurn:
     def _stop(self, slices: SlicesInFlight) -> None:
         """Takes what is there by now, and has the rest not run."""
         with suppress(Problem):  # The file is gone, so nobody knows what was sent.
-            for number in range(self._record.ended_slices, self._record.sent):
+            # One that an attempt had begun to send may be with workers, too.
+            for number in range(self._record.ended_slices, self._record.sending):
                 slices.load(number)
         slices.revoke(slices.take_rest())
 
