@@ -306,7 +306,7 @@ class FileStore:
                     written.write(part)
             self._publish(owner, file)
         except BaseException:
-            self.remove(owner, file.id)
+            self.give_up(owner, file.id)
             raise
         return file
 
@@ -393,6 +393,13 @@ class FileStore:
         self.storage.remove(_content(owner, file_id))
         keys = [self.get_key(owner), self.removals_key]
         self._store.script("remove_file", keys, file_id, f"{owner}/{file_id}")
+
+    def give_up(self, owner: str, file_id: str) -> None:
+        """Removes a file that was reserved and is not known, also from a store that is away."""
+        # Its removal stays due, so what the store has of it goes when that is back.
+        self._store.script("remove_file", [self.get_key(owner), self.removals_key], file_id, "")
+        with suppress(DatasetError):  # Whoever writes it says so.
+            self.remove(owner, file_id)
 
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of what is to be removed by now; it counts as asked for a minute."""

@@ -203,9 +203,9 @@ class BatchTurn:
 
     def _finalize(self) -> None:
         """Makes the files of what has come back."""
-        pieces, made = self._context.batches.pieces(self._record), []
+        pieces = self._context.batches.pieces(self._record)
         try:
-            made = [self._join(kind, pieces) for kind in ("output", "error")]
+            output, errors = self._join_both(pieces)
         except MissingPieceError as error:
             if time.time() - (self._batch.finalizing_at or self._batch.cancelling_at or 0) < (
                 MISSING_S
@@ -214,11 +214,10 @@ class BatchTurn:
             text = f"results are missing from the store of files: {error}"
             self._move(Status.FAILED, errors=_errors("missing_results", text))
             return
-        output, errors = made
         is_cancelled = self._batch.status is Status.CANCELLING
         self._move(
             Status.CANCELLED if is_cancelled else self._record.ending or Status.COMPLETED,
-            files=[each for each in made if each],
+            files=[each for each in (output, errors) if each],
             output_file_id=output and output.id,
             error_file_id=errors and errors.id,
             usage=self._batch.usage or BatchUsage(),
@@ -311,6 +310,16 @@ class BatchTurn:
         self._context.files.storage.write(f"{folder}/{name}", content)
         return Piece(name, len(content))
 
+    def _join_both(self, pieces: list[Piece]) -> tuple[FileObject | None, FileObject | None]:
+        """As `_join`, for output and errors: both or none."""
+        output = self._join("output", pieces)
+        try:
+            return output, self._join("error", pieces)
+        except BaseException:
+            if output is not None:
+                self._context.files.give_up(self._record.owner, output.id)
+            raise
+
     def _join(self, kind: str, pieces: list[Piece]) -> FileObject | None:
         """Makes a file of the pieces of a kind; None if there are none.
 
@@ -330,7 +339,7 @@ class BatchTurn:
                 for piece in some:
                     self._copy(piece, written)
         except BaseException:
-            files.remove(record.owner, file.id)
+            files.give_up(record.owner, file.id)
             raise
         return file
 
