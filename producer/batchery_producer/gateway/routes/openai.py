@@ -226,6 +226,10 @@ def _describe_model(model: ServedModel) -> dict[str, Any]:
 #: Fields of an upload, more than it needs.
 MAX_FIELDS = 10
 
+#: Maximum bytes of each but the file. A caller names their charset, and some take the square of a
+#: text's length to decode, for which the event loop would stand still.
+MAX_FIELD_BYTES = 1024
+
 UPLOAD_SCHEMA = {
     "requestBody": {
         "required": True,
@@ -270,7 +274,8 @@ async def upload_file(request: Request) -> FileObject:
     gateway = get_gateway(request)
     check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
-    async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
+    limits = {"max_files": 1, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+    async with request.form(**limits) as form:
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise Problem(
