@@ -281,7 +281,7 @@ def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
             f"{target.host} has the addresses {', '.join(addresses)}, which are not public;"
             " list them in gateway.webhook_hosts"
         )
-    plain = socket.create_connection((allowed[0], target.port), timeout=DEADLINE_S)
+    plain = _connect_to_first(allowed, target.port)
     if target.scheme == "http":
         return plain
     try:
@@ -291,6 +291,24 @@ def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
     except BaseException:
         plain.close()
         raise
+
+
+def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
+    """A connection to the first address where somebody listens; each has its part of the time.
+
+    Raises:
+        OSError: There is none; the last one's.
+    """
+    for address in addresses[:-1]:
+        with suppress(OSError):
+            return _connect(address, port, DEADLINE_S / len(addresses))
+    return _connect(addresses[-1], port, DEADLINE_S / len(addresses))
+
+
+def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
+    found = socket.create_connection((address, port), timeout=timeout_s)
+    found.settimeout(DEADLINE_S)
+    return found
 
 
 # All attempts
