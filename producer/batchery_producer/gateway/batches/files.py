@@ -166,10 +166,12 @@ class Storage:
         """
         if not self._is_local:
             return
-        for path in Path(self._root).rglob(f"*{NEW_SUFFIX}"):
-            with suppress(OSError):  # Another gateway may tidy up as well.
-                if now_s - path.stat().st_mtime > TORN_AFTER_S:
-                    path.unlink()
+        # Another process may remove folders and files meanwhile; this passes over those.
+        for folder, _, names in os.walk(self._root):
+            for path in (Path(folder, name) for name in names if name.endswith(NEW_SUFFIX)):
+                with suppress(OSError):
+                    if now_s - path.stat().st_mtime > TORN_AFTER_S:
+                        path.unlink()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
