@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from celery import Celery, states
 from batchery.errors import DatasetError
 from batchery.settings import Settings
 from batchery_producer.files.journal import Journal
+from batchery_producer.gateway.batches import files as stored_files
 from batchery_producer.gateway.batches import turn as turns
 from batchery_producer.gateway.batches.files import (
     FileObject,
@@ -440,6 +442,24 @@ def test_file_goes_when_its_time_is_over_though_nobody_asks(
     )
     wait_for(lambda: contents() == {b"kept"}, "it is gone as well")
     assert room.upload(b"x" * 96).bytes == 96
+
+
+def test_file_that_cannot_be_removed_keeps_no_other(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_files, "ASK_S", 0.0)
+    sweeper = Jobs(room.app)
+    files = [room.upload(b"short", expires_s=-1) for _ in range(3)]
+    paths = [Path(room.folder, OWNER, "files", f"{file.id}.jsonl") for file in files]
+    paths[0].unlink()
+    paths[0].mkdir()
+
+    def contents() -> list[Path]:
+        with suppress(DatasetError):
+            sweeper.sweep()
+        return [path for path in paths if path.exists()]
+
+    wait_for(lambda: contents() == paths[:1], "the others are gone")
 
 
 def test_uploaded_file_is_kept_whole_under_a_short_name(room: Room) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import re
 import secrets
 import time
@@ -406,6 +407,8 @@ class FileStore:
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
         due = self._store.take_due(self.removals_key, PAGE, ASK_S)
+        # One that the store does not remove ends a round, and must not come first in each.
+        random.shuffle(due)
         return [(owner, id_) for owner, _, id_ in (each.partition("/") for each in due)]
 
     def get_key(self, owner: str) -> bytes:
