@@ -281,7 +281,14 @@ def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
             f"{target.host} has the addresses {', '.join(addresses)}, which are not public;"
             " list them in gateway.webhook_hosts"
         )
-    plain = _connect_to_first(allowed, target.port)
+    timeout_s, plain = DEADLINE_S / len(allowed), None
+    while plain is None:
+        try:
+            plain = socket.create_connection((allowed.pop(0), target.port), timeout=timeout_s)
+        except OSError:  # Somebody may listen at another one.
+            if not allowed:
+                raise
+    plain.settimeout(DEADLINE_S)
     if target.scheme == "http":
         return plain
     try:
@@ -291,24 +298,6 @@ def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
     except BaseException:
         plain.close()
         raise
-
-
-def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
-    """A connection to the first address where somebody listens; each has its part of the time.
-
-    Raises:
-        OSError: There is none; the last one's.
-    """
-    for address in addresses[:-1]:
-        with suppress(OSError):
-            return _connect(address, port, DEADLINE_S / len(addresses))
-    return _connect(addresses[-1], port, DEADLINE_S / len(addresses))
-
-
-def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
-    found = socket.create_connection((address, port), timeout=timeout_s)
-    found.settimeout(DEADLINE_S)
-    return found
 
 
 # All attempts

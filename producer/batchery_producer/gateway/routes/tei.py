@@ -52,18 +52,13 @@ class TextRequest(TeiRequest):
         return build_overflow_keywords(model, self.truncate, self.truncation_direction)
 
 
-#: Maximum characters of a prompt's name, which goes with each job of a request.
-MAX_NAME_CHARS = 200
-
-
 class PromptRequest(TextRequest):
     """Fields of the routes whose models have prompts."""
 
+    # It goes with each job of a request.
     prompt_name: Annotated[
         str | None,
-        Field(
-            max_length=MAX_NAME_CHARS, description="Name of a prompt to put in front of each text."
-        ),
+        Field(max_length=200, description="Name of a prompt to put in front of each text."),
     ] = None
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
