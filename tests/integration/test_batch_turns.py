@@ -4,13 +4,18 @@ import io
 import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, states
 
+from batchery.errors import DatasetError
 from batchery.settings import Settings
+from batchery_producer.files.journal import Journal
+from batchery_producer.gateway.batches import files as stored_files
 from batchery_producer.gateway.batches import turn as turns
 from batchery_producer.gateway.batches.files import (
     FileObject,
@@ -56,6 +61,7 @@ class Room:
             batchery_gateway={"files": files},
             batchery_models={"embed": {"kind": "embedding", "model": "none"}},
         )
+        self.folder = files
         store = Store(self.app)
         self.files = FileStore(store, Storage(files))
         self.jobs = JobQueue(self.app, store)
@@ -71,6 +77,11 @@ class Room:
     def upload(self, content: bytes, caller: Caller = CALLER, **options: Any) -> FileObject:
         options = {"size": len(content), "expires_s": None, **options}
         return self.files.upload(caller, "n" * 300, io.BytesIO(content), **options)
+
+    def known_files(self) -> dict[bytes, bytes]:
+        backend: Any = self.app.backend
+        found: dict[bytes, bytes] = backend.client.hgetall(self.files.get_key(OWNER))
+        return found
 
     def content(self, file_id: str | None) -> bytes:
         assert file_id is not None
@@ -291,6 +302,63 @@ def test_batch_whose_input_is_gone_keeps_what_was_computed(
     assert room.content(batch.output_file_id) == line(1)
 
 
+def test_batch_that_cannot_be_finished_leaves_no_file_behind(room: Room) -> None:
+    record = finishing(room)
+    # Its output is whole, and its errors have a piece that is not there.
+    _, turn = room.batches.begin(record.id, -1) or pytest.fail("no turn")
+    room.batches.save(record, turn, pieces=[Piece("error-1", 10)])
+    for _ in range(2):
+        with pytest.raises(MissingPieceError, match="error-1"):
+            room.begin(record.id).run()
+    assert list(Path(room.folder).rglob("*.jsonl")) == []
+    assert room.known_files() == {b"bytes": b"0"}
+
+
+def begun(room: Room, content: bytes, model: str = "embed", **progress: Any) -> BatchRecord:
+    """A batch of one slice that an earlier turn has begun."""
+    record = record_of(room.upload(content).id, status=Status.IN_PROGRESS)
+    changes = {"model": model, "request_counts": RequestCounts(total=1)}
+    record = record.with_batch(record.batch.model_copy(update=changes))
+    record = record.model_copy(update={"slices": [Slice(0, 0)], **progress})
+    room.batches.add(record, 10)
+    return record
+
+
+def expire(room: Room, record: BatchRecord) -> None:
+    batch = record.batch.model_copy(update={"expires_at": int(time.time()) - 1})
+    _, turn = room.batches.begin(record.id, -1) or pytest.fail("no turn")
+    room.batches.save(record.with_batch(batch), turn)
+
+
+def test_batch_whose_model_has_gone_can_be_cancelled_and_expires(room: Room) -> None:
+    endings: list[tuple[Callable[[BatchRecord], Any], Status]] = [
+        (lambda record: room.batches.cancel(OWNER, record.id), Status.CANCELLED),
+        (lambda record: expire(room, record), Status.EXPIRED),
+    ]
+    for end, status in endings:
+        record = begun(room, b"{}", model="gone")
+        # It may come back.
+        with pytest.raises(Problem, match="no such model"):
+            room.begin(record.id).run()
+        end(record)
+        assert room.begin(record.id).run().batch.status is status
+        assert room.batches.uses(OWNER, record.batch.input_file_id) is None
+
+
+def test_what_a_killed_turn_has_sent_is_kept_at_the_end(room: Room) -> None:
+    body = {"model": "embed", "input": "t"}
+    request = {"custom_id": "a", "url": "/v1/embeddings", "body": body}
+    record = begun(room, json.dumps(request).encode(), sending=1)
+    job = Journal(record.run, "", {}, [""], [], 0).task_id(0, 1)
+    stored = {"status": states.SUCCESS, "result": {"vector": [1.0], "tokens": 1}, "task_id": job}
+    backend: Any = room.app.backend
+    backend.client.set(backend.get_key_for_task(job), backend.encode(stored))
+    expire(room, record)
+    batch = room.begin(record.id).run().batch
+    assert (batch.status, batch.request_counts.completed) == (Status.EXPIRED, 1)
+    assert batch.error_file_id is None
+
+
 def test_turn_that_is_over_is_not_begun_again(room: Room) -> None:
     record = record_of()
     room.batches.add(record, 10)
@@ -340,6 +408,20 @@ def test_upload_that_fails_takes_no_space(room: Room, tmp_path: Path) -> None:
     room.upload(b"x" * 100)
 
 
+def test_upload_that_the_store_refuses_takes_no_space(room: Room) -> None:
+    kept, away = Path(room.folder), Path(f"{room.folder}.away")
+    room.upload(b"x" * 10)
+    # Neither can the file be removed then.
+    kept.rename(away)
+    kept.touch()
+    for _ in range(3):
+        with pytest.raises(DatasetError):
+            room.upload(b"x" * 90)
+    kept.unlink()
+    away.rename(kept)
+    room.upload(b"x" * 90)
+
+
 def test_file_goes_when_its_time_is_over_though_nobody_asks(
     room: Room, tmp_path: Path, url: str
 ) -> None:
@@ -360,6 +442,24 @@ def test_file_goes_when_its_time_is_over_though_nobody_asks(
     )
     wait_for(lambda: contents() == {b"kept"}, "it is gone as well")
     assert room.upload(b"x" * 96).bytes == 96
+
+
+def test_file_that_cannot_be_removed_keeps_no_other(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_files, "ASK_S", 0.0)
+    sweeper = Jobs(room.app)
+    files = [room.upload(b"short", expires_s=-1) for _ in range(3)]
+    paths = [Path(room.folder, OWNER, "files", f"{file.id}.jsonl") for file in files]
+    paths[0].unlink()
+    paths[0].mkdir()
+
+    def contents() -> list[Path]:
+        with suppress(DatasetError):
+            sweeper.sweep()
+        return [path for path in paths if path.exists()]
+
+    wait_for(lambda: contents() == paths[:1], "the others are gone")
 
 
 def test_uploaded_file_is_kept_whole_under_a_short_name(room: Room) -> None:

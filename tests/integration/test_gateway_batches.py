@@ -269,6 +269,14 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
     with pytest.raises(openai.APIStatusError, match="larger than 1000000 bytes") as raised:
         api.files.create(file=("a.jsonl", b"x" * 1_200_000), purpose="batch")
     assert raised.value.status_code == 413
+    # A charset that takes minutes to decode a long field would hold up everybody.
+    long = gateway.post(
+        "/v1/files",
+        content=b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%b\r\n--b--\r\n'
+        % (b"a" * 5000 + b"-" + b"a" * 5000),
+        headers={"Content-Type": "multipart/form-data; boundary=b; charset=punycode"},
+    )
+    assert (long.status_code, "maximum size" in long.json()["error"]["message"]) == (400, True)
     bare = gateway.post("/v1/files", {"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
     short = api.files.create(

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import hmac
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -345,6 +346,27 @@ def test_caller_who_hangs_up_frees_the_task(
         wait_for(lambda: queue_length(redis_url) == 1, "it is sent")
         task_id = json.loads(store.lindex("celery", 0))["headers"]["id"]
     wait_for(lambda: f"flagged as revoked: {task_id}" in worker.log, "it is revoked")
+
+
+def test_task_that_outlasts_its_gateway_is_told_by_its_id(
+    gateway: GatewayProcess,
+    start_shop: Any,
+    kept: None,
+    worker: Worker,
+    client: Celery,
+    redis_url: str,
+) -> None:
+    stopped = start_shop(timeout_s=300)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, stopped, "shout", item="a")
+        wait_for(lambda: queue_length(redis_url) == 1, "it is sent")
+        stopped.process.send_signal(signal.SIGTERM)
+        # Not that it should be sent again: it would run twice.
+        answer = waiting.result()
+    assert (answer.status_code, answer.json()["status"]) == (202, "PENDING")
+    take(client, worker)
+    path = answer.headers["location"]
+    assert call(gateway, "GET", f"{path}?wait_s=30").json()["status"] == "SUCCESS"
 
 
 def test_idempotency_key_gives_the_same_task(

@@ -108,6 +108,10 @@ def test_inference_client_chooses_among_labels(gateway: GatewayProcess) -> None:
     wrong = {"inputs": ["a"] * 50, "parameters": {"candidate_labels": ["a"] * 50}}
     found_wrong = post(gateway, "/?model=zero_shot", wrong)
     assert (found_wrong.status_code, found_wrong.json()["error_type"]) == (413, "Validation")
+    # Its template is in each pair of a text and a label, and in each of the jobs.
+    options = {"candidate_labels": ["a"] * 30, "hypothesis_template": "a" * 5000 + "{}"}
+    long = post(gateway, "/?model=zero_shot", {"inputs": ["a"] * 30, "parameters": options})
+    assert (long.status_code, "max_chars" in long.json()["error"]) == (413, True)
     missing = post(gateway, "/?model=zero_shot", {"inputs": "a"})
     assert (missing.status_code, "parameters" in missing.json()["error"]) == (422, True)
 
@@ -314,6 +318,7 @@ def test_root_does_what_the_kind_of_model_does(
         ("/embed", {"inputs": "a", "dimensions": 99}, 422, "Validation", "vectors have 32"),
         ("/embed", {"inputs": "a", "normalize": 1}, 422, "Validation", "normalize"),
         ("/embed", {"inputs": "a", "truncation_direction": "up"}, 422, "Validation", "'Left'"),
+        ("/embed", {"inputs": "a", "prompt_name": "n" * 201}, 422, "Validation", "at most 200"),
         ("/embed", {"inputs": "a", "model": "gpt"}, 404, "Validation", "no such model"),
         ("/embed", {"inputs": "a", "model": "rerank"}, 424, "Backend", "not embedding"),
         ("/embed_all", {"inputs": []}, 400, "Empty", "inputs"),

@@ -1,9 +1,11 @@
 """Webhooks over TLS: a receiver whose certificate does not hold gets nothing."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,23 @@ def test_webhook_arrives_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (received,) = listening.received
     assert (received.path, received.body) == ("/done?a=b", b"{}")
     assert received.headers["Host"] == listening.url.removeprefix("https://")
+
+
+def test_webhook_goes_to_the_next_address_where_nobody_listens_at_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def find(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        names = ("10.0.0.1", "127.0.0.2", "127.0.0.1") if host == "hooks.example" else (host,)
+        return [found for each in names for found in look_up(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    hosts = ("hooks.example", "127.0.0.0/8")
+    with WebhookReceiver() as listening:
+        url = listening.url.replace("127.0.0.1", "hooks.example")
+        post(resolve_target(url, hosts), hosts, b"{}", "the-id", 1, None)
+    assert len(listening.received) == 1
 
 
 @pytest.mark.parametrize(

@@ -170,16 +170,16 @@ class JsonLines:
 def encoded(entry: Mapping[str, Any]) -> bytes:
     """An entry as JSON, without a line end; what is no finite number is null."""
     try:
-        text = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=_simplify)
+        text = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=simplify)
         return text.encode()
     except UnicodeEncodeError:  # JSON can escape a lone surrogate, UTF-8 cannot.
-        return json.dumps(entry, default=_simplify).encode()
+        return json.dumps(entry, default=simplify).encode()
     except ValueError:
-        text = json.dumps(entry, default=_simplify)
+        text = json.dumps(entry, default=simplify)
         return encoded(json.loads(text, parse_constant=lambda _: None))
 
 
-def _simplify(value: Any) -> Any:
+def simplify(value: Any) -> Any:
     """A value of a type that JSON lacks: of an id from a table, or of a result."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()

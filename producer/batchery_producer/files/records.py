@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from batchery.errors import DatasetError
+from batchery_producer.files.journal import simplify
 
 #: Default names of the fields that hold the item and the caller's id.
 ITEM_FIELD = "text"
@@ -77,7 +78,7 @@ class SeenIds:
 
     def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:
         """Remembers the id of a line; returns source and line that had this id first."""
-        key = json.dumps(id_, sort_keys=True, default=str)
+        key = json.dumps(id_, sort_keys=True, default=simplify)
         inserted = self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line)
         if inserted.rowcount:
             return source, line
@@ -86,7 +87,7 @@ class SeenIds:
 
     def forget(self, id_: Any) -> bool:
         """Removes an id; returns whether it was remembered."""
-        key = json.dumps(id_, sort_keys=True, default=str)
+        key = json.dumps(id_, sort_keys=True, default=simplify)
         return self._execute("DELETE FROM seen WHERE id = ?", key).rowcount > 0
 
     def count(self) -> tuple[int, str]:

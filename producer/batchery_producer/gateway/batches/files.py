@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import re
 import secrets
 import time
@@ -166,10 +167,12 @@ class Storage:
         """
         if not self._is_local:
             return
-        for path in Path(self._root).rglob(f"*{NEW_SUFFIX}"):
-            with suppress(OSError):  # Another gateway may tidy up as well.
-                if now_s - path.stat().st_mtime > TORN_AFTER_S:
-                    path.unlink()
+        # Another process may remove folders and files meanwhile; this passes over those.
+        for folder, _, names in os.walk(self._root):
+            for path in (Path(folder, name) for name in names if name.endswith(NEW_SUFFIX)):
+                with suppress(OSError):
+                    if now_s - path.stat().st_mtime > TORN_AFTER_S:
+                        path.unlink()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -306,7 +309,7 @@ class FileStore:
                     written.write(part)
             self._publish(owner, file)
         except BaseException:
-            self.remove(owner, file.id)
+            self.give_up(owner, file.id)
             raise
         return file
 
@@ -394,9 +397,18 @@ class FileStore:
         keys = [self.get_key(owner), self.removals_key]
         self._store.script("remove_file", keys, file_id, f"{owner}/{file_id}")
 
+    def give_up(self, owner: str, file_id: str) -> None:
+        """Removes a file that was reserved and is not known, also from a store that is away."""
+        # Its removal stays due, so what the store has of it goes when that is back.
+        self._store.script("remove_file", [self.get_key(owner), self.removals_key], file_id, "")
+        with suppress(DatasetError):  # Whoever writes it says so.
+            self.remove(owner, file_id)
+
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
         due = self._store.take_due(self.removals_key, PAGE, ASK_S)
+        # One that the store does not remove ends a round, and must not come first in each.
+        random.shuffle(due)
         return [(owner, id_) for owner, _, id_ in (each.partition("/") for each in due)]
 
     def get_key(self, owner: str) -> bytes:

@@ -49,7 +49,7 @@ from batchery_producer.gateway.batches.store import (
     Turn,
     build_folder_name,
 )
-from batchery_producer.gateway.models import ServedModels
+from batchery_producer.gateway.models import ServedModel, ServedModels
 from batchery_producer.gateway.problems import Problem
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,26 @@ class BatchTurn:
     def _work(self) -> None:
         """Runs requests until the turn is over, or all have ended."""
         kinds = ENDPOINTS[self._batch.endpoint]
-        model = self._context.models.find(self._batch.model, kinds)
+        try:
+            model = self._context.models.find(self._batch.model, kinds)
+        except Problem:
+            # It is in the settings no more, and may come back as long as there is time.
+            if not self._must_end():
+                raise
+        else:
+            self._run_requests(model)
+        if self._record.ended_slices == len(self._record.slices):
+            self._move(Status.FINALIZING, ending=Status.COMPLETED)
+        elif self._was_cancelled():
+            self._cancel()
+        elif self._has_expired():
+            self._expire()
+            self._move(Status.FINALIZING, ending=Status.EXPIRED)
+        else:
+            self._until_s = time.monotonic()
+
+    def _run_requests(self, model: ServedModel) -> None:
+        """Sends and awaits requests, and keeps what has come back."""
         lines = BatchLines(self._record, self._context.files, model.is_own_name)
         slices = SlicesInFlight(self._context.app, model, self._record, lines)
         with closing(slices):
@@ -181,21 +200,12 @@ class BatchTurn:
             if self._must_end():
                 self._stop(slices)
             slices.take_ended(self._keep)
-        if self._record.ended_slices == len(self._record.slices):
-            self._move(Status.FINALIZING, ending=Status.COMPLETED)
-        elif self._was_cancelled():
-            self._cancel()
-        elif self._has_expired():
-            self._expire()
-            self._move(Status.FINALIZING, ending=Status.EXPIRED)
-        else:
-            self._until_s = time.monotonic()
 
     def _finalize(self) -> None:
         """Makes the files of what has come back."""
-        pieces, made = self._context.batches.pieces(self._record), []
+        pieces = self._context.batches.pieces(self._record)
         try:
-            made = [self._join(kind, pieces) for kind in ("output", "error")]
+            output, errors = self._join_both(pieces)
         except MissingPieceError as error:
             if time.time() - (self._batch.finalizing_at or self._batch.cancelling_at or 0) < (
                 MISSING_S
@@ -204,11 +214,10 @@ class BatchTurn:
             text = f"results are missing from the store of files: {error}"
             self._move(Status.FAILED, errors=_errors("missing_results", text))
             return
-        output, errors = made
         is_cancelled = self._batch.status is Status.CANCELLING
         self._move(
             Status.CANCELLED if is_cancelled else self._record.ending or Status.COMPLETED,
-            files=[each for each in made if each],
+            files=[each for each in (output, errors) if each],
             output_file_id=output and output.id,
             error_file_id=errors and errors.id,
             usage=self._batch.usage or BatchUsage(),
@@ -243,7 +252,8 @@ class BatchTurn:
     def _stop(self, slices: SlicesInFlight) -> None:
         """Takes what is there by now, and has the rest not run."""
         with suppress(Problem):  # The file is gone, so nobody knows what was sent.
-            for number in range(self._record.ended_slices, self._record.sent):
+            # One that an attempt had begun to send may be with workers, too.
+            for number in range(self._record.ended_slices, self._record.sending):
                 slices.load(number)
         slices.revoke(slices.take_rest())
 
@@ -300,6 +310,16 @@ class BatchTurn:
         self._context.files.storage.write(f"{folder}/{name}", content)
         return Piece(name, len(content))
 
+    def _join_both(self, pieces: list[Piece]) -> tuple[FileObject | None, FileObject | None]:
+        """As `_join`, for output and errors: both or none."""
+        output = self._join("output", pieces)
+        try:
+            return output, self._join("error", pieces)
+        except BaseException:
+            if output is not None:
+                self._context.files.give_up(self._record.owner, output.id)
+            raise
+
     def _join(self, kind: str, pieces: list[Piece]) -> FileObject | None:
         """Makes a file of the pieces of a kind; None if there are none.
 
@@ -319,7 +339,7 @@ class BatchTurn:
                 for piece in some:
                     self._copy(piece, written)
         except BaseException:
-            files.remove(record.owner, file.id)
+            files.give_up(record.owner, file.id)
             raise
         return file
 

@@ -223,8 +223,9 @@ def _describe_model(model: ServedModel) -> dict[str, Any]:
 # Files
 
 
-#: Fields of an upload, more than it needs.
-MAX_FIELDS = 10
+#: Fields of an upload, more than it needs, and bytes of each but the file: callers name a charset,
+#: and some take the square of a length to decode, while the event loop stands still.
+MAX_FIELDS, FIELD_BYTES = 10, 1024
 
 UPLOAD_SCHEMA = {
     "requestBody": {
@@ -270,7 +271,7 @@ async def upload_file(request: Request) -> FileObject:
     gateway = get_gateway(request)
     check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
-    async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
+    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES) as form:
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise Problem(

@@ -269,13 +269,17 @@ async def send_task(
     # A timeout leaves nothing half sent.
     sent = _sent(request, call, body.webhook, idempotency_key)
     record = await asyncio.shield(sent)
+    pending = _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
     if not wait_s:
-        return _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
+        return pending
     try:
         await _wait(request, record.id, wait_s)
     except Problem as problem:
+        if problem.kind is not Kind.GONE:
+            # The gateway stops, and the task goes on: sent again, it would run twice.
+            return pending
         # Nobody else can ask for it, or will be told.
-        if problem.kind is Kind.GONE and idempotency_key is None and body.webhook is None:
+        if idempotency_key is None and body.webhook is None:
             await _revoke(request, record)
         raise
     state = await gateway.task_records.state(record)

@@ -55,8 +55,10 @@ class TextRequest(TeiRequest):
 class PromptRequest(TextRequest):
     """Fields of the routes whose models have prompts."""
 
+    # It goes with each job of a request.
     prompt_name: Annotated[
-        str | None, Field(description="Name of a prompt to put in front of each text.")
+        str | None,
+        Field(max_length=200, description="Name of a prompt to put in front of each text."),
     ] = None
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
@@ -412,8 +414,9 @@ async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) 
     served = get_gateway(request).models.find(body.model or model, ("zero_shot",))
     texts = read_items(request, "inputs", body.inputs)
     options, labels = body.parameters, body.parameters.candidate_labels
-    # Each text is computed with each label.
-    chars = len(texts) * sum(map(len, labels))
+    # Each text is computed with each label, in a copy of the template.
+    template_chars = len(options.hypothesis_template or "")
+    chars = len(texts) * sum(template_chars + len(label) for label in labels)
     request.state.caller.check(len(texts) * len(labels), chars)
     given = options.model_dump(exclude={"candidate_labels"}, exclude_none=True)
     answers = await classify_items(request, served, texts, {**given, "labels": labels})

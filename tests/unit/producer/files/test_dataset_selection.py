@@ -1,11 +1,15 @@
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import JsonLines
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.run.output import Output
 
@@ -82,6 +86,18 @@ def test_failures_name_rows_by_their_ids_wherever_those_are_now(tmp_path: Path) 
     dataset = Dataset(source, retry_failed=errors)
     assert [row.id for row in dataset] == [0, 2, "b"]
     assert not dataset.not_found
+
+
+@pytest.mark.parametrize("ids", [[b"one", b"two"], [datetime(2026, 1, 2, 3), datetime(2026, 2, 3)]])
+def test_failures_name_rows_by_ids_that_json_lacks(tmp_path: Path, ids: list[Any]) -> None:
+    table = pa.table({"id": ids, "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    row = list(Dataset(tmp_path / "in.parquet"))[1]
+    errors = JsonLines(tmp_path / "e.jsonl")
+    errors.write(failure(2, id=row.id))
+    errors.flush()
+    errors.close()
+    assert lines(Dataset(tmp_path / "in.parquet", retry_failed=tmp_path / "e.jsonl")) == [2]
 
 
 def test_failures_of_rows_that_are_not_there_are_named(tmp_path: Path, source: Path) -> None:

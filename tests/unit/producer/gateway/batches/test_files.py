@@ -1,6 +1,10 @@
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -131,3 +135,25 @@ def test_what_a_killed_upload_has_left_is_removed_after_a_day(tmp_path: Path) ->
     storage.remove_torn(now_s + TORN_AFTER_S + 1)
     assert not torn.exists()
     assert read(storage, "a/whole") == b"whole"
+
+
+def test_folder_that_goes_meanwhile_does_not_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(str(tmp_path))
+    names = ("a/pieces/1/output", "b/pieces/1/output")
+    for name in names:
+        storage.write(name, b"x")
+        (tmp_path / f"{name}.new").touch()
+    scan, gone = os.scandir, tmp_path / "a/pieces/1"
+
+    def scan_late(path: Any) -> Any:
+        # Another process tidies up behind a batch.
+        if str(path) == str(gone):
+            shutil.rmtree(gone)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    storage.remove_torn(time.time() + TORN_AFTER_S + 1)
+    assert not gone.exists()
+    assert [path.name for path in (tmp_path / "b/pieces/1").iterdir()] == ["output"]
