@@ -585,3 +585,9 @@ class SentinelChannel(LeasingChannel, kombu_redis.SentinelChannel):  # type: ign
     """A channel to the master that Sentinel names."""
 
     from_transport_options = (*kombu_redis.SentinelChannel.from_transport_options, *OPTIONS)
+
+    def _database_identity(self) -> tuple[Any, ...]:
+        client: Any = self.connection.client
+        host, port, *rest = super()._database_identity()
+        # After a failover kombu may be at another Sentinel of the URL; all name the same master.
+        return (*(client.alt or (host, port)), *rest)
