@@ -1,6 +1,7 @@
 """What goes wrong between a plain kombu consumer and Redis, and what comes again after it."""
 
 import contextlib
+import logging
 from typing import Any
 
 import pytest
@@ -121,6 +122,32 @@ def test_scripts_may_be_flushed(both: StartConsumer, url: str, bare: Any) -> Non
     bare.script_flush()
     consumer.messages[0].requeue()
     assert consumer.get(2) == ["1", "1"]
+
+
+@pytest.mark.parametrize("error", [redis.TimeoutError("as told"), OSError("as told")])
+def test_message_that_cannot_go_back_is_delivered_again(
+    both: StartConsumer,
+    url: str,
+    bare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q")
+    consumer.get(2)
+    consumer.until_waiting()
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(consumer.channel.lease_store.scripts, "run", fail)
+    logger = logging.getLogger(__name__)
+    consumer.messages[0].reject_log_error(logger, (type(error),), requeue=True)
+    assert "reject" in caplog.text
+    assert consumer.get(3) == ["1", "2", "1"]
+    assert leases(bare) == 2
 
 
 def test_lost_connections_leave_nothing_on_the_event_loop(

@@ -102,7 +102,12 @@ class QoS(_QoS):  # type: ignore[misc]
         if not self.is_leased(delivery_tag):
             super().reject(delivery_tag, requeue)
         elif requeue:
-            self.channel.lease_store.requeue([delivery_tag], first=False)
+            try:
+                self.channel.lease_store.requeue([delivery_tag], first=False)
+            except (redis.RedisError, OSError):
+                # Whoever rejects it may only log that, and nobody else remembers the message.
+                self.channel.prepare_anew()
+                raise
         else:
             self.channel.lease_store.ack(delivery_tag)
 
