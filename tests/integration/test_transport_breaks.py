@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import redis
 
 from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
-from support.plain_kombu import StartConsumer, leases, send, waiting
+from support.own_redis import OwnRedis
+from support.plain_kombu import Consumer, StartConsumer, leases, send, waiting
 
 
 def test_recover_gives_back_what_is_not_acknowledged(
@@ -148,6 +150,25 @@ def test_message_that_cannot_go_back_is_delivered_again(
     assert "reject" in caplog.text
     assert consumer.get(3) == ["1", "2", "1"]
     assert leases(bare) == 2
+
+
+def test_as_many_threads_as_complete_jobs_may_ask_for_leases_at_once(
+    own_redis: OwnRedis,
+) -> None:
+    send(own_redis.url, "q", "1")
+    with contextlib.closing(Consumer(own_redis.url, "q")) as consumer:
+        consumer.get(1)
+        store, token = consumer.channel.lease_store, consumer.messages[0].delivery_tag
+        with ThreadPoolExecutor(64) as threads:
+            with own_redis.hanging():
+                asked = [threads.submit(store.still_held, [token]) for _ in range(64)]
+                pool = store.client.connection_pool
+                wait_for(lambda: len(pool._in_use_connections) == 64, "all of them ask")
+                consumer.messages[0].ack()
+                flushed = threads.submit(store.flush)
+            assert {len(each.result()) for each in asked} <= {0, 1}
+            flushed.result()
+        assert leases(store.client) == 0
 
 
 def test_lost_connections_leave_nothing_on_the_event_loop(
