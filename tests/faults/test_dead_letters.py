@@ -134,7 +134,7 @@ def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")
 
 
-@pytest.mark.parametrize("item", ["out of memory", "no file"])
+@pytest.mark.parametrize("item", ["out of memory", "no file", "no key"])
 @pytest.mark.parametrize("task", ["shout", "whisper"])
 def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
     start_worker: StartWorker, redis_url: str, task: str, item: str

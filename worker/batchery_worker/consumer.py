@@ -42,9 +42,11 @@ else:
 
 logger = logging.getLogger("batchery.worker")
 
-#: Errors of files and processes: kombu counts every `OSError` as a lost connection, and a message
-#: whose handling always raised one would make the worker connect anew for ever.
+#: Errors of files, processes and mappings: kombu counts every `OSError` and `KeyError` as a lost
+#: connection, and a message whose handling always raised one would make the worker connect anew for
+#: ever.
 NO_CONNECTION = (
+    KeyError,
     FileNotFoundError,
     FileExistsError,
     IsADirectoryError,
