@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ if "MASTER" in os.environ:
     # Behind Sentinel.
     app.conf.broker_transport_options["master_name"] = os.environ["MASTER"]
     app.conf.result_backend_transport_options = {"master_name": os.environ["MASTER"]}
+    # By Celery's own rule it is chance which of several Sentinels a worker has after a failover.
+    app.conf.broker_failover_strategy = lambda urls: chain(urls[:1], repeat(urls[-1]))
 app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
 
 

@@ -22,6 +22,8 @@ class Raising(Request):
             raise MemoryError("as told")
         if "no file" in self.args:
             raise FileNotFoundError("as told")
+        if "no key" in self.args:
+            raise KeyError("as told")
         return super().revoked()
 
 

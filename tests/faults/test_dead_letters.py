@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.exceptions import NotRegistered
 
 from apps import killers, lethal
 from apps.killers import batches
@@ -13,6 +15,7 @@ from batchery import DeviceDied, InvalidItem
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
+from support.own_redis import OwnRedis
 from support.patience import patient
 from support.roles import connect_as, probing
 
@@ -131,7 +134,7 @@ def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")
 
 
-@pytest.mark.parametrize("item", ["out of memory", "no file"])
+@pytest.mark.parametrize("item", ["out of memory", "no file", "no key"])
 @pytest.mark.parametrize("task", ["shout", "whisper"])
 def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
     start_worker: StartWorker, redis_url: str, task: str, item: str
@@ -148,3 +151,41 @@ def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[1].id]
     assert worker.process.poll() is None
     assert "Connection to broker lost" not in worker.log
+
+
+@pytest.mark.parametrize(
+    ("task", "shadow", "error"),
+    [
+        ("apps.leases.batch", "two\nlines", InvalidItem),
+        ("apps.leases.late", "two\nlines", InvalidItem),
+        ("nobody.knows.me", "a line", NotRegistered),
+    ],
+)
+def test_caller_of_a_refused_message_hears_of_it_though_its_worker_and_results_go_away(
+    start_worker: StartWorker,
+    redis_url: str,
+    own_redis: OwnRedis,
+    task: str,
+    shadow: str,
+    error: type[Exception],
+) -> None:
+    def start() -> Worker:
+        return start_worker("apps.leases", env={"CELERY_RESULT_BACKEND": own_redis.url})
+
+    worker = start()
+    own_redis.kill()
+    with Celery("sender", broker=redis_url, backend=own_redis.url, set_as_current=False) as app:
+        # Without a backend, as a client asks for the result when it sends.
+        with Celery("asks-nothing", broker=redis_url, set_as_current=False) as sender:
+            task_id = sender.send_task(task, ["x"], shadow=shadow).id
+        wait_for(lambda: "kept as dead letter" in worker.log, "it is refused")
+        # A whole turn of the loop later.
+        with probing(redis_url) as client:
+            client.lpush("celery", "{")
+            wait_for(lambda: "cannot be understood" in worker.log, "the next one is, too")
+        worker.kill()
+        own_redis.start()
+        start()
+        with pytest.raises(error):
+            app.AsyncResult(task_id).get(timeout=TIMEOUT_S)
+        wait_for(lambda: len(dead_letters_of(redis_url)) == 2, "dead letters")

@@ -58,13 +58,25 @@ def fail_over(old: OwnRedis, new: OwnRedis) -> None:
     wait_for(lambda: is_synchronised(old), "the old primary follows the new one")
 
 
-def send(url: str, items: list[int], options: dict[str, Any] | None = None, **keywords: Any) -> Any:
+def leased(server: OwnRedis) -> int:
+    """How many messages all workers together hold."""
+    with client_of(server) as client:
+        return sum(client.hlen(key) for key in client.keys("batchery:lease:*"))
+
+
+def send(
+    url: str,
+    items: list[int],
+    options: dict[str, Any] | None = None,
+    countdown_s: float | None = None,
+    **keywords: Any,
+) -> Any:
     """Sends each item to both tasks; returns the ids."""
     with Celery("sender", broker=url, set_as_current=False) as app:
         app.conf.broker_transport_options = options or {}
         texts = {name: str(value) for name, value in keywords.items()}
         return [
-            app.send_task(f"apps.leases.{task}", [item], texts).id
+            app.send_task(f"apps.leases.{task}", [item], texts, countdown=countdown_s).id
             for task in TASKS
             for item in items
         ]
@@ -130,6 +142,58 @@ def test_worker_follows_sentinel_to_the_new_primary(
         wait_for(has_failed_over, "the old primary is a replica", TIMEOUT_S)
         wait_answered(second, worker, send(url, [3, 4], options, book=book))
         assert set(executions(book)) == set("1234")
+        assert worker.stop() == 0
+
+
+@pytest.mark.timeout(400)
+def test_no_job_is_left_behind_by_a_primary_that_dies_behind_two_sentinels(
+    start_worker: StartWorker, servers: tuple[OwnRedis, OwnRedis], tmp_path: Path
+) -> None:
+    first, second = servers
+    book, gate = tmp_path / "book", tmp_path / "gate"
+    with behind_sentinel(tmp_path / "sentinel", first.port, sentinels=2) as url:
+        env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url, "MASTER": MASTER}
+        worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
+        options = {"master_name": MASTER}
+        wait_answered(first, worker, send(url, [1, 2], options, book=book))
+        for each in url.split(";"):
+            with Redis.from_url(each.replace("sentinel", "redis")) as sentinel:
+                client: Any = sentinel
+                wait_for(lambda: client.sentinel_slaves(MASTER), "Sentinel knows the replica")  # noqa: B023
+        ids = send(url, [3, 4], options, book=book, gate=gate)
+        wait_for(lambda: executions(book).count("3") == 2, "both kinds of jobs run")
+        ids += send(url, [5, 6], options, countdown_s=20, book=book)
+        ids += send(url, list(range(7, 15)), options, book=book)
+        wait_for(lambda: leased(first) >= 10, "the worker holds jobs that wait")
+        wait_for(lambda: leased(second) == leased(first), "the replica has all leases")
+        first.kill()
+        gate.touch()
+        wait_answered(second, worker, ids)
+        assert set(executions(book)) == set(map(str, range(1, 15)))
+        assert worker.stop() == 0
+
+
+@pytest.mark.timeout(400)
+def test_worker_that_went_to_another_broker_leaves_no_waiting_job_with_the_first(
+    start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path
+) -> None:
+    book, gate = tmp_path / "book", tmp_path / "gate"
+    with OwnRedis(tmp_path / "first") as first:
+        env = {"CELERY_BROKER_URL": f"{first.url};{own_redis.url}"}
+        env |= {"CELERY_RESULT_BACKEND": own_redis.url}
+        worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
+        send(first.url, [1, 2], book=book, gate=gate)
+        wait_for(lambda: leased(first) == 4 and len(executions(book)) == 3, "both kinds run")
+        send(first.url, [5, 6], countdown_s=300, book=book)
+        wait_for(lambda: leased(first) == 8, "the worker holds jobs that wait")
+        first.kill()
+        wait_for(lambda: f"@127.0.0.1:{own_redis.port}" in worker.log, "it goes to the other")
+        first.start()
+        with client_of(first) as client:
+            wait_for(lambda: client.llen("celery") == 5, "what waits is back", TIMEOUT_S)
+        assert leased(first) == 3
+        gate.touch()
+        wait_for(lambda: leased(first) == 0, "no lease is left")
         assert worker.stop() == 0
 
 

@@ -176,6 +176,24 @@ def test_a_callback_that_cannot_be_published_fails_its_job_alone(
     assert job.state == "FAILURE"
 
 
+def test_a_second_callback_that_redis_refuses_fails_its_job_alone(
+    client: Celery, redis_url: str
+) -> None:
+    callbacks = [
+        client.signature("apps.ledger.misbehave", app=client, options={"queue": queue})
+        for queue in ("celery", "no-queue")
+    ]
+    with probing(redis_url) as redis:
+        redis.set("no-queue", "of another type")
+        job = ledger.misbehave.apply_async(("x",), link=callbacks)
+        mate = ledger.misbehave.delay("mate")
+        assert mate.get(timeout=TIMEOUT_S) == "MATE"
+        wait_for(job.ready, "the job has failed")
+        redis.delete("no-queue")
+    assert job.state == "FAILURE"
+    assert "no-queue" in str(job.result)
+
+
 def test_an_unknown_task_fails_with_not_registered(client: Celery) -> None:
     with pytest.raises(NotRegistered):
         client.send_task("nobody.knows.me", ["x"]).get(timeout=TIMEOUT_S)

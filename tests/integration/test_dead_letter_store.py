@@ -38,8 +38,16 @@ def letters(bare: Any) -> DeadLetters:
 @pytest.fixture
 def told() -> Iterator[list[tuple[Any, str]]]:
     """What a worker is told of dead letters."""
-    before, made = list(on_dead_letter), []
-    on_dead_letter[:] = [lambda headers, reason: made.append((headers, reason))]
+    before, made = list(on_dead_letter), list[tuple[Any, str]]()
+
+    def tell(headers: Any, reason: str, store: LeaseStore, token: str) -> None:
+        # Until its caller is told, nobody loses the message.
+        assert store.holds(token)
+        made.append((headers, reason))
+        store.ack(token)
+        store.flush()
+
+    on_dead_letter[:] = [tell]
     yield made
     on_dead_letter[:] = before
 

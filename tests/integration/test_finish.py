@@ -258,6 +258,13 @@ def test_result_that_the_script_cannot_read_is_left_as_it_is(
     assert house.leased() == {"1"}
 
 
+def test_message_is_not_published_beside_one_that_cannot_be(house: House) -> None:
+    wrong_type(house)
+    assert house.finisher.finish([house.job("1", "A", ("first", "next"))]) == [NEEDS_TRACER]
+    assert house.queue("first") == []
+    assert house.leased() == {"1"}
+
+
 def test_unknown_worker_finishes_nothing(house: House) -> None:
     house.broker.zrem(house.keys.workers, "me")
     job = house.job("1", "A", ("next",))

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from batchery.errors import RedisUnavailable
+from batchery.transport import membership
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
 from batchery.transport.leases import Deaths
 from batchery.transport.membership import Heartbeat
@@ -398,6 +399,30 @@ def test_two_channels_have_two_stores_and_the_next_channel_gets_one_that_was_lef
     assert acquire_lease_store(("here", os.getpid()), "c", make) is first
     discard_lease_store(first)
     assert acquire_lease_store(("here", os.getpid()), "d", make) is not first
+
+
+def test_store_that_no_channel_comes_back_for_keeps_only_what_runs(
+    lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, *_ = fetch(lease_store, owner, "1", "2", "3")
+    fetch(lease_store, None, "4")  # Its answer was lost.
+    monkeypatch.setattr(membership, "active_tokens", lambda: {runs})
+    lease_store.leases.abandon(owner)
+    lease_store.holder = "channel"
+    heartbeat = Heartbeat(lease_store, lease_store.client)
+    for beat in range(10):
+        heartbeat.beat(beat * EXPIRY_S / 5)
+    lease_store.holder = None
+    for beat in range(10, 20):
+        heartbeat.beat(beat * EXPIRY_S / 5)
+    # A channel that connects anew has had time to come.
+    assert leased(lease_store) == 4
+    heartbeat.beat(4 * EXPIRY_S)
+    assert waiting(lease_store.client) == ["2", "3", "4"]
+    assert [lease_store.holds(runs), len(lease_store.leases)] == [True, 1]
+    lease_store.ack(runs)
+    heartbeat.beat(4.2 * EXPIRY_S)
+    assert leased(lease_store) == 0
 
 
 @pytest.mark.parametrize(

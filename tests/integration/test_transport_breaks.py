@@ -1,6 +1,8 @@
 """What goes wrong between a plain kombu consumer and Redis, and what comes again after it."""
 
 import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import redis
 
 from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
-from support.plain_kombu import StartConsumer, leases, send, waiting
+from support.own_redis import OwnRedis
+from support.plain_kombu import Consumer, StartConsumer, leases, send, waiting
 
 
 def test_recover_gives_back_what_is_not_acknowledged(
@@ -121,6 +124,51 @@ def test_scripts_may_be_flushed(both: StartConsumer, url: str, bare: Any) -> Non
     bare.script_flush()
     consumer.messages[0].requeue()
     assert consumer.get(2) == ["1", "1"]
+
+
+@pytest.mark.parametrize("error", [redis.TimeoutError("as told"), OSError("as told")])
+def test_message_that_cannot_go_back_is_delivered_again(
+    both: StartConsumer,
+    url: str,
+    bare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q")
+    consumer.get(2)
+    consumer.until_waiting()
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(consumer.channel.lease_store.scripts, "run", fail)
+    logger = logging.getLogger(__name__)
+    consumer.messages[0].reject_log_error(logger, (type(error),), requeue=True)
+    assert "reject" in caplog.text
+    assert consumer.get(3) == ["1", "2", "1"]
+    assert leases(bare) == 2
+
+
+def test_as_many_threads_as_complete_jobs_may_ask_for_leases_at_once(
+    own_redis: OwnRedis,
+) -> None:
+    send(own_redis.url, "q", "1")
+    with contextlib.closing(Consumer(own_redis.url, "q")) as consumer:
+        consumer.get(1)
+        store, token = consumer.channel.lease_store, consumer.messages[0].delivery_tag
+        with ThreadPoolExecutor(64) as threads:
+            with own_redis.hanging():
+                asked = [threads.submit(store.still_held, [token]) for _ in range(64)]
+                pool = store.client.connection_pool
+                wait_for(lambda: len(pool._in_use_connections) == 64, "all of them ask")
+                consumer.messages[0].ack()
+                flushed = threads.submit(store.flush)
+            assert {len(each.result()) for each in asked} <= {0, 1}
+            flushed.result()
+        assert leases(store.client) == 0
 
 
 def test_lost_connections_leave_nothing_on_the_event_loop(

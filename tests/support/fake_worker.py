@@ -43,6 +43,10 @@ class FakeLeaseStore:
         #: How many workers died while a job ran alone, by token.
         self.died: dict[str, Deaths] = {}
         self.dead_letters: dict[str, str] = {}
+        self.acknowledged: list[str] = []
+
+    def ack(self, token: str) -> None:
+        self.acknowledged.append(token)
 
     def holds(self, token: str) -> bool:
         return token in self.believed

@@ -103,14 +103,23 @@ async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @contextlib.contextmanager
-def behind_sentinel(directory: Path, port: int) -> Iterator[str]:
-    """Starts a Sentinel that watches a Redis; yields a URL."""
+def behind_sentinel(directory: Path, port: int, sentinels: int = 1) -> Iterator[str]:
+    """Starts Sentinels that watch a Redis; yields a URL, or several in one."""
     directory.mkdir()
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(_sentinel(directory, port)) for _ in range(sentinels)]
+        yield ";".join(f"sentinel://127.0.0.1:{each}/0" for each in ports)
+
+
+@contextlib.contextmanager
+def _sentinel(directory: Path, port: int) -> Iterator[int]:
+    """Starts a Sentinel that takes a Redis for dead after a second; yields its port."""
     own_port = free_port()
-    config = directory / "sentinel.conf"
+    config = directory / f"sentinel-{own_port}.conf"
     config.write_text(
         f"port {own_port}\nbind 127.0.0.1\ndir {directory}\n"
         f"sentinel monitor {MASTER} 127.0.0.1 {port} 1\n"
+        f"sentinel down-after-milliseconds {MASTER} 1000\n"
     )
     command = [str(redis_servers()[0]), str(config), "--sentinel"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -122,7 +131,7 @@ def behind_sentinel(directory: Path, port: int) -> Iterator[str]:
 
     try:
         wait_for(answers, "Sentinel answers")
-        yield f"sentinel://127.0.0.1:{own_port}/0"
+        yield own_port
     finally:
         process.kill()
         process.wait()

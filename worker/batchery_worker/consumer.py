@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
-from celery.exceptions import InvalidTaskError, Reject
+from celery import signals
+from celery.exceptions import InvalidTaskError, NotRegistered, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import Message
@@ -41,9 +42,11 @@ else:
 
 logger = logging.getLogger("batchery.worker")
 
-#: Errors of files and processes: kombu counts every `OSError` as a lost connection, and a message
-#: whose handling always raised one would make the worker connect anew for ever.
+#: Errors of files, processes and mappings: kombu counts every `OSError` and `KeyError` as a lost
+#: connection, and a message whose handling always raised one would make the worker connect anew for
+#: ever.
 NO_CONNECTION = (
+    KeyError,
     FileNotFoundError,
     FileExistsError,
     IsADirectoryError,
@@ -68,9 +71,6 @@ DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     "application/x-lzma": partial(lzma.LZMADecompressor, memlimit=dead_letters.MAX_MESSAGE_BYTES),
     "application/zstd": lambda: compression.zstd.ZstdDecompressor(),
 }
-
-#: Where Celery logs that it discards a message.
-stock_logger = logging.getLogger(Consumer.__module__)
 
 #: Longest pause between two attempts to connect to the broker, in seconds.
 RECONNECT_MAX_S = 4.0
@@ -205,19 +205,19 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Refuses a body that cannot be read."""
-        is_kept = self._refuse(message, exc)
-        self._report(
-            message, is_kept, lambda: super(GuardedConsumer, self).on_decode_error(message, exc)
-        )
+        if not self._refuse(message, exc):
+            self._report(
+                message, lambda: super(GuardedConsumer, self).on_decode_error(message, exc)
+            )
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a message that can be read and is no job."""
-        is_kept = self._refuse(message, exc)
-        self._report(
-            message,
-            is_kept,
-            lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc),
-        )
+        if self._refuse(message, exc):
+            signals.task_rejected.send(sender=self, message=message, exc=exc)
+        else:
+            self._report(
+                message, lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc)
+            )
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a job of a task that this worker does not have; its caller hears of it."""
@@ -225,29 +225,30 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         if not settings_file().exists():
             # A worker that was started in the wrong folder has none of the models.
             reason += f"; if it is a model of the settings, {describe_file()}"
-        is_kept = dead_letter_on_ack(message, reason)
-        self._report(
-            message,
-            is_kept,
-            lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc),
-        )
+        headers = message.headers if "task" in message.headers else message.payload
+        task_id, name = headers["id"], headers["task"]
+        if not self._keep(message, reason, headers, NotRegistered(name)):
+            self._report(
+                message, lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc)
+            )
+            return
+        if self.event_dispatcher:
+            error = f"NotRegistered({name!r})"
+            self.event_dispatcher.send("task-failed", uuid=task_id, exception=error)
+        signals.task_unknown.send(sender=self, message=message, exc=exc, name=name, id=task_id)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """Refuses a message that is no job of Celery's at all."""
-        is_kept = dead_letter_on_ack(
-            message, "the message is no job: neither its headers nor its body name a task"
-        )
-        self._report(
-            message, is_kept, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
-        )
+        reason = "the message is no job: neither its headers nor its body name a task"
+        if self._keep(message, reason, {}, InvalidItem(reason)):
+            signals.task_rejected.send(sender=self, message=message, exc=None)
+        else:
+            self._report(
+                message, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
+            )
 
-    def _report(self, message: Any, is_kept: bool, report: Callable[[], None]) -> None:
-        """Makes Celery log the message and take it off the queue, whatever it looks like.
-
-        Of one that is kept there is a line, and Celery's would say that it is discarded.
-        """
-        was_disabled = stock_logger.disabled
-        stock_logger.disabled = was_disabled or is_kept
+    def _report(self, message: Any, report: Callable[[], None]) -> None:
+        """Makes Celery log the message and take it off the queue, whatever it looks like."""
         try:
             report()
         except self.connection_errors:
@@ -256,25 +257,50 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             logger.exception("a malformed message cannot be shown")
             if not message.acknowledged:
                 message.reject_log_error(logger, self.connection_errors)
-        finally:
-            stock_logger.disabled = was_disabled
 
     def _refuse(self, message: Any, error: Exception) -> bool:
-        """Keeps a message as a dead letter, if it is leased; returns whether it is."""
+        """Keeps a malformed message as a dead letter, if it is leased; returns whether it is."""
         reason = f"the message is malformed: {type(error).__name__}: {error}"
-        is_kept = dead_letter_on_ack(
-            message, reason, with_traceback=not isinstance(error, MALFORMED)
-        )
-        headers = message.headers
-        if not isinstance(headers, Mapping):
-            return is_kept
+        headers = message.headers if isinstance(message.headers, Mapping) else {}
         task_id, name = headers.get("id"), headers.get("task")
-        if not (isinstance(task_id, str) and isinstance(name, str)):
-            return is_kept
+        is_named = isinstance(task_id, str) and isinstance(name, str)
+        told, with_traceback = InvalidItem(reason), not isinstance(error, MALFORMED)
+        if self._keep(message, reason, headers if is_named else {}, told, with_traceback):
+            return True
         # An ordinary task's message on another transport is dropped silently, as Celery does.
-        if is_kept or isinstance(self.app.tasks.get(name), BatchTask):
-            store_failure(self.app, {**embedded(message), **headers}, InvalidItem(reason))
-        return is_kept
+        if is_named and isinstance(self.app.tasks.get(name), BatchTask):
+            store_failure(self.app, {**embedded(message), **headers}, told)
+        return False
+
+    def _keep(
+        self,
+        message: Any,
+        reason: str,
+        headers: Mapping[str, Any],
+        error: Exception,
+        with_traceback: bool = False,
+    ) -> bool:
+        """Keeps a message as a dead letter as soon as its caller is told, if it is leased.
+
+        Args:
+            message: A `kombu.Message`.
+            reason: The reason, for people.
+            headers: What says whom to tell; empty if nothing does.
+            error: What the caller is told.
+            with_traceback: Whether the log shows where the current exception was raised.
+
+        Returns:
+            Whether it is leased; Celery settles any other.
+        """
+        if not dead_letter_on_ack(message, reason, with_traceback=with_traceback):
+            return False
+        lease = get_lease(message)
+        assert lease is not None
+        if headers:
+            store_failure(self.app, {**embedded(message), **headers}, error, lease)
+        else:
+            lease.store.ack(lease.token)
+        return True
 
 
 def embedded(message: Any) -> Mapping[str, Any]:

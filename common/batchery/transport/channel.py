@@ -102,7 +102,12 @@ class QoS(_QoS):  # type: ignore[misc]
         if not self.is_leased(delivery_tag):
             super().reject(delivery_tag, requeue)
         elif requeue:
-            self.channel.lease_store.requeue([delivery_tag], first=False)
+            try:
+                self.channel.lease_store.requeue([delivery_tag], first=False)
+            except (redis.RedisError, OSError):
+                # Whoever rejects it may only log that, and nobody else remembers the message.
+                self.channel.prepare_anew()
+                raise
         else:
             self.channel.lease_store.ack(delivery_tag)
 
@@ -167,6 +172,8 @@ class ConnectingChannel(_Channel):  # type: ignore[misc]
         pool = self._get_pool()
         given = pool.connection_kwargs.get("socket_timeout") or timeout_s
         pool.connection_kwargs["socket_timeout"] = min(given, timeout_s)
+        # Kombu's limit is 10, and up to 64 `completion_threads` may ask at once.
+        pool.max_connections = max(pool.max_connections, 100)
         return redis.Redis(connection_pool=pool)
 
     def _database_identity(self) -> tuple[Any, ...]:
@@ -585,3 +592,9 @@ class SentinelChannel(LeasingChannel, kombu_redis.SentinelChannel):  # type: ign
     """A channel to the master that Sentinel names."""
 
     from_transport_options = (*kombu_redis.SentinelChannel.from_transport_options, *OPTIONS)
+
+    def _database_identity(self) -> tuple[Any, ...]:
+        client: Any = self.connection.client
+        host, port, *rest = super()._database_identity()
+        # After a failover kombu may be at another Sentinel of the URL; all name the same master.
+        return (*(client.alt or (host, port)), *rest)

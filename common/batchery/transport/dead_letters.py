@@ -30,10 +30,11 @@ MAX_DIED_S = 1e11
 #: becomes a dead letter, and not even its headers are read.
 MAX_MESSAGE_BYTES = 128 << 20
 
-#: Called for each message that nobody can read, when it becomes a dead letter, with its headers and
-#: the reason. The headers have an id, and the body's callbacks, chain and chord if there are any. A
-#: worker stores the failure, so that no caller waits for ever. These callables must not block.
-on_dead_letter: list[Callable[[Mapping[str, Any], str], None]] = []
+#: Called for each message that nobody can read, with its headers, the reason, and its lease's store
+#: and token. The headers have an id, and the body's callbacks, chain and chord if there are any. A
+#: worker stores the failure, so that no caller waits for ever, and then acknowledges the message,
+#: which becomes a dead letter. These callables must not block.
+on_dead_letter: list[Callable[[Mapping[str, Any], str, LeaseStore, str], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception)
 
 
 def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None:
-    """Moves a message that nobody may read to the dead letters, and tells its caller.
+    """Moves a message that nobody may read to the dead letters, once its caller is told.
 
     Raises:
         redis.RedisError: Redis does not answer.
@@ -212,12 +213,14 @@ def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None
     headers = readable_headers((value or b"").partition(b"\0")[2])
     task_id, task = headers.get("id"), headers.get("task")
     letter = describe(reason, task_id, task if isinstance(task, str) else None)
-    lease_store.dead_letter(token, letter)
     shown = as_one_line(reason)
     logger.error("%s; it is kept as dead letter, see `batchery dead show %s`", shown, token)
-    if task_id is not None:
-        for notify in on_dead_letter:
-            notify(headers, reason)
+    if task_id is None or not on_dead_letter:
+        lease_store.dead_letter(token, letter)
+        return
+    lease_store.dead_letter_on_ack(token, letter)
+    for notify in on_dead_letter:
+        notify(headers, reason, lease_store, token)
 
 
 def readable_headers(message: bytes) -> dict[str, Any]:

@@ -236,8 +236,7 @@ class Inbox:
                     _mark_redelivered(payload)
             suspects: Collection[str] = ()
             if with_suspects:
-                suspects = self._recognise_suspects(payloads)
-                payloads = [each for each in payloads if self._lease_store.holds(each[0])]
+                payloads, suspects = self._recognise_suspects(payloads)
             waiting = [token for token, _, _ in payloads]
             self._deliver(payloads, waiting, suspects)
         except (redis.RedisError, OSError):
@@ -293,16 +292,18 @@ class Inbox:
                 payloads.append((token, self.find_place(key)[0], payload))
         return payloads
 
-    def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> Collection[str]:
+    def _recognise_suspects(
+        self, payloads: list[tuple[str, str, Any]]
+    ) -> tuple[list[tuple[str, str, Any]], Collection[str]]:
         """Finds out which jobs were on a device, or were being read, when their worker died.
 
         Returns:
-            Tokens of those that may be read. The others become dead letters.
+            What may be read, and the suspects' tokens. The others become dead letters.
         """
         ids = [build_suspect_field(payload) for _, _, payload in payloads]
         if not ids:
-            return ()
-        store, suspects = self._lease_store, set()
+            return [], ()
+        store, suspects, unread = self._lease_store, set(), set()
         fields = [*ids, *map(build_delivery_field, ids)]
         counts: Any = store.client.hmget(store.keys.suspects, fields)
         for suspect, deaths, read, (token, _, _) in zip(
@@ -314,9 +315,10 @@ class Inbox:
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(store, token, reason)
+                unread.add(token)
             else:
                 suspects.add(token)
-        return suspects
+        return [each for each in payloads if each[0] not in unread], suspects
 
 
 def _mark_redelivered(payload: Any) -> None:

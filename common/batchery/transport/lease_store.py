@@ -483,3 +483,19 @@ def discard_lease_store(store: LeaseStore) -> None:
         for stores in _stores.values():
             if store in stores:
                 stores.remove(store)
+
+
+def give_back_left(store: LeaseStore, active: Collection[str]) -> None:
+    """Gives back what waits in a store that no channel has come back for; from any thread.
+
+    Args:
+        store: It may have a holder again.
+        active: Tokens of jobs that still run; their leases stay.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    with _lock:
+        if store.holder is None:
+            known = {token.decode() for token in store.client.hkeys(store.lease_key)}
+            store.requeue(known - set(active), first=True)

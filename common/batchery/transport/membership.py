@@ -12,8 +12,8 @@ import redis
 
 from batchery.fork_gate import fork_gate
 from batchery.transport.dead_letters import find_queue
-from batchery.transport.inbox import scheduled_tokens
-from batchery.transport.lease_store import LeaseStore
+from batchery.transport.inbox import active_tokens, scheduled_tokens
+from batchery.transport.lease_store import LeaseStore, give_back_left
 from batchery.transport.redis_schema import transport_scripts
 from batchery.transport.worker_registry import read_expiry, read_text
 
@@ -121,6 +121,8 @@ class Heartbeat:
         self._expiries_s: dict[str, float] = {}
         #: Dead workers whose jobs this one cannot give back.
         self._left: set[str] = set()
+        #: How many heartbeats were answered since a channel has left the lease store.
+        self._beats_left = 0
         self._stopped = threading.Event()
         # A daemon, as it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
@@ -168,6 +170,10 @@ class Heartbeat:
                 store.fenced = True
             return
         store.flush()
+        self._beats_left = self._beats_left + 1 if store.holder is None else 0
+        if self._beats_left > 2 * BEATS_PER_EXPIRY:
+            # Of several brokers the worker has another one now, and may never come back.
+            give_back_left(store, active_tokens())
         heartbeats = {
             name.decode(): int(float(beat))
             for name, beat in zip(flat[::2], flat[1::2], strict=True)

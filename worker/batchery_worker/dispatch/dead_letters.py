@@ -1,8 +1,10 @@
 """Messages that cannot be executed become dead letters, and their callers get a FAILURE."""
 
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from celery import Celery
@@ -10,9 +12,11 @@ from celery.app.task import Context
 
 from batchery.completion import JobCompletion, completing
 from batchery.errors import InvalidItem
-from batchery.retry import RetryDeadlineExceeded
+from batchery.retry import MAX_PAUSE_S, RetryDeadlineExceeded
 from batchery.transport import dead_letters
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.completion.backend import for_completion
+from batchery_worker.request import LeaseHandle
 
 logger = logging.getLogger("batchery.worker")
 
@@ -23,8 +27,8 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="batchery-dead-letters")
 def fail_callers(app: Celery) -> None:
     """Stores a FAILURE for each message that this process's transport dead-letters from now on."""
 
-    def notify(headers: Mapping[str, Any], reason: str) -> None:
-        store_failure(app, headers, InvalidItem(reason))
+    def notify(headers: Mapping[str, Any], reason: str, store: LeaseStore, token: str) -> None:
+        store_failure(app, headers, InvalidItem(reason), LeaseHandle(store, token))
 
     # The hook of an earlier worker in this process is replaced: one failure is enough.
     dead_letters.on_dead_letter[:] = [notify]
@@ -56,7 +60,9 @@ def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = Fals
     return True
 
 
-def store_failure(app: Celery, headers: Mapping[str, Any], error: Exception) -> None:
+def store_failure(
+    app: Celery, headers: Mapping[str, Any], error: Exception, lease: LeaseHandle | None = None
+) -> None:
     """Stores a failure on a thread; callers, chains and chords hear of it.
 
     Args:
@@ -64,17 +70,34 @@ def store_failure(app: Celery, headers: Mapping[str, Any], error: Exception) -> 
         headers: Headers of the message, with an `id`; and `chain`, `chord` and `errbacks` if it has
             them.
         error: What the caller is told.
+        lease: That of the message, which is acknowledged then: if this worker dies before, the next
+            one tells the caller.
     """
-    _thread.submit(_store, app, dict(headers), error)
+    _thread.submit(_store, app, dict(headers), error, lease)
 
 
-def _store(app: Celery, headers: dict[str, Any], error: Exception) -> None:
+def _store(
+    app: Celery, headers: dict[str, Any], error: Exception, lease: LeaseHandle | None
+) -> None:
+    if lease is not None and not lease.store.holds(lease.token):
+        # Another worker has the message now.
+        return
     backend, shown = for_completion(app.backend), dead_letters.as_one_line(headers["id"])
     try:
         with completing(JobCompletion()):
             _mark(backend, headers, error)
-    except (Exception, RetryDeadlineExceeded):
+    except RetryDeadlineExceeded as away:
+        logger.error("the failure of %s cannot be stored: %s", shown, away)
+        if lease is not None:
+            time.sleep(MAX_PAUSE_S)
+            # Others have their turn first. No more is taken on while this process ends.
+            with suppress(RuntimeError):
+                store_failure(app, headers, error, lease)
+        return
+    except Exception:
         logger.exception("the failure of %s cannot be stored", shown)
+    if lease is not None:
+        lease.store.ack(lease.token)
 
 
 def _mark(backend: Any, headers: dict[str, Any], error: Exception) -> None:

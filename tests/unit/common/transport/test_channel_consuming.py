@@ -4,13 +4,17 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any, Self
 
+import kombu
 import pytest
 import redis
 
 from batchery.transport import channel as module
-from batchery.transport.channel import SOCKET_TIMEOUT_S, LeasingChannel
+from batchery.transport.channel import SOCKET_TIMEOUT_S, LeasingChannel, SentinelChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT
 from support.fake_channel import Channel, KombuChannel
+
+#: Kombu's name of the transport.
+SENTINEL = "batchery.transport:SentinelTransport"
 
 # Consuming
 
@@ -288,6 +292,19 @@ def test_stores_of_two_masters_databases_or_prefixes_are_not_the_same(channel: C
     second = channel._database_identity()
     channel.master_name = "m2"
     assert len({first, second, channel._database_identity()}) == 3
+
+
+def test_store_behind_several_sentinels_is_the_same_at_each_of_them() -> None:
+    with kombu.Connection("sentinel://a:1;sentinel://b:2", transport=SENTINEL) as connection:
+        channel: Any = SentinelChannel.__new__(SentinelChannel)
+        channel.connection = connection.transport
+        first = channel._database_identity()
+        connection.switch(connection.alt[1])
+        channel.connection = connection.transport
+        assert channel._database_identity() == first
+    with kombu.Connection("sentinel://c:3", transport=SENTINEL) as connection:
+        channel.connection = connection.transport
+        assert channel._database_identity()[:2] == ("c", "3")
 
 
 # A full Redis

@@ -85,6 +85,8 @@ class Store:
         self.reasons.append(letter["reason"])
         return True
 
+    dead_letter_on_ack = dead_letter
+
 
 @pytest.mark.parametrize(
     ("raw", "told"),
@@ -99,7 +101,7 @@ def test_caller_of_a_message_that_is_not_read_is_told_if_its_id_can_be(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(
-        dead_letters, "on_dead_letter", [lambda headers, _: heard.append(headers["id"])]
+        dead_letters, "on_dead_letter", [lambda headers, *_: heard.append(headers["id"])]
     )
     store: Any = Store(raw)
     dead_letters.dead_letter_unread(store, "1", "x" * 99_999)

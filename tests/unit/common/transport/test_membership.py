@@ -138,6 +138,7 @@ class Scene:
             expiry_s=EXPIRY_S,
             fenced=False,
             is_open=True,
+            holder="channel",
             flush=self._flush,
         )
         client: Any = self

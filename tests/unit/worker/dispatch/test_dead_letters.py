@@ -1,15 +1,18 @@
 """Messages that cannot be executed: what becomes of them, and what their callers get."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from celery import Celery
 
 from batchery.errors import InvalidItem
+from batchery.retry import RetryDeadlineExceeded
 from batchery.transport import dead_letters as transport
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.dispatch import dead_letters
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, fail_callers, store_failure
+from batchery_worker.request import LeaseHandle
 from support.fake_worker import FakeLeaseStore
 
 
@@ -88,11 +91,39 @@ def test_error_of_the_backend_is_logged_and_raises_nothing(
     assert "the failure of j cannot be stored" in caplog.text
 
 
+def test_message_is_acknowledged_when_its_failure_is_stored_and_not_before(
+    app: Celery, store: FakeLeaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = LeaseHandle(cast("LeaseStore", store), "7")
+    answers: list[Any] = [RetryDeadlineExceeded(30, "away"), None, OSError("disk full")]
+    tries: list[list[str]] = []
+
+    def mark(*_: Any) -> None:
+        tries.append(list(store.acknowledged))
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setattr(dead_letters, "_mark", mark)
+    monkeypatch.setattr(dead_letters, "MAX_PAUSE_S", 0)
+    store_failure(app, {"id": "j"}, InvalidItem("no"), lease)
+    assert (tries, store.acknowledged) == ([[], []], ["7"])
+    # What no further try changes ends it, too.
+    store_failure(app, {"id": "j"}, InvalidItem("no"), lease)
+    assert store.acknowledged == ["7", "7"]
+    # Another worker has it now, and tells.
+    store.believed.clear()
+    store_failure(app, {"id": "j"}, InvalidItem("no"), lease)
+    assert (answers, store.acknowledged) == ([], ["7", "7"])
+
+
 def test_last_app_tells_the_callers(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "on_dead_letter", [])
     for each in (Celery("earlier", set_as_current=False), app):
         fail_callers(each)
     (tell,) = transport.on_dead_letter
-    tell({"id": "told"}, "unreadable")
+    lease = FakeLeaseStore()
+    lease.believed = {"7"}
+    tell({"id": "told"}, "unreadable", cast("LeaseStore", lease), "7")
+    assert lease.acknowledged == ["7"]
     with pytest.raises(InvalidItem, match="unreadable"):
         app.AsyncResult("told").get(timeout=1)
