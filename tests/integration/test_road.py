@@ -33,9 +33,9 @@ NO_CODE = {
 #: server behind a model gets and says, retries of changed files, misspelt options. What attackers
 #: and those on call found is 1,000: queues that nobody serves, ages of jobs that do not say them,
 #: messages that grow, pipelines of HTTP that nobody reads, errors whose own code raises. Steps of
-#: text generation as CUDA graphs, and the benchmark of a step, are 300. What four readings of the
-#: whole product found is 300: streams with limits, a Redis that hangs, Sentinels, suspects of models
-#: that have a device of their own.
+#: text generation as CUDA graphs, and the benchmark of a step, are 300. What readings of the whole
+#: product found is 300: streams with limits, a Redis that hangs, Sentinels, suspects of models that
+#: have a device of their own.
 MAX_FILES = 314
 MAX_LINES = 54_600
 
