@@ -152,6 +152,27 @@ def test_message_that_cannot_go_back_is_delivered_again(
     assert leases(bare) == 2
 
 
+def test_channel_whose_messages_cannot_go_back_leaves_no_heartbeat(
+    url: str, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(url, "q", "1")
+    consumer = Consumer(url, "q")
+    consumer.get(1)
+    store = consumer.channel.lease_store
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise redis.ConnectionError("as told")
+
+    monkeypatch.setattr(store, "requeue", fail)
+    with contextlib.suppress(redis.ConnectionError):
+        consumer.channel.close()
+    wait_for(lambda: not store.heartbeat._thread.is_alive(), "the heartbeat ends")
+    assert (leases(bare), waiting(bare)) == (0, 1)
+    # What kombu does at the end of the process for a channel that was left half closed.
+    consumer.channel.qos._on_collect.cancel()
+    consumer.close()
+
+
 def test_as_many_threads_as_complete_jobs_may_ask_for_leases_at_once(
     own_redis: OwnRedis,
 ) -> None:

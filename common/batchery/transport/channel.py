@@ -559,11 +559,11 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             super().close()
         finally:
             store.holder = None
-        if not self.is_broken:
-            discard_lease_store(store)
-            if store.heartbeat is not None:
-                store.heartbeat.stop()
-            store.close()
+            if not self.is_broken:
+                discard_lease_store(store)
+                if store.heartbeat is not None:
+                    store.heartbeat.stop()
+                store.close()
 
     def _end_poll(self) -> None:
         """Leaves nothing under way; what a fetch brings just now is in the leases already."""

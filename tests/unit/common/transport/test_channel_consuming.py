@@ -214,6 +214,23 @@ def test_store_that_never_sent_a_heartbeat_can_be_closed(
     assert channel.lease_store.calls == ["close"]
 
 
+def test_heartbeat_ends_although_nothing_can_be_given_back(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise redis.ConnectionError("as told")
+
+    discarded: list[Any] = []
+    monkeypatch.setattr(module, "discard_lease_store", discarded.append)
+    # Kombu's close gives back what the channel counts.
+    monkeypatch.setattr(KombuChannel, "close", refuse)
+    with pytest.raises(redis.ConnectionError, match="as told"):
+        channel.close()
+    assert discarded == [channel.lease_store]
+    assert channel.lease_store.holder is None
+    assert channel.lease_store.calls == ["stop", "close"]
+
+
 def test_broken_channel_leaves_its_leases_to_the_next_one(channel: Channel) -> None:
     channel.is_broken = True
     channel.close()
