@@ -205,7 +205,7 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     ids = send(own_redis.url, list(range(10)), book=book)
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
-        client.config_set("maxmemory", "1mb")
+        client.config_set("maxmemory", "1")
         with pytest.raises(OutOfMemoryError):
             client.set("more", "x")
         env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
@@ -229,7 +229,7 @@ def test_ordinary_job_of_a_solo_pool_waits_while_redis_is_full(
         ids = [app.send_task("apps.leases.late", [number], texts).id for number in range(3)]
     wait_for(lambda: len(executions(book)) == 1, "the first job runs", TIMEOUT_S)
     with client_of(own_redis) as client:
-        client.config_set("maxmemory", "1mb")
+        client.config_set("maxmemory", "1")
         (tmp_path / "gate").touch()
         wait_for(lambda: "completion waits" in worker.log, "it says that it waits", TIMEOUT_S)
         client.config_set("maxmemory", "0")

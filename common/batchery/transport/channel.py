@@ -10,12 +10,13 @@ from functools import partial
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 
+from batchery.retry import find_refusal
 from batchery.transport.consume import Fetcher, leave_fenced, refusals_as_lost_connection
 from batchery.transport.inbox import Inbox, Message, Workload
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
@@ -24,12 +25,8 @@ from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
 
-if TYPE_CHECKING:
-    _QoS: Any
-    _Channel: Any
-else:
-    _QoS = kombu_redis.QoS
-    _Channel = object
+_QoS: Any = kombu_redis.QoS
+_Channel: Any = object
 
 logger = logging.getLogger("batchery.transport")
 
@@ -578,7 +575,10 @@ def _forgone_if_full() -> Iterator[None]:
     """Lets a note of a queue's binding be missing: consumers need none, and publishers make it."""
     try:
         yield
-    except redis.OutOfMemoryError as error:
+    except redis.ResponseError as error:
+        # Of a script, Redis 6.2 says so only in the error's text.
+        if find_refusal(error) != "OOM":
+            raise
         logger.debug("the binding of a queue is not noted: %s", error)
 
 
