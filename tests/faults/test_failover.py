@@ -205,7 +205,7 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     ids = send(own_redis.url, list(range(10)), book=book)
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
-        client.config_set("maxmemory", "1mb")
+        client.config_set("maxmemory", "1")
         with pytest.raises(OutOfMemoryError):
             client.set("more", "x")
         env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
