@@ -5,7 +5,7 @@ Its `QoS` knows which messages count against the prefetch, and how they are sett
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from queue import Empty
 from time import monotonic
@@ -17,7 +17,12 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 
 from batchery.retry import find_refusal
-from batchery.transport.consume import Fetcher, leave_fenced, refusals_as_lost_connection
+from batchery.transport.consume import (
+    Fetcher,
+    forgone_if_full,
+    leave_fenced,
+    refusals_as_lost_connection,
+)
 from batchery.transport.inbox import Inbox, Message, Workload
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
 from batchery.transport.leases import HeldJob
@@ -195,12 +200,12 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
             routing_key, _, queue = args
             self._fanout_queues[queue] = (exchange, routing_key.replace("#", "*"))
             return
-        with _forgone_if_full():
+        with forgone_if_full():
             super()._queue_bind(exchange, *args)
 
     def _refresh_bindings(self, queues: Sequence[str]) -> None:
         """Notes the same once more."""
-        with _forgone_if_full():
+        with forgone_if_full():
             super()._refresh_bindings([each for each in queues if each not in self._fanout_queues])
 
     def _size(self, queue: str) -> int:
@@ -214,7 +219,9 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
         """Deletes a queue."""
         try:
             super()._delete(queue, *args, **kwargs)
-        except redis.OutOfMemoryError:
+        except redis.ResponseError as error:
+            if find_refusal(error) != "OOM":
+                raise
             with self.conn_or_acquire() as client:
                 for step in self.priority_steps:
                     client.delete(self._q_for_pri(queue, step))
@@ -568,18 +575,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             # Kombu uses this connection once more, and must not take that answer for its own.
             self.client.connection.disconnect()
         self.ask_again()
-
-
-@contextlib.contextmanager
-def _forgone_if_full() -> Iterator[None]:
-    """Lets a note of a queue's binding be missing: consumers need none, and publishers make it."""
-    try:
-        yield
-    except redis.ResponseError as error:
-        # Of a script, Redis 6.2 says so only in the error's text.
-        if find_refusal(error) != "OOM":
-            raise
-        logger.debug("the binding of a queue is not noted: %s", error)
 
 
 class Channel(LeasingChannel, kombu_redis.Channel):  # type: ignore[misc]

@@ -415,3 +415,15 @@ def refusals_as_lost_connection() -> Iterator[None]:
         raise
     except redis.ResponseError as error:
         raise redis.ConnectionError(f"the broker refuses to serve: {error}") from error
+
+
+@contextlib.contextmanager
+def forgone_if_full() -> Iterator[None]:
+    """Lets a note of a queue's binding be missing: consumers need none, and publishers make it."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        # Redis 6.2 has no error of its own for what it refuses within a script.
+        if find_refusal(error) != "OOM":
+            raise
+        logger.debug("the binding of a queue is not noted: %s", error)

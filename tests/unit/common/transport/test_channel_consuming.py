@@ -354,13 +354,16 @@ class Pipe:
         self.deleted.append(key)
 
 
-def refuse_as_full(*_: Any, **__: Any) -> None:
-    raise redis.OutOfMemoryError("OOM")
-
-
+@pytest.mark.parametrize(
+    "refusal",
+    [redis.OutOfMemoryError("OOM"), redis.ResponseError("Error running script: 2: -OOM")],
+)
 def test_full_redis_lets_a_worker_start_and_count_and_delete(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
+    def refuse_as_full(*_: Any, **__: Any) -> None:
+        raise refusal
+
     pipe = Pipe()
     monkeypatch.setattr(
         channel, "conn_or_acquire", lambda: contextlib.nullcontext(pipe), raising=False
@@ -387,6 +390,20 @@ def test_a_queue_of_broadcasts_is_written_down_nowhere(
     channel._queue_bind("direct", "key", "", "q")
     channel._refresh_bindings(["mine", "q"])
     assert bound == [("direct", "key", "", "q"), (["q"],)]
+
+
+def test_other_refusals_of_a_binding_or_a_deletion_are_raised(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise redis.ResponseError("WRONGTYPE no set")
+
+    for name in ("_queue_bind", "_delete"):
+        monkeypatch.setattr(KombuChannel, name, refuse, raising=False)
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        channel._queue_bind("exchange", "key", "pattern", "q")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        channel._delete("q")
 
 
 def test_queue_that_was_deleted_needs_no_second_command(
