@@ -48,10 +48,14 @@ class Store:
     def __init__(self) -> None:
         self.suspects: set[str] = set()
 
+        self.ended: set[str] = set()
         self.requeued: list[tuple[list[str], bool]] = []
 
     def deaths(self, token: str) -> int | None:
         return 1 if token in self.suspects else None
+
+    def holds(self, token: str) -> bool:
+        return token not in self.ended
 
     def requeue(self, tokens: list[str], *, first: bool) -> None:
         self.requeued.append((tokens, first))
@@ -105,6 +109,7 @@ class Backlog:
         self.gathered: list[str] = []
         self.room = 0
         self.stranded: set[str] = set()
+        self.has_suspects = False
 
     def is_stranded(self, task: str) -> bool:
         return task in self.stranded
@@ -239,16 +244,31 @@ def test_suspects_and_jobs_without_a_lease_stay(house: House) -> None:
 
 
 def test_jobs_whose_devices_are_drained_go_back_though_nobody_waits(house: House) -> None:
-    house.take("1", "2", "3", "not-leased")
-    house.channel.lease_store.suspects.add("1")
+    house.take("1", "2", "3", "4", "not-leased")
+    # A suspect is no exception, but for one that was acknowledged when it began.
+    house.channel.lease_store.suspects.update("34")
+    house.channel.lease_store.ended.add("1")
     (_, mixed), (_, request) = house.backlog.waiting[1:3]
     mixed.delivery_info = {"routing_key": "mixed"}
     house.backlog.stranded = {"embed"}
     house.binding.plan_look()
     house.clock.pass_time(HELD_S)
-    assert house.channel.lease_store.requeued == [(["3"], True)]
+    assert house.channel.lease_store.requeued == [(["3", "4"], True)]
     assert house.backlog.tokens == ["1", "2", "not-leased"]
     assert (request.acknowledged, mixed.acknowledged) == (True, False)
+
+
+def test_while_suspects_wait_it_looks_whether_their_devices_are_drained(house: House) -> None:
+    house.clock.pass_time(HELD_S)
+    house.backlog.ask_for_more()
+    assert not house.clock.planned
+    house.backlog.has_suspects = True
+    house.backlog.ask_for_more()
+    house.clock.pass_time(HELD_S)
+    assert len(house.clock.planned) == 1
+    house.backlog.has_suspects = False
+    house.clock.pass_time(HELD_S)
+    assert not house.clock.planned
 
 
 def test_queues_are_served_unless_all_their_jobs_are_for_drained_devices(house: House) -> None:
