@@ -158,7 +158,8 @@ class LateBinding:
         self._all_jobs = self._name_jobs(self._all_kinds)
         self._channel: Any = None
         self._hub: Any = None
-        self._is_look_planned = False
+        #: Entry of a timer: the next look.
+        self._planned: Any = None
         self._pause_s = HELD_S
 
     def bind(self, channel: Any, hub: Any) -> None:
@@ -167,7 +168,10 @@ class LateBinding:
         self._batches = self._find_batches()
         if self._batches is not None:
             self._batches.ask_for_more = self._ask_for_more
-        self._is_look_planned = False
+        if self._planned is not None:
+            # The loop of the connection before may go on.
+            self._planned.cancel()
+            self._planned = None
         channel.workload = self
         # Jobs of the connection before may be held here.
         self.plan_look()
@@ -241,13 +245,12 @@ class LateBinding:
 
     def plan_look(self) -> None:
         """Looks soon whether jobs must go back."""
-        if self._hub is not None and not self._is_look_planned:
-            self._is_look_planned = True
-            self._hub.call_later(self._pause_s, self._look)
+        if self._hub is not None and self._planned is None:
+            self._planned = self._hub.call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""
-        self._is_look_planned = False
+        self._planned = None
         if self._batches is not None:
             self._batches.offer_stranded(self._give_back)
         before_s = monotonic() - HELD_S

@@ -31,8 +31,10 @@ class Clock:
         self.now_s = 100.0
         self.planned: list[tuple[float, Any]] = []
 
-    def call_later(self, seconds: float, function: Any) -> None:
-        self.planned.append((self.now_s + seconds, function))
+    def call_later(self, seconds: float, function: Any) -> Any:
+        entry = (self.now_s + seconds, function)
+        self.planned.append(entry)
+        return SimpleNamespace(cancel=lambda: self.planned.remove(entry))
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -222,6 +224,15 @@ def test_a_worker_that_holds_nothing_does_not_look(house: House) -> None:
     house.clock.pass_time(HELD_S)
     assert not house.clock.planned
     assert house.channel.asked == 0
+
+
+def test_after_a_reconnect_it_looks_no_more_often(house: House) -> None:
+    house.take("1")
+    for _ in range(3):
+        house.binding.bind(house.channel, house.clock)
+    assert len(house.clock.planned) == 1
+    house.clock.pass_time(HELD_S)
+    assert (house.channel.asked, len(house.clock.planned)) == (1, 1)
 
 
 def test_jobs_that_were_too_young_go_later(house: House) -> None:
