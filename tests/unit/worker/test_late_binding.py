@@ -1,12 +1,14 @@
 """When a worker tells that it waits, and which jobs go back to their queues when others do."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 from celery.worker import state as worker_state
 
 from batchery.transport.inbox import Capacity
@@ -363,6 +365,34 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
     pool.executor.shutdown(wait=True)
     assert ran == ["first", "a", "c"]
     assert pool.free() == 1
+
+
+def test_jobs_of_which_nobody_knows_whether_they_went_begin_nowhere_here() -> None:
+    pool = OrdinaryThreads(1, app=None)
+    pool._run = lambda target, *args: target(*args)  # type: ignore[method-assign]
+    pool.on_start()
+    gate, ran = threading.Event(), []
+
+    def work(name: str) -> None:
+        if name == "first":
+            gate.wait(10)
+        ran.append(name)
+
+    def add(name: str) -> None:
+        pool.on_apply(work, (name,), {}, Request(name).on_success, lambda *_: None)
+
+    def lose(_: Sequence[Any]) -> Collection[Any]:
+        raise redis.ConnectionError("the answer was lost")
+
+    for name in ("first", "a", "b"):
+        add(name)
+    now_s = time.monotonic()
+    add("young")
+    with pytest.raises(redis.ConnectionError):
+        pool.offer(now_s, lose)
+    gate.set()
+    pool.executor.shutdown(wait=True)
+    assert ran == ["first", "young"]
 
 
 def test_messages_of_a_fetch_begin_together(house: House) -> None:
