@@ -47,6 +47,9 @@ class Swapped(Model):
 
     def forward(self, batch: Sequence[Any], *_: Any, **__: Any) -> list[dict[str, Any]]:
         assert all(owner is self for owner, _ in batch)
+        for _, item in batch:
+            while isinstance(item, str) and Path(item).exists():
+                time.sleep(0.01)
         return [{"model": self.name, "device": self._device, "item": item} for _, item in batch]
 
 

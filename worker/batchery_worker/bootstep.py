@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -13,6 +14,7 @@ from celery.backends.redis import RedisBackend
 from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.exceptions import TaskRevokedError
 from celery.worker import components
 from kombu.exceptions import SerializerNotInstalled
 from kombu.serialization import prepare_accept_content
@@ -83,7 +85,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
         fail_callers(worker.app)
-        refuse_what_raises(worker)
+        release = getattr(worker, "_quick_release", None)
+        worker._process_task = refuse_what_raises(worker, worker._process_task, release)
         bound_decompression()
         # Celery's own count, before it is raised.
         prefetch = (worker.pool.limit or 1) * worker.prefetch_multiplier
@@ -281,10 +284,16 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
             step.obj = pool
     process_ordinary = worker.process_task if ordinary.uses_semaphore else worker._process_task
 
+    def begin(request: Any) -> None:
+        # Celery would release the place of a process, which a batch job has not taken.
+        with suppress(TaskRevokedError):
+            request.execute_using_pool(pool)
+
+    process_batch = refuse_what_raises(worker, begin)
+
     def process_task(request: Any) -> None:
         # Batch jobs wait for a device. The semaphore counts the processes of ordinary tasks.
-        is_batch = isinstance(request, BatchRequest)
-        (worker._process_task if is_batch else process_ordinary)(request)
+        (process_batch if isinstance(request, BatchRequest) else process_ordinary)(request)
 
     worker.process_task = process_task
 

@@ -33,7 +33,7 @@ from batchery.transport import NEEDS_WRITES, dead_letters
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
 from batchery_worker.event_loop import is_cold_shutdown
-from batchery_worker.request import BatchRequest, cancel_active, get_lease, give_back
+from batchery_worker.request import cancel_active, get_lease, give_back
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -312,13 +312,22 @@ def embedded(message: Any) -> Mapping[str, Any]:
         return read_embed(message.body)
 
 
-def refuse_what_raises(worker: Any) -> None:
+def refuse_what_raises(
+    worker: Any,
+    process: Callable[[Any], None],
+    release: Callable[[], None] | None = None,
+) -> Callable[[Any], None]:
     """Has each job refused that cannot be handed to the pool, also one that has waited before.
 
     Args:
-        worker: Celery's `WorkController`; its pool exists.
+        worker: Celery's `WorkController`.
+        process: Hands a request to its pool.
+        release: Gives up the place of a job among those that the pool's processes work on; None
+            if it has none.
+
+    Returns:
+        What to call in the place of `process`.
     """
-    process = worker._process_task
 
     def process_task(request: Any) -> None:
         try:
@@ -329,12 +338,10 @@ def refuse_what_raises(worker: Any) -> None:
             give_back(request)
         except Exception as error:  # noqa: BLE001 - it would end worker after worker
             worker.consumer.end_unhandled(request.message, error)
-            # The job has a place among those that the pool's processes work on.
-            release = getattr(worker, "_quick_release", None)
-            if release is not None and not isinstance(request, BatchRequest):
+            if release is not None:
                 release()
 
-    worker._process_task = process_task
+    return process_task
 
 
 def bound_decompression() -> None:

@@ -59,6 +59,10 @@ class BatchBacklog(Backlog, Protocol):
     def held(self) -> int:
         """How many of them the worker holds, running ones included."""
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether jobs wait that may have killed a device or a worker."""
+
     def gather(self, take_in: Callable[[], None]) -> None:
         """Calls what admits jobs; they go to devices when it has returned."""
 
@@ -154,7 +158,8 @@ class LateBinding:
         self._all_jobs = self._name_jobs(self._all_kinds)
         self._channel: Any = None
         self._hub: Any = None
-        self._is_look_planned = False
+        #: Entry of a timer: the next look.
+        self._planned: Any = None
         self._pause_s = HELD_S
 
     def bind(self, channel: Any, hub: Any) -> None:
@@ -162,11 +167,24 @@ class LateBinding:
         self._channel, self._hub = channel, hub
         self._batches = self._find_batches()
         if self._batches is not None:
-            self._batches.ask_for_more = channel.make_room
-        self._is_look_planned = False
+            self._batches.ask_for_more = self._ask_for_more
+        if self._planned is not None:
+            # The loop of the connection before may go on.
+            self._planned.cancel()
+            self._planned = None
         channel.workload = self
         # Jobs of the connection before may be held here.
         self.plan_look()
+
+    def _ask_for_more(self) -> None:
+        self._channel.make_room()
+        if self._has_suspects:
+            # They came from a device and not with messages, so nobody has planned a look.
+            self.plan_look()
+
+    @property
+    def _has_suspects(self) -> bool:
+        return self._batches is not None and self._batches.has_suspects
 
     # What the channel asks
 
@@ -227,13 +245,12 @@ class LateBinding:
 
     def plan_look(self) -> None:
         """Looks soon whether jobs must go back."""
-        if self._hub is not None and not self._is_look_planned:
-            self._is_look_planned = True
-            self._hub.call_later(self._pause_s, self._look)
+        if self._hub is not None and self._planned is None:
+            self._planned = self._hub.call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""
-        self._is_look_planned = False
+        self._planned = None
         if self._batches is not None:
             self._batches.offer_stranded(self._give_back)
         before_s = monotonic() - HELD_S
@@ -249,11 +266,16 @@ class LateBinding:
                 backlog.offer(before_s, partial(self._give, is_batch)) for is_batch, backlog in old
             )
         self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_GIVING_PAUSE_S)
-        if held:
+        if held or self._has_suspects:
             self.plan_look()
 
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
-        by_token = self._find_tokens(requests)
+        # A suspect may have been begun elsewhere, and must be looked at by one worker.
+        by_token = {
+            token: request
+            for token, request in self._find_tokens(requests).items()
+            if self._channel.lease_store.deaths(token) is None
+        }
         jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
         given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
         return _forget(given, "another worker waits")
@@ -276,8 +298,8 @@ class LateBinding:
             lease = get_lease(request.message)
             if lease is None or lease.store is not self._channel.lease_store:
                 continue
-            # A suspect may have been begun elsewhere, and must be looked at by one worker.
-            if lease.store.deaths(lease.token) is None:
+            # A suspect has begun, and so may be acknowledged.
+            if lease.store.holds(lease.token):
                 by_token[lease.token] = request
         return by_token
 

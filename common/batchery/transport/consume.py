@@ -17,7 +17,7 @@ from kombu.utils.encoding import bytes_to_str
 
 from batchery.redis_scripts import packed, script_text
 from batchery.retry import find_refusal
-from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry, scheduled_tokens
+from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
 
@@ -323,11 +323,10 @@ class Fetcher:
         if leases and (channel.class_levels or channel.queue_prefetch):
             for key, count in leases.by_key().items():
                 held[find_part(channel, *self._inbox.find_place(key))] += count
-            for token in scheduled_tokens():
+            for key, count in self._inbox.count_scheduled().items():
                 # Celery raises its own count for these, as they may wait for days.
-                if lease := leases.get(token):
-                    held[find_part(channel, *self._inbox.find_place(lease.key))] -= 1
-                    scheduled += 1
+                held[find_part(channel, *self._inbox.find_place(key))] -= count
+                scheduled += count
         limits = dict.fromkeys(parts, free)
         for part in parts:
             if (maximum := self._maximum(part, scheduled)) is not None:

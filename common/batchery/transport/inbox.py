@@ -12,6 +12,7 @@ back what they only hold.
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -208,6 +209,15 @@ class Inbox:
         taken = self._lease_store.reconcile(self._channel.qos, active_tokens())
         self._hand_over(taken, with_suspects=True, again=True)
 
+    def count_scheduled(self) -> Counter[str]:
+        """How many messages of each queue key are for jobs that wait for their time."""
+        leases = self._lease_store.leases
+        if leases.scheduled_by_key().total() != count_scheduled():
+            # The time of some has come, of which Celery tells nobody.
+            for token in _collect_tokens("reserved_requests"):
+                leases.mark_scheduled(token, is_scheduled=False)
+        return leases.scheduled_by_key()
+
     def dead_letter(self, token: str, error: Exception) -> None:
         """Makes a dead letter of a message that cannot be understood.
 
@@ -263,12 +273,15 @@ class Inbox:
                 self._lease_store.note_delivery(token)
             if queue in transport._callbacks:
                 self.count += 1
+                scheduled = count_scheduled()
                 try:
                     transport._callbacks[queue](payload)
                 except SystemExit as error:
                     if type(error) is SystemExit:  # Celery's own shutdown is a subclass.
                         self._lease_store.blame_delivery(build_suspect_field(payload))
                     raise
+                if count_scheduled() > scheduled:
+                    self._lease_store.leases.mark_scheduled(token, is_scheduled=True)
             else:
                 # Its consumer was cancelled while the answer was under way.
                 unwanted.append(token)
@@ -333,9 +346,10 @@ def active_tokens() -> set[str]:
     return _collect_tokens("active_requests")
 
 
-def scheduled_tokens() -> set[str]:
-    """Tokens of the jobs that Celery's worker holds until their time comes, if there is one."""
-    return _collect_tokens("scheduled_requests")
+def count_scheduled() -> int:
+    """How many jobs Celery's worker holds until their time comes, if there is one."""
+    state = sys.modules.get("celery.worker.state")
+    return 0 if state is None else len(state.scheduled_requests)
 
 
 def _collect_tokens(requests: str) -> set[str]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 
@@ -43,6 +43,8 @@ class Lease:
     #: Description of the dead letter that the message becomes when it is acknowledged; None for any
     #: message that may run again.
     dead_letter: Mapping[str, Any] | None = None
+    #: Whether its job waits for its time.
+    is_scheduled: bool = False
 
 
 class Leases:
@@ -50,6 +52,10 @@ class Leases:
 
     def __init__(self) -> None:
         self._held: dict[str, Lease] = {}
+        # Each fetch asks for the counts, and there may be many leases.
+        self._counts, self._scheduled = Counter[str](), Counter[str]()
+        # A handler of a signal may end leases over the thread that has it.
+        self._counting = RLock()
         #: The highest token that was ever here.
         self.last_token = 0
 
@@ -67,25 +73,52 @@ class Leases:
         return self._held.get(token)
 
     def take(self, token: str, owner: LeaseOwner, key: str) -> None:
-        """Adds a lease."""
-        self._held[token] = Lease(owner, key)
+        """Adds a lease; or replaces it, where its message is handed over again."""
+        with self._counting:
+            self._remove(token)
+            self._held[token] = Lease(owner, key)
+            self._counts[key] += 1
         self.last_token = max(self.last_token, int(token))
 
     def forget(self, token: str) -> Lease | None:
         """Removes a lease, and tells its owner."""
-        lease = self._held.pop(token, None)
+        with self._counting:
+            lease = self._remove(token)
         if lease is not None and lease.owner is not None:
             lease.owner.forget(token)
         return lease
 
+    def _remove(self, token: str) -> Lease | None:
+        lease = self._held.pop(token, None)
+        if lease is not None:
+            self._counts[lease.key] -= 1
+            self._scheduled[lease.key] -= lease.is_scheduled
+        return lease
+
+    def mark_scheduled(self, token: str, *, is_scheduled: bool) -> None:
+        """Notes whether a job waits for its time."""
+        with self._counting:
+            lease = self._held.get(token)
+            if lease is not None:
+                self._scheduled[lease.key] += is_scheduled - lease.is_scheduled
+                lease.is_scheduled = is_scheduled
+
     def clear(self) -> None:
         """Removes all leases, and tells nobody."""
-        self._held.clear()
+        with self._counting:
+            self._held.clear()
+            self._counts.clear()
+            self._scheduled.clear()
 
     def by_key(self) -> Counter[str]:
         """The number of leases on messages of each queue key."""
-        # Each fetch asks, so this is not a loop of Python's.
-        return Counter(map(attrgetter("key"), list(self._held.values())))
+        with self._counting:
+            return +self._counts
+
+    def scheduled_by_key(self) -> Counter[str]:
+        """How many of them are for jobs that wait for their time."""
+        with self._counting:
+            return +self._scheduled
 
     def owned_by(self, owner: LeaseOwner) -> list[str]:
         """The tokens of all leases that an owner counts."""

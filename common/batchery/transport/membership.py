@@ -12,7 +12,7 @@ import redis
 
 from batchery.fork_gate import fork_gate
 from batchery.transport.dead_letters import find_queue
-from batchery.transport.inbox import active_tokens, scheduled_tokens
+from batchery.transport.inbox import active_tokens, count_scheduled
 from batchery.transport.lease_store import LeaseStore, give_back_left
 from batchery.transport.redis_schema import transport_scripts
 from batchery.transport.worker_registry import read_expiry, read_text
@@ -188,7 +188,7 @@ class Heartbeat:
         store, leased = self._lease_store, Counter[str]()
         for key, count in store.leases.by_key().items():
             leased[find_queue(key, store.keys.prefix)] += count
-        return store.describe(leased, len(scheduled_tokens()))
+        return store.describe(leased, count_scheduled())
 
     def _read_expiries(self, workers: Collection[str]) -> Mapping[str, float]:
         """The expiries of other workers, as they registered them."""

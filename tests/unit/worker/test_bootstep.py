@@ -4,15 +4,19 @@ import gc
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
 from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.exceptions import TaskRevokedError
+from celery.worker import WorkController
 from celery.worker.request import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu import Queue
+from kombu.asynchronous.semaphore import LaxBoundedSemaphore
 
 from batchery import BatchTask, Model, Settings, SettingsError, install, register
 from batchery.queue_limits import find_destination
@@ -44,6 +48,7 @@ class Worker:
     pool_putlocks = True
     #: None where no event loop runs.
     semaphore: Any = None
+    consumer: Any = None
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Worker:
         self.process_task = self._process_task_sem
 
     def _process_task(self, request: Any) -> None:
+        request.execute_using_pool(self.pool)
         self.processed.append(request.name)
 
     def _process_task_sem(self, request: Any) -> None:
@@ -220,11 +226,42 @@ def test_only_ordinary_jobs_wait_for_a_process() -> None:
     app.task(name="ordinary", shared=False)(same)
     worker = Worker(app, pool=PreforkPool)
     prepare(worker)
+    began: list[Any] = []
     for kind, name in ((BatchRequest, "batch"), (Request, "ordinary")):
-        request: Any = kind.__new__(kind)
-        request.name = name
+        request = make_request(kind, name, execute_using_pool=began.append)
         worker.process_task(request)
-    assert (worker.processed, worker.waited) == (["batch"], ["ordinary"])
+    assert (began, worker.waited) == ([worker.pool], ["ordinary"])
+
+
+def test_batch_job_that_was_revoked_or_is_refused_gives_no_ordinary_job_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app()
+    add_task(app, "batch")
+    app.task(name="ordinary", shared=False)(same)
+    worker, started = Worker(app, pool=PreforkPool), list[str]()
+    controller: Any = WorkController
+    monkeypatch.setattr(Worker, "_process_task", controller._process_task)
+    worker.consumer = Mock()
+    worker.semaphore = LaxBoundedSemaphore(1)
+    monkeypatch.setattr(Worker, "_quick_release", worker.semaphore.release, raising=False)
+    prepare(worker)
+    for name in ("runs", "waits"):
+        worker.semaphore.acquire(started.append, name)
+    for error in (TaskRevokedError(), ValueError("unreadable")):
+        request = make_request(BatchRequest, "batch", execute_using_pool=Mock(side_effect=error))
+        worker.process_task(request)
+    assert started == ["runs"]
+    worker.consumer.end_unhandled.assert_called_once()
+    # An ordinary one has a place, which others may have.
+    revoked = Mock(side_effect=TaskRevokedError())
+    worker._process_task(make_request(Request, "ordinary", execute_using_pool=revoked))
+    assert started == ["runs", "waits"]
+
+
+def make_request(kind: type, name: str, **methods: Any) -> Any:
+    made: Any = type(kind.__name__, (kind,), {"name": name, "message": None, **methods})
+    return made.__new__(made)
 
 
 @OWN_QUEUES

@@ -132,9 +132,8 @@ def test_what_cannot_be_decoded_is_told_apart_from_what_must_not_be() -> None:
 
 def test_job_that_has_run_where_no_result_could_be_stored_is_given_back_and_not_refused() -> None:
     process = Mock(side_effect=Reject("Redis was away", requeue=True))
-    worker, request = SimpleNamespace(_process_task=process, consumer=Mock()), Mock()
-    refuse_what_raises(worker)
-    worker._process_task(request)
+    worker, request = SimpleNamespace(consumer=Mock()), Mock()
+    refuse_what_raises(worker, process)(request)
     request.reject.assert_called_once_with(requeue=True)
     worker.consumer.end_unhandled.assert_not_called()
 

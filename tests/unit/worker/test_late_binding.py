@@ -1,12 +1,14 @@
 """When a worker tells that it waits, and which jobs go back to their queues when others do."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 from celery.worker import state as worker_state
 
 from batchery.transport.inbox import Capacity
@@ -31,8 +33,10 @@ class Clock:
         self.now_s = 100.0
         self.planned: list[tuple[float, Any]] = []
 
-    def call_later(self, seconds: float, function: Any) -> None:
-        self.planned.append((self.now_s + seconds, function))
+    def call_later(self, seconds: float, function: Any) -> Any:
+        entry = (self.now_s + seconds, function)
+        self.planned.append(entry)
+        return SimpleNamespace(cancel=lambda: self.planned.remove(entry))
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -48,10 +52,14 @@ class Store:
     def __init__(self) -> None:
         self.suspects: set[str] = set()
 
+        self.ended: set[str] = set()
         self.requeued: list[tuple[list[str], bool]] = []
 
     def deaths(self, token: str) -> int | None:
         return 1 if token in self.suspects else None
+
+    def holds(self, token: str) -> bool:
+        return token not in self.ended
 
     def requeue(self, tokens: list[str], *, first: bool) -> None:
         self.requeued.append((tokens, first))
@@ -105,6 +113,7 @@ class Backlog:
         self.gathered: list[str] = []
         self.room = 0
         self.stranded: set[str] = set()
+        self.has_suspects = False
 
     def is_stranded(self, task: str) -> bool:
         return task in self.stranded
@@ -219,6 +228,15 @@ def test_a_worker_that_holds_nothing_does_not_look(house: House) -> None:
     assert house.channel.asked == 0
 
 
+def test_after_a_reconnect_it_looks_no_more_often(house: House) -> None:
+    house.take("1")
+    for _ in range(3):
+        house.binding.bind(house.channel, house.clock)
+    assert len(house.clock.planned) == 1
+    house.clock.pass_time(HELD_S)
+    assert (house.channel.asked, len(house.clock.planned)) == (1, 1)
+
+
 def test_jobs_that_were_too_young_go_later(house: House) -> None:
     house.take("1")
     house.clock.pass_time(HELD_S / 2)
@@ -239,16 +257,31 @@ def test_suspects_and_jobs_without_a_lease_stay(house: House) -> None:
 
 
 def test_jobs_whose_devices_are_drained_go_back_though_nobody_waits(house: House) -> None:
-    house.take("1", "2", "3", "not-leased")
-    house.channel.lease_store.suspects.add("1")
+    house.take("1", "2", "3", "4", "not-leased")
+    # A suspect is no exception, but for one that was acknowledged when it began.
+    house.channel.lease_store.suspects.update("34")
+    house.channel.lease_store.ended.add("1")
     (_, mixed), (_, request) = house.backlog.waiting[1:3]
     mixed.delivery_info = {"routing_key": "mixed"}
     house.backlog.stranded = {"embed"}
     house.binding.plan_look()
     house.clock.pass_time(HELD_S)
-    assert house.channel.lease_store.requeued == [(["3"], True)]
+    assert house.channel.lease_store.requeued == [(["3", "4"], True)]
     assert house.backlog.tokens == ["1", "2", "not-leased"]
     assert (request.acknowledged, mixed.acknowledged) == (True, False)
+
+
+def test_while_suspects_wait_it_looks_whether_their_devices_are_drained(house: House) -> None:
+    house.clock.pass_time(HELD_S)
+    house.backlog.ask_for_more()
+    assert not house.clock.planned
+    house.backlog.has_suspects = True
+    house.backlog.ask_for_more()
+    house.clock.pass_time(HELD_S)
+    assert len(house.clock.planned) == 1
+    house.backlog.has_suspects = False
+    house.clock.pass_time(HELD_S)
+    assert not house.clock.planned
 
 
 def test_queues_are_served_unless_all_their_jobs_are_for_drained_devices(house: House) -> None:
@@ -332,6 +365,34 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
     pool.executor.shutdown(wait=True)
     assert ran == ["first", "a", "c"]
     assert pool.free() == 1
+
+
+def test_jobs_of_which_nobody_knows_whether_they_went_begin_nowhere_here() -> None:
+    pool = OrdinaryThreads(1, app=None)
+    pool._run = lambda target, *args: target(*args)  # type: ignore[method-assign]
+    pool.on_start()
+    gate, ran = threading.Event(), []
+
+    def work(name: str) -> None:
+        if name == "first":
+            gate.wait(10)
+        ran.append(name)
+
+    def add(name: str) -> None:
+        pool.on_apply(work, (name,), {}, Request(name).on_success, lambda *_: None)
+
+    def lose(_: Sequence[Any]) -> Collection[Any]:
+        raise redis.ConnectionError("the answer was lost")
+
+    for name in ("first", "a", "b"):
+        add(name)
+    now_s = time.monotonic()
+    add("young")
+    with pytest.raises(redis.ConnectionError):
+        pool.offer(now_s, lose)
+    gate.set()
+    pool.executor.shutdown(wait=True)
+    assert ran == ["first", "young"]
 
 
 def test_messages_of_a_fetch_begin_together(house: House) -> None:

@@ -152,15 +152,16 @@ class Scheduler(Generic[T]):
         """Whether a job waits that must run alone."""
         return bool(self._suspects)
 
-    def tests(self, task: str) -> bool:
-        """Whether a kind of device, see `next_batch`, must run suspects before anything else."""
-        suspects = self._suspects
-        return bool(suspects.recovered) or any(self._serves(task, job.key) for job in suspects.own)
+    def tests(self, task: str, models: Served | None) -> bool:
+        """Whether a device, see `next_batch`, must leave all else until suspects have run."""
+        own = (self._serves(task, job.key, models) for job in self._suspects.own)
+        return bool(self._suspects.recovered) or any(own)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
         """Forgets jobs that went to another worker."""
         # Two messages may have the same id.
         gone = set(map(id, jobs))
+        self._suspects.remove(gone)
         for waiting in list(self._queues.values()):
             self._take_out(waiting, waiting.flows.values(), lambda job: id(job) in gone)
 
@@ -239,7 +240,7 @@ class Scheduler(Generic[T]):
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
         """
-        if (self.has_suspects and self.tests(task)) or not self._queues:
+        if (self.has_suspects and self.tests(task, models)) or not self._queues:
             return None
         turn = self._find_turn(behind, now_s)
 

@@ -1,7 +1,7 @@
 """Jobs that may have killed a device or a worker: they run before all others, and alone."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from typing import Generic
 
@@ -29,6 +29,11 @@ class Suspects(Generic[T]):
         # Those that may have killed a worker keep their order, as all devices wait for each.
         candidates = chain(self.own, islice(self.recovered, 1))
         return next((job for job in candidates if serves(job.key)), None)
+
+    def remove(self, gone: Collection[int]) -> None:
+        """Forgets the jobs whose `id` is among these."""
+        self.own = deque(job for job in self.own if id(job) not in gone)
+        self.recovered = deque(job for job in self.recovered if id(job) not in gone)
 
     def take(
         self, suspect: Job[T], task: str, in_flight: int, elsewhere: int, cohort: int

@@ -174,6 +174,11 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
     #: The class of the backend that the app chose.
     stock_class: type
 
+    @property
+    def always_retry(self) -> bool:
+        """Whether calls are tried again: those of a completion; others if the app wants it."""
+        return bool(vars(self)["always_retry"]) or current_completion() is not None
+
     def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
         meta: dict[str, Any] = super()._get_result_meta(*args, **keywords)
         completion = current_completion()
@@ -230,6 +235,11 @@ class CompletionRedisBackend(CompletionBackend):
     the job's next attempt respects that claim, and nobody publishes the body. Here all attempts of
     a job share one claim. Two attempts at the same time do no harm: messages have dedupe keys.
     """
+
+    def exception_safe_to_retry(self, exc: Exception) -> bool:
+        """Whether an error passes: a completion also waits for a Redis that takes no writes."""
+        waits = current_completion() is not None and not vars(self)["always_retry"]
+        return bool(super().exception_safe_to_retry(exc)) or (waits and isinstance(exc, REFUSALS))
 
     def _get_task_meta_for(self, task_id: str) -> Any:
         outbox = _outbox()
@@ -317,12 +327,9 @@ def for_completion(backend: Any) -> Any:
         return backend
     stock: Any = type(backend)
     backend.__class__ = _completion_class(stock)
-    if not backend.always_retry:
+    if not vars(backend)["always_retry"]:
         # An app that sets `always_retry` keeps its own settings for retries.
-        backend.always_retry = True
         backend.max_retries = STORE_RETRIES
-        if hasattr(backend, "connection_errors"):
-            backend.connection_errors = (*backend.connection_errors, *REFUSALS)
         if isinstance(backend, RedisBackend):
             client: redis.Redis = backend.client
             client.set_retry(DeadlineRetry(client.get_retry()))
@@ -343,12 +350,24 @@ def _outbox() -> Outbox | None:
 @contextmanager
 def _with_deadline(backend: Any) -> Iterator[None]:
     """Gives the completion of an ordinary job a deadline; its function must not have one."""
-    try:
-        if current_completion() is not None:
+    if current_completion() is not None:
+        with _errors_told_apart(backend):
             yield
-        else:
-            with completing(JobCompletion()):
-                yield
+        return
+    try:
+        with completing(JobCompletion()), _errors_told_apart(backend):
+            yield
+    except RetryDeadlineExceeded as error:
+        if _may_come_again():
+            raise
+        # Nobody can give it back, so it fails as in Celery.
+        raise BackendError(str(error)) from error
+
+
+@contextmanager
+def _errors_told_apart(backend: Any) -> Iterator[None]:
+    try:
+        yield
     except BackendError:
         # Of the errors of a backend only these have a class of their own.
         with outage_told_apart(backend):

@@ -17,7 +17,7 @@ from celery.exceptions import Reject
 from celery.worker.request import Request
 from kombu.utils.encoding import safe_repr
 
-from batchery.retry import RetryDeadlineExceeded
+from batchery.retry import AWAY_ERRORS, RetryDeadlineExceeded
 from batchery_worker.completion.backend import (
     for_completion,
     publish_until_deadline,
@@ -125,6 +125,10 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
         given: Collection[Any] = ()
         try:
             given = give(old)
+        except AWAY_ERRORS:
+            # Nobody knows which of them went. The next connection brings back the others.
+            given = old
+            raise
         finally:
             for job in waiting:
                 if job.request not in given:

@@ -12,6 +12,7 @@ import redis
 from celery import Celery
 from celery.worker import state as worker_state
 
+from batchery.completion import JobCompletion, completing
 from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, log_success
@@ -266,7 +267,8 @@ class Settlement:
 
 def _stored_result(task_id: str, backend: Any) -> Any:
     """The result of a job whose device died after the commit; None if it is not stored."""
-    return backend.get_result(task_id)
+    with completing(JobCompletion()):
+        return backend.get_result(task_id)
 
 
 def _run(function: Callable[[], None]) -> None:

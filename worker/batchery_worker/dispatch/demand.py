@@ -58,6 +58,11 @@ class BatchDemand:
         """How many jobs the worker holds for its devices, running ones included."""
         return len(self._scheduler) + len(self._in_flight)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether jobs wait that may have killed a device or a worker."""
+        return self._scheduler.has_suspects
+
     def free(self) -> int:
         """How many more jobs could begin at once."""
         if self.is_over:
@@ -136,14 +141,14 @@ class BatchDemand:
         return self._give(old, give)
 
     def offer_stranded(self, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs whose devices are all drained; returns how many went.
+        """Offers the jobs whose devices are all drained, suspects too; returns how many went.
 
         Args:
             give: As for `offer`.
         """
         if not any(device.is_drained for device in self._supervisor.devices):
             return 0
-        held = [job for job in self._scheduler.held() if job.payload.request is not None]
+        held = [job for job in self._scheduler if job.payload.request is not None]
         tasks = set(filter(self.is_stranded, {job.key.task for job in held}))
         return self._give([job for job in held if job.key.task in tasks], give)
 
@@ -162,7 +167,11 @@ class BatchDemand:
         give: Callable[[Sequence[Any]], Collection[Any]],
     ) -> int:
         given = give([job.payload.request for job in jobs]) if jobs else ()
-        self._scheduler.remove(job for job in jobs if job.payload.request in given)
+        gone = [job for job in jobs if job.payload.request in given]
+        self._scheduler.remove(gone)
+        for job in gone:
+            # A suspect had begun. If it comes back, it must begin anew.
+            self._in_flight.remove(job.payload)
         return len(given)
 
     def _wants_batch(self, device: DeviceProcess, now_s: float) -> bool:
@@ -198,7 +207,7 @@ class BatchDemand:
         """Whether it is not drained, and no suspects wait or run that keep other jobs from it."""
         if device.is_drained:
             return False
-        if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task):
+        if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task, device):
             return False
         return not self._supervisor.is_reserved
 

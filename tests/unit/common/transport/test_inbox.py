@@ -135,6 +135,30 @@ def test_messages_of_all_priorities_are_delivered_with_their_tokens(scene: Scene
     assert scene.store.notes == []
 
 
+def test_jobs_that_wait_for_their_time_are_counted_until_it_comes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled, reserved = list[Any](), list[Any]()
+    monkeypatch.setattr(worker_state, "scheduled_requests", scheduled)
+    monkeypatch.setattr(worker_state, "reserved_requests", reserved)
+
+    def schedule(payload: Any) -> None:
+        tag = payload["properties"]["delivery_tag"]
+        requests = reserved if payload["headers"]["id"] == "now" else scheduled
+        requests.append(SimpleNamespace(message=SimpleNamespace(delivery_tag=tag)))
+
+    scene.on_message = schedule
+    scene.take_in(message("a"), message("now"), message("b"), message("c"), queues=[0, 0, 0, 1])
+    assert scene.inbox.count_scheduled() == {"shop-q": 2, "shop-q\x06\x163": 1}
+    # Celery begins one of them.
+    reserved.append(scheduled.pop(0))
+    assert scene.inbox.count_scheduled() == {"shop-q": 1, "shop-q\x06\x163": 1}
+    # Another one is revoked.
+    scheduled.pop(0)
+    scene.store.leases.forget("9")
+    assert scene.inbox.count_scheduled() == {"shop-q\x06\x163": 1}
+
+
 def test_messages_of_a_queue_that_is_consumed_no_more_go_back(scene: Scene) -> None:
     scene.take_in(message("a"), message("b"), queues=[2, 0])
     assert scene.tags == ["8"]

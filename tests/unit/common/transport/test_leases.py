@@ -65,9 +65,17 @@ def test_leases_are_counted_by_the_key_of_their_queue() -> None:
     take(leases, owner, "1", "2", key="a")
     take(leases, owner, "3", key="b")
     assert leases.by_key() == {"a": 2, "b": 1}
+    leases.mark_scheduled("2", is_scheduled=True)
+    leases.mark_scheduled("3", is_scheduled=True)
+    leases.mark_scheduled("unknown", is_scheduled=True)
+    # A message is handed over again after its connection broke.
+    take(leases, owner, "2", key="a")
+    assert (leases.by_key(), leases.scheduled_by_key()) == ({"a": 2, "b": 1}, {"b": 1})
+    leases.forget("3")
+    assert (leases.by_key(), leases.scheduled_by_key()) == ({"a": 2}, {})
     leases.clear()
     assert leases.by_key() == {}
-    assert owner.forgotten == []
+    assert owner.forgotten == ["3"]
 
 
 def test_a_new_channel_counts_what_runs_and_gets_the_rest_again() -> None:

@@ -191,10 +191,10 @@ def test_clear_keeps_only_suspects() -> None:
     assert scheduler.wake_s() is None
 
 
-def test_jobs_that_went_to_another_worker_are_forgotten_and_suspects_never_go() -> None:
+def test_jobs_that_went_to_another_worker_are_forgotten() -> None:
     waiting = [job(1, arrived_s=2.0), job(2), job(3, key=KEYS[1]), job(2)]
     scheduler = admitted(*waiting)
-    scheduler.quarantine(job(9))
+    scheduler.quarantine(suspect := job(9))
     scheduler.quarantine_recovered(recovered(8))
     assert scheduler.has_suspects
     assert sorted(each.id for each in scheduler.held()) == ["1", "2", "2", "3"]
@@ -203,9 +203,11 @@ def test_jobs_that_went_to_another_worker_are_forgotten_and_suspects_never_go() 
     scheduler.remove([waiting[1], waiting[2]])
     assert [each.id for each in scheduler.held()] == ["1", "2"]
     assert len(scheduler) == 4
+    scheduler.remove([suspect])
+    assert [each.id for each in scheduler] == ["8", "1", "2"]
     scheduler.remove([waiting[0], waiting[3]])
     assert scheduler.oldest_held_s("") is None
-    assert len(scheduler) == 2
+    assert len(scheduler) == 1
 
 
 def test_a_batch_counts_the_items_of_its_jobs() -> None:

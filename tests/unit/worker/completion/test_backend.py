@@ -21,9 +21,11 @@ def app_with(backend: str, **conf: Any) -> Celery:
     return app
 
 
-def test_backend_tries_again_for_a_while() -> None:
+def test_backend_tries_again_for_a_while_within_a_completion_alone() -> None:
     backend = for_completion(app_with("cache+memory://").backend)
-    assert (backend.always_retry, backend.max_retries) == (True, STORE_RETRIES)
+    assert not backend.always_retry
+    with completing(JobCompletion()):
+        assert (backend.always_retry, backend.max_retries) == (True, STORE_RETRIES)
 
 
 def test_retries_that_the_app_chose_are_kept() -> None:
@@ -31,7 +33,7 @@ def test_retries_that_the_app_chose_are_kept() -> None:
         "redis://127.0.0.1:1/0", result_backend_always_retry=True, result_backend_max_retries=3
     )
     backend = for_completion(app.backend)
-    assert backend.max_retries == 3
+    assert (backend.always_retry, backend.max_retries) == (True, 3)
     assert not isinstance(backend.client.get_retry(), DeadlineRetry)
 
 

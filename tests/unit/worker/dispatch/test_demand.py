@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from batchery import Settings
 from batchery.transport.redis_schema import Keys
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.dispatch.demand import BatchDemand
-from batchery_worker.in_flight import DispatchedBatch, TaskCall
+from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 from batchery_worker.request import LeaseHandle
 from support.fake_devices import Clock
@@ -52,14 +53,13 @@ class Scene:
     """The demand of a worker, with a real scheduler and real times of batches."""
 
     supervisor: Any
-    in_flight: Any
 
     def __init__(self, clock: Clock, *devices: Device, prefetch_batches: int = 2) -> None:
         self.clock = clock
         self.scheduler: Scheduler[TaskCall] = Scheduler(SHARES)
         self.devices = devices or (Device(),)
         self.supervisor = SimpleNamespace(devices=self.devices, is_reserved=False)
-        self.in_flight = {}
+        self.in_flight = InFlight()
         settings = Settings(prefetch_batches=prefetch_batches)
         gather: Callable[[Any], None] = lambda take_in: take_in()  # noqa: E731
         self.demand = BatchDemand(
@@ -148,6 +148,26 @@ def test_jobs_are_stranded_where_those_devices_are_drained_that_serve_their_task
     assert scene.demand.offer_stranded(list) == 3
 
 
+def test_suspects_keep_only_their_devices_from_other_jobs_and_go_back_from_drained_ones(
+    make: Make,
+) -> None:
+    scene = make(Device("cuda:0"), Device("cuda:1"))
+    first, second = scene.devices
+    first.setup.elsewhere, second.setup.elsewhere = frozenset({"other"}), frozenset({"task"})
+    suspect, recovered = (scene.job(request=Request()) for _ in range(2))
+    scene.in_flight._calls["id"] = suspect.payload
+    scene.scheduler.quarantine(suspect)
+    limit = partial(scene.demand.limit, {"task": SIZE, "other": SIZE}, 0)
+    assert (scene.demand.free(), limit()) == (SIZE - 1, SIZE)
+    # The worker must run nothing beside one that may kill it.
+    scene.scheduler.quarantine_recovered(recovered)
+    assert (scene.demand.free(), limit()) == (0, 0)
+    first.is_drained = True
+    assert scene.demand.offer_stranded(list) == 2
+    assert (len(scene.in_flight), scene.demand.has_suspects) == (0, False)
+    assert (scene.demand.free(), limit()) == (SIZE, SIZE)
+
+
 def test_jobs_of_other_classes_do_not_count_against_a_class(make: Make) -> None:
     scene = make()
     scene.admit(3, "low")
@@ -166,7 +186,7 @@ def test_worker_that_ends_wants_nothing_and_gives_nothing(make: Make) -> None:
 def test_what_is_held_counts_with_what_runs(make: Make) -> None:
     scene = make()
     scene.admit(3)
-    scene.in_flight.update(a=1, b=2)
+    scene.in_flight._calls.update(a=scene.job().payload, b=scene.job().payload)
     assert scene.demand.held == 5
 
 
