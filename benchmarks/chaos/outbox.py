@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from queue import Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import Celery, chain, chord
 from celery.backends.redis import RedisBackend
@@ -20,10 +20,7 @@ from redis.exceptions import RedisError
 from benchmarks.chaos.tasks import ORDINARY, QUEUE, STEP, TOTAL
 from benchmarks.chaos.workload import Kind, Order
 
-if TYPE_CHECKING:
-    _RedisBackend: Any
-else:
-    _RedisBackend = RedisBackend
+_RedisBackend: Any = RedisBackend
 
 #: Number of the last job that was submitted, so that none is submitted twice.
 MARK = "chaos:submitted"

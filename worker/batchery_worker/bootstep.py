@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
@@ -46,12 +46,8 @@ from batchery_worker.map_strategy import use_devices
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
-if TYPE_CHECKING:
-    _Step: Any
-    _ConsumerStep: Any
-else:
-    _Step = bootsteps.Step
-    _ConsumerStep = bootsteps.StartStopStep
+_Step: Any = bootsteps.Step
+_ConsumerStep: Any = bootsteps.StartStopStep
 
 logger = logging.getLogger("batchery.worker")
 

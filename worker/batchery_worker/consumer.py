@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 from celery import signals
@@ -35,10 +35,7 @@ from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_fail
 from batchery_worker.event_loop import is_cold_shutdown
 from batchery_worker.request import cancel_active, get_lease, give_back
 
-if TYPE_CHECKING:
-    _Consumer: Any
-else:
-    _Consumer = Consumer
+_Consumer: Any = Consumer
 
 logger = logging.getLogger("batchery.worker")
 

@@ -6,7 +6,7 @@ Monitors receive the same events; they cost half as much.
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import Celery
 from celery.app.events import Events
@@ -17,10 +17,7 @@ from celery.utils.time import utcoffset
 from batchery.transport.inbox import writes_kombus_json
 from batchery_worker.ipc.values import plain_json
 
-if TYPE_CHECKING:
-    _Dispatcher: Any
-else:
-    _Dispatcher = EventDispatcher
+_Dispatcher: Any = EventDispatcher
 
 #: Maximum number of events in one message. Celery sends its events at the end of each turn of the
 #: loop, but also after every 24 events: eight messages for a batch of 64 jobs.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 from celery.exceptions import InvalidTaskError
@@ -14,10 +14,7 @@ from batchery.protocol.pieces import tell_readers
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.event_loop import is_in_signal_handler
 
-if TYPE_CHECKING:
-    _Request: Any
-else:
-    _Request = CeleryRequest
+_Request: Any = CeleryRequest
 
 
 def cancel_active(pool: Any) -> None:

@@ -5,7 +5,7 @@ An app that has not called `install` sets `broker_transport = "batchery.transpor
 Nothing differs on the wire: producers and workers with kombu's Redis transport share the queues.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kombu.transport
 import redis
@@ -19,10 +19,7 @@ __all__ = ["NEEDS_WRITES", "SentinelTransport", "Transport", "use_leases"]
 #: Transport option of a worker's connection: a server that takes no writes counts as away.
 NEEDS_WRITES = "needs_writes"
 
-if TYPE_CHECKING:
-    _Transport: Any
-else:
-    _Transport = kombu_redis.Transport
+_Transport: Any = kombu_redis.Transport
 
 
 class Transport(_Transport):  # type: ignore[misc]

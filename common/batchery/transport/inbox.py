@@ -14,7 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import redis
 from kombu.serialization import registry  # type: ignore[attr-defined]
@@ -35,10 +35,7 @@ from batchery.transport.suspects import (
     read_deaths,
 )
 
-if TYPE_CHECKING:
-    _Message: Any
-else:
-    _Message = virtual.Message
+_Message: Any = virtual.Message
 
 JSON = "application/json"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 from kombu.utils.json import dumps
@@ -15,10 +15,7 @@ from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
 from batchery.transport.dead_letters import check_size
 from batchery.transport.redis_schema import OWN_NAMES, Keys, transport_scripts
 
-if TYPE_CHECKING:
-    _Channel: Any
-else:
-    _Channel = object
+_Channel: Any = object
 
 #: How long dedupe keys stay if no acknowledgement removes them, in seconds. An interrupted job must
 #: run again within this time; it goes to the head of its queue.

@@ -4,17 +4,14 @@ import contextlib
 import socket
 from queue import Empty
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kombu.transport.redis import MultiChannelPoller
 from kombu.utils.eventio import READ
 
 from batchery.transport.consume import refusals_as_lost_connection
 
-if TYPE_CHECKING:
-    _Poller: Any
-else:
-    _Poller = MultiChannelPoller
+_Poller: Any = MultiChannelPoller
 
 #: How often an idle worker looks into its queues although nothing woke it, in seconds.
 SWEEP_INTERVAL_S = 1.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 from celery import Celery
@@ -149,10 +149,7 @@ def _is_away(backend: Any, error: Exception) -> bool:
     )
 
 
-if TYPE_CHECKING:
-    _Backend: Any
-else:
-    _Backend = object
+_Backend: Any = object
 
 #: How often a result is tried again. Celery's pauses grow to ten seconds, five on average. All
 #: together they take about half a minute, which a shutdown may have to wait.

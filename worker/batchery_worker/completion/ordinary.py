@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from celery import Celery, signals
 from celery.concurrency.thread import TaskPool as ThreadPool
@@ -54,10 +54,7 @@ def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise Reject(str(error), requeue=True) from None
 
 
-if TYPE_CHECKING:
-    _ThreadPool: Any
-else:
-    _ThreadPool = ThreadPool
+_ThreadPool: Any = ThreadPool
 
 
 class ThreadJob(NamedTuple):
