@@ -33,9 +33,10 @@ NO_CODE = {
 #: server behind a model gets and says, retries of changed files, misspelt options. What attackers
 #: and those on call found is 900: queues that nobody serves, ages of jobs that do not say them,
 #: messages that grow, pipelines of HTTP that nobody reads, errors whose own code raises. Steps of
-#: text generation as CUDA graphs, and the benchmark of a step, are 300.
+#: text generation as CUDA graphs, and the benchmark of a step, are 300. Ordinary tasks beside
+#: batches, which must be no worse off than in Celery, are 100: outages, countdowns, revoked jobs.
 MAX_FILES = 314
-MAX_LINES = 54_250
+MAX_LINES = 54_350
 
 
 class Road(NamedTuple):
@@ -46,8 +47,9 @@ class Road(NamedTuple):
     calls: int
 
 
-#: A sweep, a heartbeat or a timer may come in between, so the shortest of some jobs counts.
-MAX_ROAD = Road(files=58, functions=350, calls=480)
+#: A sweep, a heartbeat or a timer may come in between, so the shortest of some jobs counts. Two
+#: functions look for suspects of drained devices, and one begins a batch job beside ordinary ones.
+MAX_ROAD = Road(files=58, functions=353, calls=480)
 JOBS = 8
 
 

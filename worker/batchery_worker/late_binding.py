@@ -167,7 +167,7 @@ class LateBinding:
         self._channel, self._hub = channel, hub
         self._batches = self._find_batches()
         if self._batches is not None:
-            self._batches.ask_for_more = self._ask_for_more
+            self._batches.ask_for_more = partial(self._ask_for_more, self._batches)
         if self._planned is not None:
             # The loop of the connection before may go on.
             self._planned.cancel()
@@ -176,15 +176,11 @@ class LateBinding:
         # Jobs of the connection before may be held here.
         self.plan_look()
 
-    def _ask_for_more(self) -> None:
+    def _ask_for_more(self, batches: BatchBacklog) -> None:
         self._channel.make_room()
-        if self._has_suspects:
+        if batches.has_suspects:
             # They came from a device and not with messages, so nobody has planned a look.
             self.plan_look()
-
-    @property
-    def _has_suspects(self) -> bool:
-        return self._batches is not None and self._batches.has_suspects
 
     # What the channel asks
 
@@ -266,7 +262,7 @@ class LateBinding:
                 backlog.offer(before_s, partial(self._give, is_batch)) for is_batch, backlog in old
             )
         self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_GIVING_PAUSE_S)
-        if held or self._has_suspects:
+        if held or (self._batches is not None and self._batches.has_suspects):
             self.plan_look()
 
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
