@@ -167,7 +167,7 @@ class LateBinding:
         self._channel, self._hub = channel, hub
         self._batches = self._find_batches()
         if self._batches is not None:
-            self._batches.ask_for_more = self._ask_for_more
+            self._batches.ask_for_more = partial(self._ask_for_more, self._batches)
         if self._planned is not None:
             # The loop of the connection before may go on.
             self._planned.cancel()
@@ -176,9 +176,9 @@ class LateBinding:
         # Jobs of the connection before may be held here.
         self.plan_look()
 
-    def _ask_for_more(self) -> None:
+    def _ask_for_more(self, batches: BatchBacklog) -> None:
         self._channel.make_room()
-        if self._batches is not None and self._batches.has_suspects:
+        if batches.has_suspects:
             # They came from a device and not with messages, so nobody has planned a look.
             self.plan_look()
 

@@ -209,11 +209,11 @@ class Inbox:
     def count_scheduled(self) -> Counter[str]:
         """How many messages of each queue key are for jobs that wait for their time."""
         leases = self._lease_store.leases
-        if leases.scheduled_by_key().total() != count_scheduled():
+        if leases.by_key(scheduled=True).total() != count_scheduled():
             # The time of some has come, of which Celery tells nobody.
             for token in _collect_tokens("reserved_requests"):
                 leases.mark_scheduled(token, is_scheduled=False)
-        return leases.scheduled_by_key()
+        return leases.by_key(scheduled=True)
 
     def dead_letter(self, token: str, error: Exception) -> None:
         """Makes a dead letter of a message that cannot be understood.

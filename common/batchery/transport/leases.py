@@ -110,15 +110,10 @@ class Leases:
             self._counts.clear()
             self._scheduled.clear()
 
-    def by_key(self) -> Counter[str]:
-        """The number of leases on messages of each queue key."""
+    def by_key(self, *, scheduled: bool = False) -> Counter[str]:
+        """The number of leases on messages of each queue key; or of `mark_scheduled` alone."""
         with self._counting:
-            return +self._counts
-
-    def scheduled_by_key(self) -> Counter[str]:
-        """How many of them are for jobs that wait for their time."""
-        with self._counting:
-            return +self._scheduled
+            return +(self._scheduled if scheduled else self._counts)
 
     def owned_by(self, owner: LeaseOwner) -> list[str]:
         """The tokens of all leases that an owner counts."""

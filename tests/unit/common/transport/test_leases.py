@@ -70,9 +70,9 @@ def test_leases_are_counted_by_the_key_of_their_queue() -> None:
     leases.mark_scheduled("unknown", is_scheduled=True)
     # A message is handed over again after its connection broke.
     take(leases, owner, "2", key="a")
-    assert (leases.by_key(), leases.scheduled_by_key()) == ({"a": 2, "b": 1}, {"b": 1})
+    assert (leases.by_key(), leases.by_key(scheduled=True)) == ({"a": 2, "b": 1}, {"b": 1})
     leases.forget("3")
-    assert (leases.by_key(), leases.scheduled_by_key()) == ({"a": 2}, {})
+    assert (leases.by_key(), leases.by_key(scheduled=True)) == ({"a": 2}, {})
     leases.clear()
     assert leases.by_key() == {}
     assert owner.forgotten == ["3"]
