@@ -20,12 +20,13 @@ class StepDriver:
     def join(self, item: Any, pieces: Sequence[Any] = (), **keywords: Any) -> int:
         """Lets an item in, in a slot of its own; returns the slot."""
         slot = len(self.pieces)
-        self.pieces[slot] = []
         (prepared,) = self.model.preprocess([item], **keywords)
         if isinstance(prepared, Failed):
             self.outcomes[slot] = prepared
         else:
             self.model.join(slot, prepared, pieces, **keywords)
+        # One that could not join has left its slot.
+        self.pieces[slot] = []
         return slot
 
     def step(self) -> None:
