@@ -120,6 +120,12 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "page_kernel", lambda: None)
 
 
+@pytest.fixture
+def replayed(with_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
+    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+
+
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("architecture", ["llama", "qwen", "mistral", "gpt2"])
 @pytest.mark.parametrize("pages", [None, by_page])
@@ -239,12 +245,8 @@ def test_of_more_texts_than_a_step_takes_each_gets_on(
     assert ended == sorted(ended, key=int)
 
 
-@pytest.mark.usefixtures("with_kernel")
-def test_a_prompt_waits_where_growing_texts_need_the_cache(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+@pytest.mark.usefixtures("replayed")
+def test_a_prompt_waits_where_growing_texts_need_the_cache(load: Load, tmp_path: Any) -> None:
     # Ten pages, of which a text has nine.
     batch = load("generation", save_writer(tmp_path / "llama"), slots=4, cache_tokens=320)._batch
     batch.add("long", Prompt([7] * 270, GenerationKeywords(), 0))
@@ -260,12 +262,10 @@ def test_a_prompt_waits_where_growing_texts_need_the_cache(
     assert batch.forward()[0] == ["short"]
 
 
-@pytest.mark.usefixtures("with_kernel")
+@pytest.mark.usefixtures("replayed")
 def test_memory_that_runs_out_at_load_costs_a_part_of_the_cache(
     load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
     forward, left = PagedBatch.forward, [1]
 
     def run_out(batch: PagedBatch) -> Any:
@@ -308,12 +308,8 @@ def test_an_attention_that_fails_keeps_no_memory_from_the_next_one(
     assert len(alive) == 2
 
 
-@pytest.mark.usefixtures("with_kernel")
-def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
+@pytest.mark.usefixtures("replayed")
+def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(load: Load, tmp_path: Any) -> None:
     folder = save_writer(tmp_path / "llama")
     batch = load("generation", folder, slots=6, max_batch_tokens=12)._batch
     seen = []
