@@ -344,55 +344,56 @@ def test_jobs_that_wait_for_a_process_keep_their_order(monkeypatch: pytest.Monke
     assert [entry[1][0].name for entry in waiting] == ["b", "d"]
 
 
-def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None:
-    pool = OrdinaryThreads(1, app=None)
-    pool._run = lambda target, *args: target(*args)  # type: ignore[method-assign]
-    pool.on_start()
-    gate, ran = threading.Event(), []
+class BusyThread:
+    """A thread of ordinary jobs; the first job waits until the others are to run."""
 
-    def work(name: str) -> None:
+    def __init__(self) -> None:
+        self.pool = OrdinaryThreads(1, app=None)
+        self.pool._run = lambda target, *args: target(*args)  # type: ignore[method-assign]
+        self.pool.on_start()
+        self._gate, self._ran = threading.Event(), list[str]()
+
+    def add(self, name: str) -> None:
+        self.pool.on_apply(self._work, (name,), {}, Request(name).on_success, lambda *_: None)
+
+    def end(self) -> list[str]:
+        """Lets all of them run; returns which ran, in order."""
+        self._gate.set()
+        self.pool.executor.shutdown(wait=True)
+        return self._ran
+
+    def _work(self, name: str) -> None:
         if name == "first":
-            gate.wait(10)
-        ran.append(name)
+            self._gate.wait(10)
+        self._ran.append(name)
 
+
+def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None:
+    thread = BusyThread()
     for name in ("first", "a", "b", "c"):
-        pool.on_apply(work, (name,), {}, Request(name).on_success, lambda *_: None)
+        thread.add(name)
+    pool = thread.pool
     assert pool.free() == 0
     since_s = pool.oldest_s()
     assert since_s is not None
     assert pool.offer(since_s + 60, take("first", "b")) == 1
-    gate.set()
-    pool.executor.shutdown(wait=True)
-    assert ran == ["first", "a", "c"]
+    assert thread.end() == ["first", "a", "c"]
     assert pool.free() == 1
 
 
 def test_jobs_of_which_nobody_knows_whether_they_went_begin_nowhere_here() -> None:
-    pool = OrdinaryThreads(1, app=None)
-    pool._run = lambda target, *args: target(*args)  # type: ignore[method-assign]
-    pool.on_start()
-    gate, ran = threading.Event(), []
-
-    def work(name: str) -> None:
-        if name == "first":
-            gate.wait(10)
-        ran.append(name)
-
-    def add(name: str) -> None:
-        pool.on_apply(work, (name,), {}, Request(name).on_success, lambda *_: None)
+    thread = BusyThread()
 
     def lose(_: Sequence[Any]) -> Collection[Any]:
         raise redis.ConnectionError("the answer was lost")
 
     for name in ("first", "a", "b"):
-        add(name)
+        thread.add(name)
     now_s = time.monotonic()
-    add("young")
+    thread.add("young")
     with pytest.raises(redis.ConnectionError):
-        pool.offer(now_s, lose)
-    gate.set()
-    pool.executor.shutdown(wait=True)
-    assert ran == ["first", "young"]
+        thread.pool.offer(now_s, lose)
+    assert thread.end() == ["first", "young"]
 
 
 def test_messages_of_a_fetch_begin_together(house: House) -> None:
