@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -23,10 +24,12 @@ from batchery import (
 )
 from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
 from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus, RetryingRedis
+from batchery_worker.device import pieces as device_pieces
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.steps import StepLoop
 from batchery_worker.ipc.messages import PieceContext, Setup, Work
 from support.harness import wait_for
+from support.own_redis import OwnRedis
 from support.patience import patient
 
 LEASES = "batchery:lease:me"
@@ -252,6 +255,33 @@ def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen
     pen.results.delete("batchery-reader:job")
     refusal = wait_for(lambda: pen.writer.write({work.id: ["b"]}), "it is refused")
     assert refusal == {work.id: CommitStatus.REVOKED}
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    with OwnRedis(tmp_path / "redis") as server:
+        yield server
+
+
+def test_readers_who_could_not_renew_as_redis_hung_have_not_gone(
+    own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_pieces, "RETURN_S", 1.0)
+    pen = Pen(own_redis.url)
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    pen.results.expire("batchery-reader:job", int(READER_S - LEASED.grace_s + 3))
+    with own_redis.hanging():
+        time.sleep(4)
+        assert pen.writer.write({work.id: ["b"]}) == {}
+    pen.writer.flush(work)
+    assert pen.writer.write({}) == {}
+    assert pen.written() == [("1-0", '"a"'), ("2-0", '"b"')]
+    # This one does not come back.
+    assert pen.refusal() == {work.id: CommitStatus.REVOKED}
+    pen.close()
 
 
 def test_a_job_that_is_refused_while_a_step_runs_leaves_when_it_comes(pen: Pen) -> None:

@@ -135,7 +135,7 @@ class OpenAIServer:
         #: What prompts get, each in turn; the last one again and again.
         self.replies: dict[str, list[Reply]] = {}
         self.asked: list[Asked] = []
-        #: Connections that are open, and requests that run; and the most that ran at once.
+        #: Connections that were made, and requests that run; and the most that ran at once.
         self.connections = self.running = self.most_running = 0
         self._loop = asyncio.new_event_loop()
         self._tasks: set[Any] = set()
@@ -172,7 +172,6 @@ class OpenAIServer:
                 while True:
                     await self._answer(reader, writer)
         finally:
-            self.connections -= 1
             self._tasks.discard(task)
             writer.close()
 

@@ -120,8 +120,10 @@ class Intake(Generic[Prepared]):
         """The other thread's work; ends the process if the main thread does not."""
         with suppress(EOFError):
             self._read_on_demand()
-        # The main thread may wait for this one. But a forward pass may run: do not wait for that.
-        self._stopped.release()
+        # The main thread may wait for this one, which may have told it already.
+        if self._stopped.locked():
+            self._stopped.release()
+        # A forward pass may run: do not wait for that.
         if not self.closed.wait(LEAVE_S):
             os._exit(0)
 

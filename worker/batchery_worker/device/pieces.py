@@ -56,12 +56,17 @@ MAX_JOBS_PER_SCRIPT = 100
 #: or at last beside pieces.
 LOOK_S, QUIET_S, MAX_LOOK_S = 0.4, 0.02, 1.0
 
+#: After a call that took longer than the first, in seconds, Redis was away, for readers as well.
+#: They are looked for after the second: those who are there have renewed their keys by then.
+AWAY_S, RETURN_S = 1.0, 10.0
+
 #: Why nothing is written of a job that has no stream: nobody has ever read it.
 UNREAD = "unread"
 
 #: Answers of the script, by their digits, after which nothing more is written of a job: another
 #: worker has it, or its readers have gone, so that nobody wants it.
-REFUSALS = {"0": CommitStatus.FENCED, "2": CommitStatus.REVOKED, "3": UNREAD}
+GONE = "2"
+REFUSALS = {"0": CommitStatus.FENCED, GONE: CommitStatus.REVOKED, "3": UNREAD}
 
 #: In the place of such an answer, for jobs whose pieces cannot be written.
 LOST = "4"
@@ -162,7 +167,8 @@ class PieceWriter:
         #: Batches whose job the device must drop, and why; those that it does not know yet.
         self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
-        #: When readers were looked for, on the clock of `time.monotonic`.
+        #: When readers were looked for, on the clock of `time.monotonic`; later than now where
+        #: they are to come back first.
         self._looked_s = 0.0
         #: Id of a worker that the backend's server does not know.
         self._elsewhere = ""
@@ -297,10 +303,11 @@ class PieceWriter:
         while True:
             with self._changed:
                 # There may be more jobs than one script takes.
-                looks = (looks and bool(self._waiting)) or self._await()
+                looks = looks and bool(self._waiting) and self._looked_s <= time.monotonic()
+                looks = looks or self._await()
                 context = next(iter(self._waiting.values())).context
                 taken = self._take(context)
-            answers = self._write(context, taken, looks)
+            answers = self._write_and_look(context, taken, looks)
             with self._changed:
                 for (job, (_, pieces)), answer in zip(taken.items(), answers, strict=True):
                     job.is_sending = False
@@ -343,6 +350,20 @@ class PieceWriter:
             if not left or left_bytes <= 0:
                 break
         return taken
+
+    def _write_and_look(self, context: PieceContext, taken: Taken, looks: bool) -> str:
+        """Writes pieces; believes that readers have gone only where they could have renewed."""
+        began_s = time.monotonic()
+        answers = self._write(context, taken, looks)
+        now_s = time.monotonic()
+        if now_s - began_s < AWAY_S:
+            return answers
+        self._looked_s = now_s + RETURN_S
+        if not looks or GONE not in answers:
+            return answers
+        gone = [job for job, answer in zip(taken, answers, strict=True) if answer == GONE]
+        again = iter(self._write(context, {job: taken[job] for job in gone}, looks=False))
+        return "".join(next(again) if answer == GONE else answer for answer in answers)
 
     def _write(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes pieces, as long as Redis is away; a digit for each job."""

@@ -1,5 +1,6 @@
 """Batches are read by whoever has time: none is lost, and they keep their order."""
 
+import os
 import queue
 import random
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchery_worker.device.intake import Intake
+from batchery_worker.device.intake import _STOP, Intake
 from support.harness import wait_for
 
 Read = tuple[int, threading.Thread]
@@ -161,6 +162,25 @@ def test_end_of_the_pipe_reaches_the_main_thread_once_it_waits(
         intake.take()
     assert intake.closed.is_set()
     other.close()
+    helper.join(10)
+    assert not helper.is_alive()
+    assert ends == []
+    one.close()
+
+
+def test_end_of_the_pipe_may_come_as_the_other_thread_has_just_stopped(ends: list[int]) -> None:
+    one, other = socket.socketpair()
+    intake: Intake[int] = Intake(one, int)
+    helper = threading.Thread(target=intake.run, daemon=True)
+    helper.start()
+    intake.read_ahead()
+    # What `take` does first; this thread is slow to see that it has been obeyed.
+    os.write(intake._notify, _STOP)
+    wait_for(lambda: not intake._stopped.locked(), "the other thread has stopped")
+    other.close()
+    time.sleep(0.1)
+    with pytest.raises(EOFError):
+        intake.take()
     helper.join(10)
     assert not helper.is_alive()
     assert ends == []
