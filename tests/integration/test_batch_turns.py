@@ -392,6 +392,16 @@ def test_files_have_so_many_bytes(room: Room) -> None:
     room.upload(b"x" * 60)
 
 
+def test_files_have_a_maximum_number(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_files, "MAX_FILES", 2)
+    first = room.upload(b"x")
+    room.upload(b"x")
+    with pytest.raises(Problem, match="there are 2 already"):
+        room.upload(b"x")
+    room.files.remove(OWNER, first.id)
+    room.upload(b"x")
+
+
 def test_upload_that_fails_takes_no_space(room: Room, tmp_path: Path) -> None:
     class Broken(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:

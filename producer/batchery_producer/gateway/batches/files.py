@@ -251,6 +251,9 @@ MAX_OWNER_CHARS = 120
 #: Records that are read at a time, where only some of them are wanted.
 PAGE = 100
 
+#: Maximum number of files of one owner, as a list of files looks at the ids of all.
+MAX_FILES = 100_000
+
 #: How long it may take to write a file, in seconds; what is not known by then is removed.
 WRITING_S = 86_400.0
 
@@ -317,14 +320,16 @@ class FileStore:
         """Makes space for a file; it is removed by itself if it is not made known.
 
         Raises:
-            Problem: The files of its owner have too many bytes already.
+            Problem: The files of its owner have too many bytes already, or are too many.
         """
         record = json.dumps({**file.model_dump(), "is_hidden": True})
         keys = [self.get_key(owner), self.removals_key]
         member, until_s = f"{owner}/{file.id}", time.time() + WRITING_S
-        stored = self._store.script(
-            "reserve_file", keys, file.id, record, file.bytes, max_bytes, member, until_s
-        )
+        args = (file.id, record, file.bytes, max_bytes, member, until_s, MAX_FILES)
+        stored = self._store.script("reserve_file", keys, *args)
+        if stored == -2:
+            text = f"file: there are {MAX_FILES} already; delete those that are not needed any more"
+            raise Problem(Kind.TOO_LARGE, text, param="file")
         if stored >= 0:
             raise Problem(
                 Kind.TOO_LARGE,
