@@ -5,7 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any, Self, cast
+from weakref import ref
 
 from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery_producer.answers import Answer, build_exception
@@ -185,6 +187,10 @@ class AsyncPieceStream(FollowedJob):
         #: What `__anext__` waits for. With asyncio's own `Event` and `timeout` a piece costs three
         #: times as much.
         self._arrived: asyncio.Future[None] | None = None
+        #: When that takes too long, on the loop's clock; and whether a timer will look at it. One
+        #: timer for each piece would cost as much as all else.
+        self._due_s = inf
+        self._is_timed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -221,15 +227,24 @@ class AsyncPieceStream(FollowedJob):
     async def _wait(self) -> None:
         """Waits until something has come, the stream is closed, or `timeout_s` is over."""
         loop = asyncio.get_running_loop()
-        self._arrived, timer = loop.create_future(), None
+        self._arrived = loop.create_future()
         if self._timeout_s is not None:
-            timer = loop.call_later(self._timeout_s, self._wake)
+            self._due_s = loop.time() + self._timeout_s
+            if not self._is_timed:
+                self._is_timed = True
+                loop.call_at(self._due_s, _look_at_time, ref(self), loop)
         try:
             await self._arrived
         finally:
             self._arrived = None
-            if timer is not None:
-                timer.cancel()
+
+    def look_at_time(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wakes who has waited for too long; for the timer."""
+        self._is_timed = self._arrived is not None and loop.time() < self._due_s
+        if self._is_timed:
+            loop.call_at(self._due_s, _look_at_time, ref(self), loop)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._arrived is not None and not self._arrived.done():
@@ -248,3 +263,9 @@ class AsyncPieceStream(FollowedJob):
         self._wake()
         if self._cancel is not None:
             self._cancel()
+
+
+def _look_at_time(stream: "ref[AsyncPieceStream]", loop: asyncio.AbstractEventLoop) -> None:
+    """A stream that its user has dropped goes before its time."""
+    if (left := stream()) is not None:
+        left.look_at_time(loop)
