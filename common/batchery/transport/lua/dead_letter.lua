@@ -13,7 +13,10 @@ if not value then
   return 0
 end
 local cut = string.find(value, '\0', 1, true)
-redis.call('HDEL', KEYS[1], ARGV[1])
+-- A full Redis refuses a script whose first write needs memory. The lease itself goes last, as the
+-- keys of dead letters may have another type.
+redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[3], ARGV[1], value)
 redis.call('HSET', KEYS[2], ARGV[1], string.sub(value, 1, cut) .. ARGV[2])
+redis.call('HDEL', KEYS[1], ARGV[1])
 return 1
