@@ -5,8 +5,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["HASH", "JOBS_QUEUE", "GatewaySettings", "KeySettings"]
-
 #: A key as it is kept: `batchery key` prints it.
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
