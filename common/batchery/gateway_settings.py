@@ -1,6 +1,8 @@
 """The settings of `batchery serve`: the table `[gateway]`."""
 
 import re
+from functools import lru_cache
+from ipaddress import ip_address
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -154,3 +156,15 @@ class GatewaySettings(BaseModel):
         if len({key.hash for key in keys.values()}) < len(keys):
             raise ValueError("two keys have the same hash; make another one by `batchery key`")
         return keys
+
+
+@lru_cache(64)
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone, by its name."""
+    bare = host.strip("[]")
+    if bare.lower() == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
