@@ -11,7 +11,7 @@ from batchery.transport.dead_letters import (
     MAX_REASON_CHARS,
     MAX_TOKENS_PER_COMMAND,
     DeadLetters,
-    dead_letter_malformed,
+    dead_letter_unread,
     describe,
     on_dead_letter,
 )
@@ -66,7 +66,7 @@ COUNTER = Counter()
 def hold(lease_store: LeaseStore, token: int, message: bytes, key: str = "shop:embed") -> str:
     """Lets a lease_store have a lease."""
     lease_store.client.hset(lease_store.lease_key, token, key.encode() + b"\0" + message)
-    lease_store.take(str(token), COUNTER, key)
+    lease_store.leases.take(str(token), COUNTER, key)
     return str(token)
 
 
@@ -324,11 +324,11 @@ def test_caller_of_a_malformed_message_is_told_with_its_chord(
 ) -> None:
     headers = {"id": "an-id", "task": "embed", "group": "g"}
     message = json.dumps({"headers": headers, "body": body}).encode()
-    dead_letter_malformed(lease_store, hold(lease_store, 1, message), KeyError("properties"))
+    dead_letter_unread(lease_store, hold(lease_store, 1, message), "no 'properties'")
     ((known, reason),) = told
     assert known == {**headers, **EMBED}
     (letter,) = letters
-    assert letter.reason == reason == "the message cannot be understood: KeyError: 'properties'"
+    assert letter.reason == reason == "no 'properties'"
     assert (letter.id, letter.task) == ("an-id", "embed")
 
 
@@ -349,7 +349,7 @@ def test_caller_of_a_malformed_message_is_told_with_its_chord(
 def test_malformed_message_without_an_id_tells_nobody(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, message: bytes
 ) -> None:
-    dead_letter_malformed(lease_store, hold(lease_store, 1, message), ValueError("x" * 5000))
+    dead_letter_unread(lease_store, hold(lease_store, 1, message), "x" * 5000)
     assert told == []
     (letter,) = letters
     assert letter.id is None

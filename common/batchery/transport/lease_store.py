@@ -83,7 +83,8 @@ class LeaseStore:
         self.heartbeat: Stoppable | None = None
         #: The channel that uses this store; None while the store waits for the next one.
         self.holder: object | None = None
-        self._open = False
+        #: Whether this worker is registered, and may hold leases.
+        self.is_open = False
         self._flush_lock = threading.Lock()
 
     @property
@@ -119,11 +120,11 @@ class LeaseStore:
             RedisUnavailable: This Redis cannot hold leases; the text says why.
             redis.RedisError: Redis does not answer.
         """
-        if self._open:
+        if self.is_open:
             return
         self._registration.check_server()
         self._registration.register(self.leases.last_token)
-        self._open = True
+        self.is_open = True
         self.beat_s = monotonic()
         atexit.register(self._close_quietly)
 
@@ -152,19 +153,14 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer; other workers will recover the leases.
         """
-        if not self._open or not self._registration.is_mine:
+        if not self.is_open or not self._registration.is_mine:
             return
         self.flush()
-        self._open = False
+        self.is_open = False
         self._running_batches.drop_connection()
         self.leases.clear()
         atexit.unregister(self._close_quietly)
         self._registration.unregister()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this worker is registered, and may hold leases."""
-        return self._open
 
     def _close_quietly(self) -> None:
         try:
@@ -173,10 +169,6 @@ class LeaseStore:
             logger.warning("leases could not be given back, they will expire: %s", error)
 
     # The leases
-
-    def take(self, token: str, owner: LeaseOwner, key: str) -> None:
-        """Adds a lease that Redis has granted; `key` is that of the message's queue."""
-        self.leases.take(token, owner, key)
 
     def holds(self, token: str) -> bool:
         """Whether a lease is held, as far as this process knows; from any thread."""
