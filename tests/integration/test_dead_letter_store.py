@@ -224,10 +224,10 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     key = f"shop:batchery:running:{lease_store.worker}"
 
     def fetch(token: str) -> None:
-        assert not lease_store.runs_batches
+        assert not lease_store.running_batches.are_some
         bare.delete(key)
         bare.hset(key, "0", f"shared {token} ?")
-        lease_store.fetched(token)
+        lease_store.running_batches.fetched(token)
 
     def told(**notes: str) -> None:
         expected = {number.lstrip("_"): note for number, note in notes.items()}
@@ -239,7 +239,7 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     for token in ("1", "2"):
         fetch(token)
         batch = lease_store.began({token: "job"}, alone=False)
-        assert lease_store.runs_batches
+        assert lease_store.running_batches.are_some
         lease_store.ended(batch)
     fetch("3")
     batch = lease_store.began({"3": "job"}, alone=False)
@@ -251,7 +251,7 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     told(_1="shared 4 other", _2="shared 5 third")
     lease_store.ended(other)
     lease_store.ended(last)
-    assert not lease_store.runs_batches
+    assert not lease_store.running_batches.are_some
 
 
 @pytest.mark.parametrize("how", ["alone", "with another", "not at all", "answer lost"])
@@ -261,9 +261,9 @@ def test_a_note_of_a_fetch_that_does_not_fit_is_removed(
     key = f"shop:batchery:running:{lease_store.worker}"
     bare.hset(key, "0", "shared 1 ?")
     if how == "answer lost":
-        lease_store.forget_fetched()
+        lease_store.running_batches.forget_fetched()
     else:
-        lease_store.fetched("1")
+        lease_store.running_batches.fetched("1")
     jobs = {"1": "a", "2": "b"} if how == "with another" else {"1": "a"}
     if how == "not at all":
         jobs = {"2": "b"}
@@ -278,7 +278,7 @@ def test_a_suspect_that_is_cleared_is_told_although_the_fetch_has_noted_the_batc
     token = hold(lease_store, 1, b"{}")
     lease_store.suspect(token, "innocent", Deaths(0))
     lease_store.committed([token])
-    lease_store.fetched("2")
+    lease_store.running_batches.fetched("2")
     lease_store.began({"2": "killer"}, alone=False)
     wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")
 
@@ -307,7 +307,7 @@ def test_notes_survive_a_lost_connection_and_a_redis_that_refuses(
     told("second")
     bare.config_set("maxmemory", 1)
     lease_store.began({"1": "refused"}, alone=True)
-    wait_for(lease_store._running_batches._connection.can_read, "Redis has refused")
+    wait_for(lease_store.running_batches._connection.can_read, "Redis has refused")
     bare.config_set("maxmemory", 0)
     told("third", "fourth")
 
