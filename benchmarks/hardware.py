@@ -1,8 +1,11 @@
 """What a benchmark ran on; every one of them prints it and writes it beside its figures."""
 
+import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,3 +32,9 @@ def command(name: str) -> str:
         if not is_path:
             kept.append(shlex.quote(each))
     return " ".join([f"python -m benchmarks.{name}", *kept])
+
+
+def write_report(target: Path | None, report: Mapping[str, Any]) -> None:
+    """Writes the figures of a benchmark, if its caller has named a file for them."""
+    if target:
+        target.write_text(json.dumps(report, indent=1) + "\n")

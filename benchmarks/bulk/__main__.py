@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.systems import OTHERS, System, batchery, celery
 from benchmarks.venvs import ROOT, python_of
 
@@ -137,8 +137,7 @@ def main() -> None:
     }
     console.print(report["hardware"])
     console.print(table(report["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

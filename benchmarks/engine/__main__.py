@@ -9,7 +9,6 @@ Celery worker, results in Redis.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from benchmarks.engine.sample import Sample, System
 from benchmarks.engine.systems import NAMES, running
 from benchmarks.engine.target import Target, about, target_for
 from benchmarks.engine.texts import WORKLOADS, lengths_of, read_texts
+from benchmarks.hardware import write_report
 from benchmarks.queue.__main__ import plot
 from benchmarks.queue.report import WIDTH
 
@@ -54,8 +54,7 @@ def main() -> None:
         "rows": rows,
     }
     console.print(report["hardware"])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
     if options.plot:
         plot(report, options.plot)
 

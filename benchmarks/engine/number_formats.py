@@ -4,7 +4,6 @@ python -m benchmarks.engine.number_formats --json benchmarks/results/number_form
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from batchery_worker.batching.planner import plan
 from batchery_worker.cli.tune import paragraphs
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.quantization import weights_bytes
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 
 #: Number format, and weights of eight bits or not. The first is what the others are compared with.
 FORMATS = (("fp32", "none"), ("fp32", "int8"), ("bf16", "none"), ("bf16", "int8"))
@@ -94,8 +93,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(highlight=False).print(report["hardware"], table)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

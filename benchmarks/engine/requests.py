@@ -9,7 +9,6 @@ over transformers with no queue: tokenize, compute, encode one text, then the ne
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import Target, about, target_for
 from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
+from benchmarks.hardware import write_report
 from benchmarks.queue.report import WIDTH
 
 #: Name of a row -> its queue.
@@ -80,8 +80,7 @@ def main() -> None:
         for rows in measure(console, target, cases, texts, options):
             report["rows"] = rows
             # After each row: a run that is cut off has what was measured until then.
-            if options.json:
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(options.json, report)
     console.print(report["hardware"])
     print_rows(console, report["rows"])
 

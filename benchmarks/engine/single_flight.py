@@ -26,6 +26,7 @@ from benchmarks.engine.sample import Sample
 from benchmarks.engine.target import about, target_for
 from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
+from benchmarks.hardware import write_report
 
 #: Shares of the jobs that repeat another one's text.
 SHARES = (0.0, 0.5, 0.9, 0.99)
@@ -54,8 +55,7 @@ def main() -> None:
                 system.stop()
     report = {**about(target, options), "texts": options.texts, "rows": rows}
     print_table(rows)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

@@ -6,7 +6,6 @@ python -m benchmarks.engine.token_budget --json benchmarks/results/token_budget.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from batchery_worker.batching.planner import plan
 from batchery_worker.cli.tune import paragraphs
 from batchery_worker.models.embedding import EmbeddingModel
 from benchmarks.engine.limited_memory import FITS_TOKENS, limited_rows
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 
 #: Items of a batch, and tokens of a micro-batch.
 WINDOWS = (64, 256)
@@ -155,8 +154,7 @@ def main() -> None:
     }
     console = Console(highlight=False)
     console.print(report["hardware"], texts, table_of(found), table_of(limited))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What torch has for texts in a row on this GPU, and whether it is right."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from batchery_worker.models.forward.attention import (
     VarlenKernel,
-    kernel_of_function,
-    kernel_of_operator,
     varlen_kernel,
 )
 from batchery_worker.models.forward.selection import CHECK_LENGTHS
@@ -51,12 +48,6 @@ def versions(check: Check) -> dict[str, Any]:
     }
     if not check.dry:
         found["capability"] = torch.cuda.get_device_capability(check.device)
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        found["function"] = str(inspect.signature(varlen_attn))
-    except ImportError as error:
-        found["function"] = str(error)
     found["product_tflops"] = {
         name: round(flops / 1e12, 2) for name, flops in product_flops(check).items()
     }
@@ -91,7 +82,7 @@ def product_flops(check: Check) -> dict[str, float]:
 
 
 def varlen_against_sdpa(check: Check) -> dict[str, Any]:
-    """Each way to the kernel, against one call of sdpa per text, on random numbers."""
+    """The kernel, against one call of sdpa per text, on random numbers."""
     rows = []
     for name, kernel in _kernels(check).items():
         for case, (heads, key_heads, width, window) in CASES.items():
@@ -112,16 +103,8 @@ def varlen_against_sdpa(check: Check) -> dict[str, Any]:
 def _kernels(check: Check) -> dict[str, VarlenKernel]:
     if check.dry:
         return {"stand-in": _stand_in}
-    ways: dict[str, VarlenKernel | None] = {
-        "operator": kernel_of_operator(torch.ops.aten._flash_attention_forward.default)
-    }
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        ways["function"] = kernel_of_function(varlen_attn)
-    except ImportError:
-        pass
-    return {name: kernel for name, kernel in ways.items() if kernel is not None}
+    kernel = varlen_kernel()
+    return {} if kernel is None else {"operator": kernel}
 
 
 def _difference(

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.engine.models import model_folder
 from benchmarks.engine.texts import read_texts
-from benchmarks.hardware import command, hardware
+from benchmarks.hardware import command, hardware, write_report
 from benchmarks.http.servers import BATCH_SIZE, HOST, Batchery, Infinity, Server
 from benchmarks.queue.report import WIDTH
 from benchmarks.venvs import FOLDER, ROOT
@@ -60,8 +60,7 @@ def main() -> None:
     }
     show(rows)
     print(report["hardware"])
-    if options.write:
-        options.write.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.write, report)
 
 
 def parse() -> argparse.Namespace:

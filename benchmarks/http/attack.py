@@ -26,7 +26,7 @@ import uvloop
 
 from batchery_producer.gateway.server import allow_many_files
 from benchmarks.engine.models import model_folder
-from benchmarks.hardware import command, hardware
+from benchmarks.hardware import command, hardware, write_report
 from benchmarks.http.load import Load, request_of
 from benchmarks.http.servers import HOST, Batchery
 from benchmarks.venvs import ROOT
@@ -217,8 +217,7 @@ def main() -> None:
         **figures,
     }
     print(json.dumps(report["opened"]))
-    if options.write:
-        options.write.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.write, report)
 
 
 if __name__ == "__main__":

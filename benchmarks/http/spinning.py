@@ -8,7 +8,6 @@ Neighbours are processes that compute without end. `default` is libgomp's own co
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.models import model_folder
-from benchmarks.hardware import command, hardware
+from benchmarks.hardware import command, hardware, write_report
 from benchmarks.http.__main__ import MODELS, ask, load_client, texts_and_vectors
 from benchmarks.http.servers import Batchery
 from benchmarks.queue.report import WIDTH
@@ -68,8 +67,7 @@ def main() -> None:
         "model": options.model,
         "rows": rows,
     }
-    if options.write:
-        options.write.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.write, report)
 
 
 def parse() -> argparse.Namespace:

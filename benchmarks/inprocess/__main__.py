@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.engine.models import model_folder
 from benchmarks.engine.texts import read_texts
-from benchmarks.hardware import command, hardware
+from benchmarks.hardware import command, hardware, write_report
 from benchmarks.inprocess.rows import Place, print_idle, print_rows, row_of
 from benchmarks.inprocess.systems import (
     LEFT_OUT,
@@ -92,8 +92,7 @@ def main() -> None:
     for name, why in report["skipped"].items():
         console.print(f"not measured: {name}: {why}")
     console.print(report["hardware"])
-    if options.write:
-        options.write.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.write, report)
 
 
 def parse() -> argparse.Namespace:

@@ -8,7 +8,6 @@ runs when it comes, and for what is full and next: `max_wait_ms` and two forward
 """
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import about, target_for
 from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
+from benchmarks.hardware import write_report
 from benchmarks.load.run import Load, Observed
 from benchmarks.queue.report import WIDTH
 
@@ -69,8 +69,7 @@ def main() -> None:
         **report_of(seen, options),
     }
     print_report(console, report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

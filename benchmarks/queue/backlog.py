@@ -19,7 +19,7 @@ from redis import Redis
 from rich.console import Console
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 
 #: What the item of a job is, by its characters.
 ITEMS = {"nothing": 0, "a paragraph, 250 characters": 250, "a page, 2,000 characters": 2_000}
@@ -105,8 +105,7 @@ def main() -> None:
             rows[f"a result of {numbers:,} numbers"] = {"redis_bytes": size}
     report = {"hardware": hardware(), "redis": version, "jobs": options.jobs, "rows": rows}
     Console(highlight=False).print(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from batchery_worker.ipc.messages import (
     load_reply,
 )
 from batchery_worker.models.embedding import encoded_results
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.venvs import ROOT
 
 #: Numbers of a vector, as MiniLM's have.
@@ -164,8 +164,7 @@ def main() -> None:
         "per_job_with_text": whole(options.batches, TEXT_CHARS),
     }
     Console(highlight=False).print(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ lost in feeding.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.__main__ import plot
 from benchmarks.queue.runs import Sample, run_in_turn
 from benchmarks.queue.systems import WORKER, System
@@ -76,8 +75,7 @@ def main() -> None:
         "rows": rows,
     }
     show(info)
-    if options.json:
-        options.json.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(options.json, info)
     if options.plot:
         plot(info, options.plot)
 

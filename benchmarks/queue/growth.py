@@ -9,7 +9,6 @@ of its pool.
 
 import argparse
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import TIMEOUT_S, Bench
 from benchmarks.queue.systems import CELERY, WORKER, System
 
@@ -138,8 +137,7 @@ def main() -> None:
         table.add_row(*map(str, row.values()))
     console.print(report)
     console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    write_report(options.json, {**report, "rows": rows})
 
 
 if __name__ == "__main__":

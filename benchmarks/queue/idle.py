@@ -7,7 +7,6 @@ Redis executes while there is none, those inside scripts counted.
 """
 
 import argparse
-import json
 import multiprocessing
 import random
 import statistics
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 
 TRANSPORTS = {
     "batchery": "batchery.transport:Transport",
@@ -119,8 +118,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(report["hardware"])
     console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ programs use the machine, the worker's processor time per job says more.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Sample, run_in_turn
 from benchmarks.queue.systems import CELERY, WORKER, System
 
@@ -69,8 +68,7 @@ def main() -> None:
         "rows": [row(samples, listener) for listener in listeners],
     }
     show(info)
-    if options.json:
-        options.json.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(options.json, info)
 
 
 def row(samples: dict[str, list[Sample]], listener: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.systems import CELERY, WORKER
 from benchmarks.venvs import ROOT
 
@@ -222,8 +222,7 @@ def main() -> None:
             rows += measure(case, counts, options.rounds)
     info = {"hardware": hardware(), "batch_s": options.batch_s, "rows": rows}
     show(info)
-    if options.json:
-        options.json.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(options.json, info)
 
 
 def show(info: dict[str, Any]) -> None:

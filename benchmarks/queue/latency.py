@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.__main__ import choose
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery, celery
@@ -216,8 +216,7 @@ def main() -> None:
         "hops": hops(options.rounds, options.calls),
     }
     Console(highlight=False).print(report["hardware"], table(report["rows"]), table(report["hops"]))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

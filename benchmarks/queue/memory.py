@@ -4,7 +4,6 @@ python -m benchmarks.queue.memory --jobs 1000000 --json benchmarks/results/memor
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import psutil
 from rich.console import Console
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery
 
@@ -72,8 +71,7 @@ def main() -> None:
     figures = {name: growth(rows, name) for name in ("main_mib", "device_mib")}
     report = {"hardware": hardware(), "growth": figures, "rows": rows}
     Console(highlight=False).print({name: report[name] for name in ("hardware", "growth")})
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ its pool; both in each round, so that whatever the machine does meets both.
 
 import argparse
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Sample, run_in_turn
 from benchmarks.queue.systems import CELERY, WORKER, System
 
@@ -56,8 +55,7 @@ def main() -> None:
     rows = [row(samples, *case) for case in cases]
     info = {"hardware": hardware(), "jobs": options.jobs, "rounds": options.rounds, "rows": rows}
     show(info)
-    if options.json:
-        options.json.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(options.json, info)
 
 
 def row(samples: dict[str, list[Sample]], kind: str, pool: str, concurrency: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What the queue benchmarks report: one row per system, as a table and as JSON."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Sample
 
 #: Columns of the table, also where the output is no terminal.
@@ -40,8 +39,7 @@ def report(
     console = Console(highlight=False, width=WIDTH)
     console.print(info["hardware"])
     console.print(table(info["rows"]))
-    if target:
-        target.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(target, info)
     return info
 
 

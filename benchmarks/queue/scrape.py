@@ -8,7 +8,6 @@ without a port.
 
 import argparse
 import contextlib
-import json
 import statistics
 import threading
 import time
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Bench, Sample
 from benchmarks.queue.systems import System, batchery
 
@@ -119,8 +118,7 @@ def main() -> None:
     console.print(info["hardware"])
     console.print(f"{info['scrapes']} scrapes, {info['scrape_ms']} ms each")
     console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(info, indent=1) + "\n")
+    write_report(options.json, info)
 
 
 if __name__ == "__main__":

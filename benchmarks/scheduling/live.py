@@ -12,7 +12,6 @@ are one full pass, or one on each stream where a CPU computes several side by si
 """
 
 import argparse
-import json
 import statistics
 from bisect import bisect_right
 from collections import Counter
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import about, target_for
+from benchmarks.hardware import write_report
 from benchmarks.queue.report import WIDTH
 from benchmarks.scheduling.arrivals import Answer
 from benchmarks.scheduling.bulk import Ended, Seen
@@ -82,8 +82,7 @@ def main() -> None:
         "rows": [row_of(name, each) for name, each in rounds.items()],
     }
     show(console, report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

@@ -12,7 +12,6 @@ counts.
 
 import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,7 +36,7 @@ from batchery_worker.simulator.workload import (
     poisson_times,
 )
 from benchmarks.engine.models import MODELS
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.report import WIDTH
 from benchmarks.scheduling.learning import Learned, learned
 from benchmarks.scheduling.live import cut, rounded
@@ -129,8 +128,7 @@ def main() -> None:
         "rows": rows,
     }
     show(console, report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

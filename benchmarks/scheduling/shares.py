@@ -10,7 +10,6 @@ worker is full of another tenant's.
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hardware import hardware
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.report import WIDTH
 from benchmarks.scheduling.sleeper import BATCH_SIZE, Sleeper, Source
 from benchmarks.scheduling.windows import Ran, by_second, deviations
@@ -95,8 +94,7 @@ def main() -> None:
         + [verdict_of_tenant(each) for each in tenants],
     }
     show(console, report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

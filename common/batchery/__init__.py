@@ -11,44 +11,45 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 ```
 
-Each name loads its module when it is first used: an app that only declares tasks does not pay for
-the clients, and a program that only batches its own calls loads no Celery.
+Errors aside, each name loads its module when it is first used: an app that only declares tasks does
+not pay for the clients, and a program that only batches its own calls loads no Celery.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from batchery.errors import (
+    AppNotImportable,
+    BatchArgumentError,
+    BatcherClosed,
+    BatcheryError,
+    BrokerRefused,
+    DatasetError,
+    DeadlineExceeded,
+    DeviceDied,
+    DeviceUnavailable,
+    GaveUp,
+    InvalidItem,
+    ItemError,
+    ItemFailed,
+    ModelLoadError,
+    NoResult,
+    OutOfMemory,
+    PromptTooLong,
+    PublishError,
+    QueueFull,
+    RedisUnavailable,
+    ServerBusy,
+    ServerFailed,
+    ServerRefused,
+    SettingsError,
+    StartError,
+    UnknownJob,
+    UnserialisableResult,
+    WrongLength,
+)
+
 if TYPE_CHECKING:
-    from batchery.errors import (
-        AppNotImportable,
-        BatchArgumentError,
-        BatcherClosed,
-        BatcheryError,
-        BrokerRefused,
-        DatasetError,
-        DeadlineExceeded,
-        DeviceDied,
-        DeviceUnavailable,
-        GaveUp,
-        InvalidItem,
-        ItemError,
-        ItemFailed,
-        ModelLoadError,
-        NoResult,
-        OutOfMemory,
-        PromptTooLong,
-        PublishError,
-        QueueFull,
-        RedisUnavailable,
-        ServerBusy,
-        ServerFailed,
-        ServerRefused,
-        SettingsError,
-        StartError,
-        UnknownJob,
-        UnserialisableResult,
-        WrongLength,
-    )
     from batchery.installer import install, register
     from batchery.model import Advance, Model, StepModel
     from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
@@ -161,39 +162,6 @@ __all__ = [
 #: Modules of the names, which load when they are first used.
 _MODULES = {
     **dict.fromkeys(__all__, "batchery_producer"),
-    **dict.fromkeys(
-        (
-            "AppNotImportable",
-            "BatchArgumentError",
-            "BatcherClosed",
-            "BatcheryError",
-            "BrokerRefused",
-            "DatasetError",
-            "DeadlineExceeded",
-            "DeviceDied",
-            "DeviceUnavailable",
-            "GaveUp",
-            "InvalidItem",
-            "ItemError",
-            "ItemFailed",
-            "ModelLoadError",
-            "NoResult",
-            "OutOfMemory",
-            "PromptTooLong",
-            "PublishError",
-            "QueueFull",
-            "RedisUnavailable",
-            "ServerBusy",
-            "ServerFailed",
-            "ServerRefused",
-            "SettingsError",
-            "StartError",
-            "UnknownJob",
-            "UnserialisableResult",
-            "WrongLength",
-        ),
-        "batchery.errors",
-    ),
     **dict.fromkeys(
         ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
     ),

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["FILE", "Announcement", "announce", "find_announcement"]
-
 #: The file's name, in the folder in which `up` was started.
 FILE = ".batchery-up.json"
 

@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-__all__ = ["EngineSettings"]
-
 #: The kinds of model that an engine is for; `transformers` is for all.
 ENGINE_KINDS = {
     "openai": ("generation",),

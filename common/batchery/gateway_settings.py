@@ -1,11 +1,11 @@
 """The settings of `batchery serve`: the table `[gateway]`."""
 
 import re
+from functools import lru_cache
+from ipaddress import ip_address
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-__all__ = ["HASH", "JOBS_QUEUE", "GatewaySettings", "KeySettings"]
 
 #: A key as it is kept: `batchery key` prints it.
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -156,3 +156,15 @@ class GatewaySettings(BaseModel):
         if len({key.hash for key in keys.values()}) < len(keys):
             raise ValueError("two keys have the same hash; make another one by `batchery key`")
         return keys
+
+
+@lru_cache(64)
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone, by its name."""
+    bare = host.strip("[]")
+    if bare.lower() == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False

@@ -4,8 +4,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-__all__ = ["GenerationSettings"]
-
 
 class GenerationSettings(BaseModel):
     """How an engine computes texts, how many at once, and how much a server is asked."""

@@ -4,8 +4,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MetricsSettings"]
-
 
 class MetricsSettings(BaseModel):
     """Where a worker serves its metrics and its health."""

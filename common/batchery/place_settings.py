@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-__all__ = ["PLACE_OPTIONS", "PlaceSettings"]
-
 #: Those that the task of a model has, too.
 PLACE_OPTIONS = ("devices", "replicas", "pinned")
 

@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["LOWEST_PRIORITY", "PriorityClass"]
-
 #: The lowest priority that Celery's Redis transport knows.
 LOWEST_PRIORITY = 9
 

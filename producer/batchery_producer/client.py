@@ -161,8 +161,9 @@ class TaskClient:
         task_id, reader = uuid(), self._open_reader()
 
         def cancel() -> None:
-            reader.give_up([task_id])
-            app.control.revoke(task_id)
+            with suppress(Exception):  # Nobody waits for it, and it ends after the grace time.
+                reader.give_up([task_id])
+                app.control.revoke(task_id)
 
         explain = partial(explain_stall, app, name, options)
         stream = PieceStream(reader, task_id, timeout_s=timeout_s, cancel=cancel, explain=explain)

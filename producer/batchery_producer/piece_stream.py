@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any, Self, cast
 from weakref import ref
@@ -19,6 +18,8 @@ class FollowedJob:
 
     Attributes:
         id: Id of the job.
+        last_id: Id of the last piece that was read, for `follow`; None before the first one.
+        is_over: Whether nothing more will be read.
     """
 
     def __init__(
@@ -50,19 +51,14 @@ class FollowedJob:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.fetched = check_after(after)
         self.saw_end = self.is_known = False
-        self._last_id = after
+        self.last_id = after
         self._reader = reader
         self._timeout_s = timeout_s
         self._cancel = cancel
         self._explain = explain
         self._events: deque[Event] = deque()
         self._answer: Answer | None = None
-        self._is_over = False
-
-    @property
-    def last_id(self) -> str | None:
-        """Id of the last piece that was read, for `follow`; None before the first one."""
-        return self._last_id
+        self.is_over = False
 
     @property
     def backlog(self) -> int:
@@ -83,16 +79,19 @@ class FollowedJob:
             raise build_exception(self._answer, self._reader and self._reader.backend)
         return self._answer.value
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will be read."""
-        return self._is_over
-
     def leave(self) -> None:
         """Reads no further; the job goes on if somebody follows it within the grace time."""
-        self._is_over = True
+        self.is_over = True
         if self._reader is not None:
             self._reader.drop([cast(Any, self)])
+
+    def close(self) -> None:
+        """Reads no further, and cancels the job if it has not ended; not one that is followed."""
+        if self.is_over:
+            return
+        self.leave()
+        if self._cancel is not None:
+            self._cancel()
 
     def _take(self) -> StreamPiece | None:
         """The next piece that has come; None at the end.
@@ -102,9 +101,9 @@ class FollowedJob:
         """
         event = self._events.popleft()
         if isinstance(event, StreamPiece):
-            self._last_id = event.id
+            self.last_id = event.id
             return event
-        self._is_over = True
+        self.is_over = True
         if isinstance(event, Exception):
             raise event
         self._answer = event
@@ -145,7 +144,7 @@ class PieceStream(FollowedJob):
             NoResult: None came within `timeout_s`, so the job is revoked; or some were dropped.
             GaveUp: None came, as Redis does not answer.
         """
-        if self._is_over:
+        if self.is_over:
             raise StopIteration
         with self._arrived:
             came = self._arrived.wait_for(lambda: self._events, self._timeout_s)
@@ -163,15 +162,6 @@ class PieceStream(FollowedJob):
         with self._arrived:
             self._events.extend(events)
             self._arrived.notify_all()
-
-    def close(self) -> None:
-        """Reads no further, and cancels the job if it has not ended; not one that is followed."""
-        if self._is_over:
-            return
-        self.leave()
-        if self._cancel is not None:
-            with suppress(Exception):  # Nobody waits for it, and it ends after the grace time.
-                self._cancel()
 
 
 class AsyncPieceStream(FollowedJob):
@@ -209,11 +199,11 @@ class AsyncPieceStream(FollowedJob):
             GaveUp: None came, as Redis does not answer.
             Exception: Why the job could not be sent.
         """
-        if self._is_over:
+        if self.is_over:
             raise StopAsyncIteration
         if not self._events:
             await self._wait()
-            if self._is_over:
+            if self.is_over:
                 raise StopAsyncIteration  # Somebody has closed it meanwhile.
             if not self._events:
                 error = self._complain()
@@ -257,12 +247,8 @@ class AsyncPieceStream(FollowedJob):
 
     def close(self) -> None:
         """Reads no further, and cancels the job if it has not ended; not one that is followed."""
-        if self._is_over:
-            return
-        self.leave()
+        super().close()
         self._wake()
-        if self._cancel is not None:
-            self._cancel()
 
 
 def _look_at_time(stream: "ref[AsyncPieceStream]", loop: asyncio.AbstractEventLoop) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from batchery.settings import ModelSettings
-from batchery_worker.models import ClassificationModel, EmbeddingModel
+from batchery_worker.models.classification import ClassificationModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward.cuda_graphs import Graph, Graphed
 from batchery_worker.models.verification import verify
 from support.tiny_models import run, save_model

@@ -11,7 +11,8 @@ import transformers
 
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
-from batchery_worker.models import ClassificationModel, EmbeddingModel
+from batchery_worker.models.classification import ClassificationModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward.attention import varlen_kernel
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.text_model import TextModel

@@ -6,7 +6,7 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.quantization import FLOAT8_CAPABILITY, weights_bytes
 from batchery_worker.models.verification import verify
 

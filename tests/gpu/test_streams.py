@@ -10,7 +10,7 @@ import torch
 from batchery.execution.batch import compute
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
 
 pytestmark = [

@@ -11,7 +11,7 @@ from batchery.transport.dead_letters import (
     MAX_REASON_CHARS,
     MAX_TOKENS_PER_COMMAND,
     DeadLetters,
-    dead_letter_malformed,
+    dead_letter_unread,
     describe,
     on_dead_letter,
 )
@@ -66,7 +66,7 @@ COUNTER = Counter()
 def hold(lease_store: LeaseStore, token: int, message: bytes, key: str = "shop:embed") -> str:
     """Lets a lease_store have a lease."""
     lease_store.client.hset(lease_store.lease_key, token, key.encode() + b"\0" + message)
-    lease_store.take(str(token), COUNTER, key)
+    lease_store.leases.take(str(token), COUNTER, key)
     return str(token)
 
 
@@ -224,10 +224,10 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     key = f"shop:batchery:running:{lease_store.worker}"
 
     def fetch(token: str) -> None:
-        assert not lease_store.runs_batches
+        assert not lease_store.running_batches.are_some
         bare.delete(key)
         bare.hset(key, "0", f"shared {token} ?")
-        lease_store.fetched(token)
+        lease_store.running_batches.fetched(token)
 
     def told(**notes: str) -> None:
         expected = {number.lstrip("_"): note for number, note in notes.items()}
@@ -239,7 +239,7 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     for token in ("1", "2"):
         fetch(token)
         batch = lease_store.began({token: "job"}, alone=False)
-        assert lease_store.runs_batches
+        assert lease_store.running_batches.are_some
         lease_store.ended(batch)
     fetch("3")
     batch = lease_store.began({"3": "job"}, alone=False)
@@ -251,7 +251,7 @@ def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     told(_1="shared 4 other", _2="shared 5 third")
     lease_store.ended(other)
     lease_store.ended(last)
-    assert not lease_store.runs_batches
+    assert not lease_store.running_batches.are_some
 
 
 @pytest.mark.parametrize("how", ["alone", "with another", "not at all", "answer lost"])
@@ -261,9 +261,9 @@ def test_a_note_of_a_fetch_that_does_not_fit_is_removed(
     key = f"shop:batchery:running:{lease_store.worker}"
     bare.hset(key, "0", "shared 1 ?")
     if how == "answer lost":
-        lease_store.forget_fetched()
+        lease_store.running_batches.forget_fetched()
     else:
-        lease_store.fetched("1")
+        lease_store.running_batches.fetched("1")
     jobs = {"1": "a", "2": "b"} if how == "with another" else {"1": "a"}
     if how == "not at all":
         jobs = {"2": "b"}
@@ -278,7 +278,7 @@ def test_a_suspect_that_is_cleared_is_told_although_the_fetch_has_noted_the_batc
     token = hold(lease_store, 1, b"{}")
     lease_store.suspect(token, "innocent", Deaths(0))
     lease_store.committed([token])
-    lease_store.fetched("2")
+    lease_store.running_batches.fetched("2")
     lease_store.began({"2": "killer"}, alone=False)
     wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")
 
@@ -307,7 +307,7 @@ def test_notes_survive_a_lost_connection_and_a_redis_that_refuses(
     told("second")
     bare.config_set("maxmemory", 1)
     lease_store.began({"1": "refused"}, alone=True)
-    wait_for(lease_store._running_batches._connection.can_read, "Redis has refused")
+    wait_for(lease_store.running_batches._connection.can_read, "Redis has refused")
     bare.config_set("maxmemory", 0)
     told("third", "fourth")
 
@@ -324,11 +324,11 @@ def test_caller_of_a_malformed_message_is_told_with_its_chord(
 ) -> None:
     headers = {"id": "an-id", "task": "embed", "group": "g"}
     message = json.dumps({"headers": headers, "body": body}).encode()
-    dead_letter_malformed(lease_store, hold(lease_store, 1, message), KeyError("properties"))
+    dead_letter_unread(lease_store, hold(lease_store, 1, message), "no 'properties'")
     ((known, reason),) = told
     assert known == {**headers, **EMBED}
     (letter,) = letters
-    assert letter.reason == reason == "the message cannot be understood: KeyError: 'properties'"
+    assert letter.reason == reason == "no 'properties'"
     assert (letter.id, letter.task) == ("an-id", "embed")
 
 
@@ -349,7 +349,7 @@ def test_caller_of_a_malformed_message_is_told_with_its_chord(
 def test_malformed_message_without_an_id_tells_nobody(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, message: bytes
 ) -> None:
-    dead_letter_malformed(lease_store, hold(lease_store, 1, message), ValueError("x" * 5000))
+    dead_letter_unread(lease_store, hold(lease_store, 1, message), "x" * 5000)
     assert told == []
     (letter,) = letters
     assert letter.id is None

@@ -68,7 +68,7 @@ def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:
         for token in tokens:
-            lease_store.take(token, owner, "queue")
+            lease_store.leases.take(token, owner, "queue")
     return tokens
 
 

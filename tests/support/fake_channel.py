@@ -178,7 +178,7 @@ class Store:
         self.keys = Keys("shop-")
         self.leases = Leases()
         self.fenced = False
-        self.runs_batches = False
+        self.running_batches = SimpleNamespace(are_some=False)
         self.holder: Any = "channel"
         self.heartbeat: Any = SimpleNamespace(stop=lambda: self.calls.append("stop"))
         self.calls: list[str] = []

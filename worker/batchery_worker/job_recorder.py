@@ -33,31 +33,22 @@ class JobRecorder:
     Each caller has its own place among them, so that several may record at once.
     """
 
-    def __init__(
-        self,
-        now_s: float,
-        clock: Callable[[], float] = time.time,
-        max_rows: int = MAX_ROWS,
-        max_answer_rows: int = MAX_ANSWER_ROWS,
-    ) -> None:
+    def __init__(self, now_s: float, clock: Callable[[], float] = time.time) -> None:
         """Records nothing yet.
 
         Args:
             now_s: The time, on the scheduler's clock.
             clock: Unix seconds, in which callers say when they send.
-            max_rows: Maximum number of jobs that are kept.
-            max_answer_rows: Maximum number of jobs in one answer.
         """
         self._began_s = now_s
         self._clock = clock
-        self._max_answer_rows = max_answer_rows
         #: Another one after a restart, when the numbers begin anew.
         self._id = uuid4().hex
         #: Number of the last job.
         self._admitted = 0
         self._until_s: float | None = None
         #: Each with its number in front. Remote control may ask on another thread.
-        self._rows: deque[tuple[int, RecordedJob]] = deque(maxlen=max_rows)
+        self._rows: deque[tuple[int, RecordedJob]] = deque(maxlen=MAX_ROWS)
         self._max_batch_sizes: dict[str, int] = {}
 
     def note(self, job: Job[Any], message: Mapping[str, Any]) -> None:
@@ -95,7 +86,7 @@ class JobRecorder:
             after = 0
         kept, number = list(self._rows), itemgetter(0)
         held = kept[bisect(kept, after, key=number) : bisect(kept, admitted, key=number)]
-        rows = held[: self._max_answer_rows]
+        rows = held[:MAX_ANSWER_ROWS]
         upto = admitted if len(rows) == len(held) else rows[-1][0]
         return {
             "recorder": self._id,

@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from batchery.doctor import thresholds as limits
 from batchery.doctor.facts import Facts
 from batchery.doctor.findings import Find, Symptom, when
+from batchery.gateway_settings import is_loopback
 
 #: Suffixes of weights that are loaded; a GGUF file is loaded for text generation.
 SAFE_SUFFIXES = {".safetensors", ".gguf"}
@@ -52,7 +53,7 @@ def _find_unpinned(facts: Facts) -> Iterator[Symptom]:
 
 def _find_open_gateway(facts: Facts) -> list[Symptom]:
     gateway = facts.settings.gateway
-    is_open = not gateway.keys and not _is_loopback(gateway.host)
+    is_open = not gateway.keys and not is_loopback(gateway.host)
     return when(is_open, f"gateway.host is {gateway.host}, and there are no keys")
 
 
@@ -65,13 +66,6 @@ def _find_open_metrics(facts: Facts) -> list[Symptom]:
     # In a container, all addresses are those of a network that its host has made for it.
     is_open = address.is_global or (address.is_unspecified and not facts.in_container)
     return when(metrics.port is not None and is_open, f"metrics.host is {metrics.host}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 CHECKS: Mapping[str, Find] = {

@@ -430,7 +430,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         """
         assert self.lease_store is not None
         self._fruitless = False
-        self._ask(may_note=not self.lease_store.runs_batches)
+        self._ask(may_note=not self.lease_store.running_batches.are_some)
         is_asked = self._fetching
         self._fetching, self._in_poll = False, None
         if not is_asked:

@@ -120,7 +120,7 @@ class Fetcher:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
         self.forget_entry()
         self._known.clear()
-        self._lease_store.forget_fetched()
+        self._lease_store.running_batches.forget_fetched()
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
@@ -273,7 +273,7 @@ class Fetcher:
         self._unsorted = answer.pop() if answer and len(answer) % 2 else None
         brought = len(answer or ()) // 2 - 1
         if brought == 1 and asked.question.notes:
-            self._lease_store.fetched(str(int(answer[1])))
+            self._lease_store.running_batches.fetched(str(int(answer[1])))
         self._brought_much = brought >= asked.messages
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:

@@ -192,16 +192,6 @@ def check_size(message: bytes | str) -> None:
         )
 
 
-def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception) -> None:
-    """Moves a message that cannot be understood to the dead letters, with the reason.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
-    reason = f"the message cannot be understood: {type(error).__name__}: {error}"
-    dead_letter_unread(lease_store, token, reason)
-
-
 def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None:
     """Moves a message that nobody may read to the dead letters, once its caller is told.
 

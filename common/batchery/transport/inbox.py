@@ -24,7 +24,6 @@ from pydantic_core import from_json
 
 from batchery.transport.dead_letters import (
     check_size,
-    dead_letter_malformed,
     dead_letter_unread,
 )
 from batchery.transport.lease_store import LeaseStore
@@ -221,7 +220,8 @@ class Inbox:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        dead_letter_malformed(self._lease_store, token, error)
+        reason = f"the message cannot be understood: {type(error).__name__}: {error}"
+        dead_letter_unread(self._lease_store, token, reason)
 
     def find_place(self, key: str) -> tuple[str, int]:
         """The queue of a key, which may be the key of one of its priorities, and the step."""
@@ -234,7 +234,7 @@ class Inbox:
 
     def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:
         for token, key, _ in taken:
-            self._lease_store.take(token, self._channel.qos, key)
+            self._lease_store.leases.take(token, self._channel.qos, key)
         waiting = [token for token, _, _ in taken]
         try:
             payloads = self._read(taken)

@@ -78,12 +78,13 @@ class LeaseStore:
         self.leases = Leases()
         self._acks: deque[str] = deque()
         self._bookkeeping = AckBookkeeping(self.keys)
-        self._running_batches = RunningBatches(client, self.keys)
+        self.running_batches = RunningBatches(client, self.keys)
         #: Runs while the store is open.
         self.heartbeat: Stoppable | None = None
         #: The channel that uses this store; None while the store waits for the next one.
         self.holder: object | None = None
-        self._open = False
+        #: Whether this worker is registered, and may hold leases.
+        self.is_open = False
         self._flush_lock = threading.Lock()
 
     @property
@@ -119,11 +120,11 @@ class LeaseStore:
             RedisUnavailable: This Redis cannot hold leases; the text says why.
             redis.RedisError: Redis does not answer.
         """
-        if self._open:
+        if self.is_open:
             return
         self._registration.check_server()
         self._registration.register(self.leases.last_token)
-        self._open = True
+        self.is_open = True
         self.beat_s = monotonic()
         atexit.register(self._close_quietly)
 
@@ -137,7 +138,7 @@ class LeaseStore:
         self.lost(list(self.leases))
         with self._flush_lock:
             self._bookkeeping.drop()
-        self._running_batches.drop()
+        self.running_batches.drop()
         self.flush()
         # Usually no lease is left in Redis. But if only the list of workers was lost, nobody else
         # gives the leases back.
@@ -152,19 +153,14 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer; other workers will recover the leases.
         """
-        if not self._open or not self._registration.is_mine:
+        if not self.is_open or not self._registration.is_mine:
             return
         self.flush()
-        self._open = False
-        self._running_batches.drop_connection()
+        self.is_open = False
+        self.running_batches.drop_connection()
         self.leases.clear()
         atexit.unregister(self._close_quietly)
         self._registration.unregister()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this worker is registered, and may hold leases."""
-        return self._open
 
     def _close_quietly(self) -> None:
         try:
@@ -173,10 +169,6 @@ class LeaseStore:
             logger.warning("leases could not be given back, they will expire: %s", error)
 
     # The leases
-
-    def take(self, token: str, owner: LeaseOwner, key: str) -> None:
-        """Adds a lease that Redis has granted; `key` is that of the message's queue."""
-        self.leases.take(token, owner, key)
 
     def holds(self, token: str) -> bool:
         """Whether a lease is held, as far as this process knows; from any thread."""
@@ -398,22 +390,6 @@ class LeaseStore:
 
     # Suspects and dead letters
 
-    @property
-    def runs_batches(self) -> bool:
-        """Whether batches run that began here; or Redis could not be told of one."""
-        return self._running_batches.are_some
-
-    def fetched(self, token: str) -> None:
-        """Remembers that a fetch has noted its only message as the one batch that runs.
-
-        Call it only where `runs_batches` was False when the fetch was sent, and still is.
-        """
-        self._running_batches.fetched(token)
-
-    def forget_fetched(self) -> None:
-        """Has the note of a fetch removed whose answer may be lost; and any that was not used."""
-        self._running_batches.forget_fetched()
-
     def began(self, jobs: Mapping[str, str], *, alone: bool, in_slots: bool = False) -> int:
         """Notes in Redis which jobs go to a device: they are the suspects if this worker dies.
 
@@ -429,13 +405,13 @@ class LeaseStore:
             A number for `ended`.
         """
         cleared = self._bookkeeping.take_cleared()
-        return self._running_batches.began(
+        return self.running_batches.began(
             self.worker, jobs, alone=alone, in_slots=in_slots, cleared=cleared
         )
 
     def ended(self, batch: int) -> None:
         """Notes that a batch is back or its device has died; deaths of devices count elsewhere."""
-        self._running_batches.ended(batch)
+        self.running_batches.ended(batch)
 
     def dead_letter_on_ack(self, token: str, letter: Mapping[str, Any]) -> None:
         """Moves a message to the dead letters when it is acknowledged."""

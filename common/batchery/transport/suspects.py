@@ -160,11 +160,17 @@ class RunningBatches:
         return bool(self._running or self._waiting)
 
     def fetched(self, token: str) -> None:
-        """Notes that a fetch has removed all notes, and made one for its only message."""
+        """Notes that a fetch has removed all notes, and made one for its only message.
+
+        Call it only where `are_some` was False when the fetch was sent, and still is.
+        """
         self._fetched, self._ended = token, []
 
     def forget_fetched(self) -> None:
-        """Has the next batch remove the note of a fetch, unless that batch runs."""
+        """Has the next batch remove the note of a fetch, unless that batch runs.
+
+        The note may not have been used; or the answer to the fetch may be lost.
+        """
         self._fetched = None
         if FETCHED not in self._running:
             self._ended.append(FETCHED)

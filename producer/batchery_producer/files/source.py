@@ -272,11 +272,6 @@ class Source:
         """Whether it is standard input."""
         return str(self.path) == STANDARD_STREAM
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is a file without a single byte."""
-        return self.size_bytes == 0
-
     def open(self) -> BufferedReader:
         """Opens it."""
         if self.remote is not None:
@@ -330,7 +325,7 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
     if count > 1:
         raise DatasetError(f"{path}: named twice; its rows would be submitted twice")
     sources = [_source(path, format_) for path in found]
-    full = [each for each in sources if not each.is_empty]
+    full = [each for each in sources if each.size_bytes != 0]
     if not full:
         raise DatasetError(f"{sources[0].name}: empty; there is nothing to submit")
     # Empty files among others are usual: their writer had fewer rows than files.

@@ -5,12 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
-from ipaddress import ip_address
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchery.gateway_settings import GatewaySettings
+from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery_producer.gateway.callers import Caller, Callers
 from batchery_producer.gateway.connection import (
     HEAD_TOO_LARGE,
@@ -298,15 +297,3 @@ class Body:
             + (f", or slower than {MIN_UPLOAD_BYTES_PER_S} bytes/s" if self.is_file else ""),
             headers={"Connection": "close"},
         )
-
-
-@lru_cache(64)
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine alone, by its name."""
-    bare = host.strip("[]")
-    if bare.lower() == "localhost":
-        return True
-    try:
-        return ip_address(bare).is_loopback
-    except ValueError:
-        return False

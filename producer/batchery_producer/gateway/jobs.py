@@ -93,8 +93,8 @@ class Jobs:
         turn = BatchTurn(self._batches, *begun)
         record = turn.run()
         if not record.batch.is_over:
-            turn.hand_over()
-            self.queue.send(build_work_name(record), turn.next_turn, tenant=record.tenant)
+            number = turn.hand_over()
+            self.queue.send(build_work_name(record), number, tenant=record.tenant)
 
     def remove_torn(self) -> None:
         """Removes what killed processes have left in a folder of files."""

@@ -26,12 +26,11 @@ from uvicorn.supervisors.multiprocess import Process
 from batchery.cli.app import load_app
 from batchery.cli.main import one_line_errors
 from batchery.errors import AppNotImportable, SettingsError, StartError
-from batchery.gateway_settings import GatewaySettings
+from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.connection import GRACE_S, Connection
-from batchery_producer.gateway.guard import is_loopback
 from batchery_producer.gateway.jobs import app_settings, end_with_parent, worker_beside
 
 logger = logging.getLogger("uvicorn.error")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from batchery.protocol.figures import RecordedJob
+from batchery_worker import job_recorder
 from batchery_worker.job import BatchKey, Job, Lane, Limits
 from batchery_worker.job_recorder import LEASE_S, JobRecorder
 from support.patience import patient
@@ -17,9 +18,9 @@ START_S = patient(1_790_000_000.0)
 class Clerk:
     """A recorder, its clocks, and the place of one caller."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        self.recorder = JobRecorder(0.0, lambda: START_S + self.now_s, **options)
+        self.recorder = JobRecorder(0.0, lambda: START_S + self.now_s)
 
     def admit(self, *names: str, lane: Lane | None = None, **headers: Any) -> None:
         """Admits a job for each name of a task; `deadline_s` counts from now."""
@@ -126,8 +127,9 @@ def test_each_question_prolongs_the_recording(clerk: Clerk, caller: Caller) -> N
     assert caller.ask()["tasks"] == ["a"]
 
 
-def test_the_oldest_jobs_are_dropped_and_counted(clerk: Clerk) -> None:
-    clerk = Clerk(max_rows=3)
+def test_the_oldest_jobs_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_recorder, "MAX_ROWS", 3)
+    clerk = Clerk()
     caller = Caller(clerk)
     caller.ask()
     clerk.admit(*"abcde")
@@ -135,9 +137,10 @@ def test_the_oldest_jobs_are_dropped_and_counted(clerk: Clerk) -> None:
     assert (answer["tasks"], answer["missed"], answer["left"]) == (["c", "d", "e"], 2, 0)
 
 
-def test_a_long_answer_comes_in_parts(clerk: Clerk) -> None:
-    clerk = Clerk(max_answer_rows=2)
-    caller = Caller(clerk)
+def test_a_long_answer_comes_in_parts(
+    clerk: Clerk, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_recorder, "MAX_ANSWER_ROWS", 2)
     caller.ask()
     clerk.admit(*"abcde")
     answers = [caller.ask() for _ in range(3)]

@@ -157,7 +157,9 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        call.tracer_reason = self._reason(task, call)
+        call.tracer_reason = self._tracer_reasons.of_task(task) or request_needs_tracer(
+            call.message, call.request.embed
+        )
         if call.tracer_reason is not None:
             return None
         fields = stored_fields(
@@ -168,12 +170,6 @@ class CommitEligibility:
             call.tracer_reason = ODD_FIELDS
             return None
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
-
-    def _reason(self, task: BatchTask, call: TaskCall) -> str | None:
-        assert call.request is not None
-        return self._tracer_reasons.of_task(task) or request_needs_tracer(
-            call.message, call.request.embed
-        )
 
 
 def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[int, int]]:

@@ -105,9 +105,7 @@ class CompletionExecutor:
         self._submit(self._complete_next)
 
     def notify_listeners(
-        self,
-        jobs: Sequence[CommittedJob],
-        on_told: Callable[[Sequence[CommittedJob]], None],
+        self, jobs: Sequence[CommittedJob], on_told: Callable[[Sequence[CommittedJob]], None]
     ) -> None:
         """Calls what listens to jobs that a device has committed.
 
@@ -115,37 +113,34 @@ class CompletionExecutor:
             jobs: Of one task.
             on_told: Called on the pool's thread when all listeners have returned.
         """
-        self._submit(self._notify_listeners, jobs, on_told)
+
+        def notify() -> None:
+            task = self._app.tasks[jobs[0].call.task_name]
+            backend = for_completion(task.backend)
+            with Stacks(task) as stacks:
+                for call, text, runtime_s, make_value, _ in jobs:
+                    try:
+                        value = make_value and make_value(backend)
+                        self._listeners.after(task, call, value, text, runtime_s, stacks)
+                    except BaseException:
+                        # Whatever a hook raises, the job is done, and so must be its request.
+                        logger.exception(
+                            "what listens to %s[%s] has ended early", call.task_name, call.task_id
+                        )
+            self._deliver(partial(on_told, jobs))
+
+        self._submit(notify)
 
     def stop(self) -> None:
         """Waits for the jobs that were submitted."""
         self._threads.shutdown()
 
-    def _submit(self, function: Callable[..., None], *args: Any) -> None:
+    def _submit(self, function: Callable[[], None]) -> None:
         def run() -> None:
             with fork_gate.working():
-                function(*args)
+                function()
 
         self._threads.submit(run)
-
-    def _notify_listeners(
-        self,
-        jobs: Sequence[CommittedJob],
-        on_told: Callable[[Sequence[CommittedJob]], None],
-    ) -> None:
-        task = self._app.tasks[jobs[0].call.task_name]
-        backend = for_completion(task.backend)
-        with Stacks(task) as stacks:
-            for call, text, runtime_s, make_value, _ in jobs:
-                try:
-                    value = make_value and make_value(backend)
-                    self._listeners.after(task, call, value, text, runtime_s, stacks)
-                except BaseException:
-                    # Whatever a hook raises, the job is done, and so must be its request.
-                    logger.exception(
-                        "what listens to %s[%s] has ended early", call.task_name, call.task_id
-                    )
-        self._deliver(partial(on_told, jobs))
 
     def _complete_next(self) -> None:
         """Completes the job that has waited longest, and others that may be finished with it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import redis
 from celery import Celery
+from celery.utils.functional import chunks
 from celery.worker import state as worker_state
 
 from batchery.completion import JobCompletion, completing
@@ -174,10 +175,8 @@ class Settlement:
     def _notify_listeners(self, jobs: Sequence[CommittedJob]) -> None:
         """Settles committed jobs as soon as what listens to them was called, on a thread."""
         self.pending += len(jobs)
-        for start in range(0, len(jobs), MAX_NOTIFIED_JOBS):
-            self._executor.notify_listeners(
-                jobs[start : start + MAX_NOTIFIED_JOBS], self._completed
-            )
+        for some in chunks(iter(jobs), MAX_NOTIFIED_JOBS):
+            self._executor.notify_listeners(some, self._completed)
 
     def _completed(self, jobs: Sequence[CommittedJob]) -> None:
         for job in jobs:

@@ -21,8 +21,6 @@ from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
-__all__ = ["EmbeddedRedis", "find_redis_server", "free_port"]
-
 #: How long redis-server may take to start, in seconds, without the time to read its data.
 START_TIMEOUT_S = 30.0
 

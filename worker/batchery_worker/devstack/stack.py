@@ -332,14 +332,11 @@ class Stack:
         # A worker below log level INFO does not say it; one without remote control does not answer.
         remote, said = self.remote, self._said_ready
         self._wait_for("worker", lambda: said.is_set() or remote.answers(), deadline)
-        if self.flower_url is not None:
-            self._wait_for("flower", self._flower_is_ready, deadline)
+        if (flower := self.flower_url) is not None:
+            self._wait_for("flower", lambda: flower_sees(flower, self.worker_name), deadline)
         if self.gateway_url is not None:
             self._wait_for("gateway", lambda: gateway_answers(str(self.gateway_url)), deadline)
         self._ready = True
-
-    def _flower_is_ready(self) -> bool:
-        return flower_sees(str(self.flower_url), self.worker_name)
 
     def _start_flower(self) -> None:
         if importlib.util.find_spec("flower") is None:

@@ -125,15 +125,11 @@ class BatchTurn:
             self._context.batches.close(self._record)
         return self._record
 
-    @property
-    def next_turn(self) -> int:
-        """Number of the turn that follows; it was saved."""
-        return self._turn.number
-
-    def hand_over(self) -> None:
-        """Ends the turn: from now on, only the next one is there to be begun."""
+    def hand_over(self) -> int:
+        """Ends the turn: only the next one is there to be begun now; returns its number."""
         self._turn = self._turn._replace(number=self._turn.number + 1)
         self._save(self._record)
+        return self._turn.number
 
     @property
     def _batch(self) -> BatchObject:

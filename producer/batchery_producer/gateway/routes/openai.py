@@ -196,17 +196,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 @plain_router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """One model, by its name or an alias."""
-    models = get_gateway(request).models
-    for model in models:
-        if name == model.name or name in model.settings.aliases:
-            return _describe_model(model)
-    there = ", ".join(model.name for model in models) or "none"
-    raise Problem(
-        Kind.NOT_FOUND,
-        f"model {name!r:.100}: no such model; there are: {there}",
-        code="model_not_found",
-        param="model",
-    )
+    return _describe_model(get_gateway(request).models.find(name))
 
 
 def _describe_model(model: ServedModel) -> dict[str, Any]:

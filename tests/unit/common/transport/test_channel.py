@@ -108,7 +108,7 @@ def test_change_is_answered_by_a_fetch_at_once(channel: Channel) -> None:
 
 
 def test_fetch_notes_nothing_while_batches_run(channel: Channel) -> None:
-    channel.wait().lease_store.runs_batches = True
+    channel.wait().lease_store.running_batches.are_some = True
     channel.read()
     assert channel.fetcher.asked == [False]
 

@@ -137,6 +137,7 @@ class Store:
         self.sorted: list[bytes] = []
         self.calls: list[str] = []
         self.scripts = RedisScripts(cast(Any, None), LUA)
+        self.running_batches = self
 
     def flush(self) -> None:
         self.calls.append("flush")

@@ -136,7 +136,7 @@ class Scene:
 
     def take(self, *tokens: str) -> None:
         for token in tokens:
-            self.store.take(token, self.owner, "shop-q")
+            self.store.leases.take(token, self.owner, "shop-q")
 
     @property
     def acknowledged(self) -> list[str]:
@@ -176,7 +176,7 @@ def test_worker_is_registered_once_and_its_leases_go_back_once(scripts: Scripts)
         store.open()
         assert store.is_open
     assert scripts.names == ["register"]
-    store.take("1", Owner(), "q")
+    store.leases.take("1", Owner(), "q")
     for _ in range(2):
         store.close()
         assert not store.is_open

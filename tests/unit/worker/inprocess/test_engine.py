@@ -31,7 +31,7 @@ from batchery import (
 )
 from batchery_worker.device import loading
 from batchery_worker.memory import Memory
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from support.gate import batcher_threads
 from support.harness import wait_for
 from support.patience import patient

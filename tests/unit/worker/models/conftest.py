@@ -14,7 +14,8 @@ from kombu.utils.imports import symbol_by_name
 
 from batchery.installer import KINDS
 from batchery.settings import ModelSettings
-from batchery_worker.models import ClassificationModel, EmbeddingModel
+from batchery_worker.models.classification import ClassificationModel
+from batchery_worker.models.embedding import EmbeddingModel
 from support.tiny_models import CORPUS, Build, Copy, Load, save_model
 
 

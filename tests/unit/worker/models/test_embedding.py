@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 from batchery.errors import ONE_JOB_EACH, InvalidItem
 from batchery.outcomes import Failed
 from batchery.results import Embedding, to_numpy
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.transfers import PendingCopy
 from support.tiny_models import Build, Copy, Load, run
 

@@ -9,7 +9,7 @@ import transformers
 
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 

@@ -4,8 +4,7 @@ transformers lets a model's attention be replaced by name. Ours asks `row_of_tex
 are, so that nothing needs to be handed through the code of each model.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -251,14 +250,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Option
 def varlen_kernel() -> VarlenKernel | None:
     """The attention for rows of texts, if this torch has one that is recent enough."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    found = None if operator is None else kernel_of_operator(operator.default)
-    if found is not None:
-        return found
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return kernel_of_function(varlen_attn)
+    return None if operator is None else kernel_of_operator(operator.default)
 
 
 def kernel_of_operator(operator: Any) -> VarlenKernel | None:
@@ -291,37 +283,6 @@ def kernel_of_operator(operator: Any) -> VarlenKernel | None:
             window_size_left=window[0],
             window_size_right=window[1],
         )[0]
-        return out
-
-    return kernel
-
-
-def kernel_of_function(varlen_attn: Callable[..., Any]) -> VarlenKernel | None:
-    """The kernel as torch's public function; None if this torch's has neither scale nor window."""
-    known = inspect.signature(varlen_attn).parameters
-    if not {"scale", "window_size"} <= known.keys():
-        return None
-    # Without the flag, the function takes fewer key heads than query heads as they are.
-    has_flag = "enable_gqa" in known
-
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Tensor,
-        longest: int,
-        scale: float | None,
-        window: tuple[int, int],
-        keys: tuple[Tensor, int] | None = None,
-    ) -> Tensor:
-        flag = {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
-        key_ends, longest_key = keys or (ends, longest)
-        out: Tensor = varlen_attn(
-            *(query, key, value, ends, key_ends, longest, longest_key),
-            scale=scale,
-            window_size=window,
-            **flag,
-        )
         return out
 
     return kernel

@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from batchery_worker.models.forward import attention
 from batchery_worker.models.forward.attention import (
     Row,
-    kernel_of_function,
     kernel_of_operator,
     row_of_texts,
     varlen_kernel,
@@ -51,61 +50,6 @@ def by_text(
     return torch.cat(rows)
 
 
-def function_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: Any = None,
-) -> Tensor:
-    raise AssertionError("has neither scale nor window")
-
-
-def function_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
-    return by_text(query, key, value, cu_seq_q, max_q, scale, window_size)
-
-
-def function_2_13(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
-    if query.size(1) != key.size(1) and not enable_gqa:
-        raise ValueError("Expect query and key/value to have the same number of heads")
-    assert cu_seq_k is not None
-    return by_text(query, key, value, cu_seq_k, max_k, scale, window_size)
-
-
 #: Arguments of `aten::_flash_attention_forward` by which its versions differ, all keyword only.
 OPERATORS = {
     "2.2": ("scale",),
@@ -137,8 +81,6 @@ def operator(version: str) -> Any:
 
 
 KERNELS = {
-    "function of 2.11": kernel_of_function(function_2_11),
-    "function of 2.13": kernel_of_function(function_2_13),
     "operator of 2.6": kernel_of_operator(operator("2.6")),
     "operator of 2.13": kernel_of_operator(operator("2.13")),
 }
@@ -168,7 +110,6 @@ def test_kernel_for_rows_gets_the_options_of_the_layer(
 
 
 def test_versions_without_scale_or_window_have_no_kernel() -> None:
-    assert kernel_of_function(function_2_10) is None
     assert kernel_of_operator(operator("2.2")) is None
 
 

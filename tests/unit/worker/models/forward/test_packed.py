@@ -9,7 +9,7 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward import RandomTexts, attention, selection, worst_difference
 from batchery_worker.models.forward.attention import Row, row_of_texts
 from batchery_worker.models.forward.packed import Packed

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from batchery.settings import ModelSettings
-from batchery_worker.models import EmbeddingModel, verification
+from batchery_worker.models import verification
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.devices import CudaMemory, settle_cuda
 from batchery_worker.models.hardware.transfers import PendingCopy
 from batchery_worker.models.text_model import Outputs

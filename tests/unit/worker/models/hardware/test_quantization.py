@@ -12,7 +12,7 @@ import torch
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.cli.verify import _format
-from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware import quantization
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.verification import QUANTIZED_TOLERANCE, sample_texts, verify
