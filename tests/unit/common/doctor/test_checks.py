@@ -75,6 +75,9 @@ def slow(took_ms: float, age_s: float) -> dict[str, Any]:
 
 REPLICA = {"ip": "10.0.0.2", "port": 6379, "state": "online", "lag": 1}
 
+#: Content types of the serializers pickle and yaml.
+PICKLE, YAML = "application/x-python-serialize", "application/x-yaml"
+
 #: Check, what is changed in facts of a healthy deployment, and a part of what is found.
 WRONG: list[Case] = [
     ("redis-away", {"redis_problem": "no Redis at redis://h"}, "no Redis at"),
@@ -131,6 +134,7 @@ WRONG: list[Case] = [
     ("serializer-refused", conf(task_serializer="yaml"), "yaml"),
     ("serializer-refused", task(serializer="msgpack"), "msgpack"),
     ("pickle-accepted", conf(accept_content=["json", "pickle"]), "pickle"),
+    ("pickle-accepted", conf(accept_content=["json", PICKLE]), PICKLE),
     ("result-expires", conf(result_expires=None), "never"),
     ("result-expires", conf(result_expires=5), "5 s"),
     ("result-backend-missing", {"backend": "none"}, "no result backend"),
@@ -222,6 +226,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("visibility-timeout", conf(broker_transport_options={"visibility_timeout": 60})),
     ("visibility-timeout", conf(broker_transport_options={"leases": False})),
     ("serializer-refused", conf(accept_content=["application/json"])),
+    ("serializer-refused", {**task(serializer="yaml"), **conf(accept_content=["json", YAML])}),
     ("result-backend-missing", {"backend": "none", "tasks": []}),
     ("priority-steps", {"worker_options": {WORKER: {"fetch_messages": 9}}}),
     ("tracer-wrapped", {"tracer_module": "sentry_sdk.integrations.celery"}),
