@@ -340,6 +340,15 @@ def test_a_figure_that_this_redis_does_not_have_leaves_its_check_unchecked() -> 
     assert diagnosis.findings == []
 
 
+def test_a_fact_of_another_form_costs_only_the_checks_that_need_it() -> None:
+    # INFO's figures are numbers where they can be, and settings are whatever an app has set.
+    changes = {**info(redis_version=7.2), **conf(accept_content=None)}
+    diagnosis = diagnose(CHECKS, make_facts(**changes))
+    assert {"serializer-refused", "pickle-accepted"} == set(diagnosis.unchecked)
+    assert diagnosis.unchecked["pickle-accepted"].startswith("TypeError: ")
+    assert diagnosis.findings == []
+
+
 def test_nothing_gathered_is_nothing_checked() -> None:
     diagnosis = diagnose(CHECKS, Facts())
     assert set(diagnosis.unchecked) == set(CHECKS)
