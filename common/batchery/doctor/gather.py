@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import redis
 from celery import Celery
@@ -141,7 +141,10 @@ def _name_servers(app: Celery) -> tuple[str, str]:
     with app.connection_for_read() as connection:
         urls = (connection.as_uri(), str(getattr(app.backend, "url", None) or ""))
     parts = [urlsplit(redis_url(url).partition(";")[0]) for url in urls]
-    names = [(each.hostname or each.path).replace("localhost", "127.0.0.1") for each in parts]
+    # Kombu escapes what stands between the brackets of an IPv6 address.
+    names = [
+        unquote(each.hostname or each.path).replace("localhost", "127.0.0.1") for each in parts
+    ]
     broker, results = (f"{name}:{at.port or 6379}" for name, at in zip(names, parts, strict=True))
     return broker, results
 

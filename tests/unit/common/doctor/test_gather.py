@@ -65,6 +65,7 @@ def test_clock_is_off_by_what_no_delay_explains() -> None:
         ("redis://localhost", "redis://127.0.0.1:6379/1", ("127.0.0.1:6379", "127.0.0.1:6379")),
         ("redis://:pw@a:1/0", "redis://b:2", ("a:1", "b:2")),
         ("redis://a:1;redis://b:2", "valkey://a:1", ("a:1", "a:1")),
+        ("redis://[::1]:1/0", "redis://[::1]:1/1", ("::1:1", "::1:1")),
     ],
 )
 def test_servers_are_compared_by_host_and_port(
