@@ -44,11 +44,10 @@ def dead() -> None:
 def list_(*, app_path: str, redis_url: str | None, as_json: bool) -> None:
     """List all dead letters, oldest first."""
     with opened(load_app(app_path, redis_url)) as letters:
-        if as_json:
-            for letter in letters:
-                click.echo(json.dumps(asdict(letter)))
-        else:
-            click.echo(draw(list(letters)))
+        found = list(letters)
+    # Outside, as errors of a reader who has ended, or of a full disk, are none of the broker.
+    for line in [json.dumps(asdict(each)) for each in found] if as_json else [draw(found)]:
+        click.echo(line)
 
 
 @dead.command()
@@ -138,7 +137,8 @@ def purge(
             click.confirm(f"Delete {counted(len(chosen), 'dead letter')} for good?", abort=True)
         there = set(letters.tokens())
         done = [token for token in chosen if token in there]
-        click.echo(f"deleted: {letters.purge(done)}")
+        count = letters.purge(done)
+    click.echo(f"deleted: {count}")
     _check_all_were_there(context, chosen, done, every)
 
 
