@@ -131,6 +131,13 @@ def test_the_traceback_is_there_for_those_who_ask(plugins: Path) -> None:
     assert err.endswith("batchery: error: setting x: too large; make it smaller\n")
 
 
+def test_a_bulk_run_has_its_traceback_too(plugins: Path) -> None:
+    code, _, err = run(plugins, "--traceback", "submit", "absent.txt", "--task", "a", "-o", "b")
+    assert code == 2
+    assert "Traceback" in err
+    assert "batchery: error: absent.txt: cannot be read: No such file" in err
+
+
 def test_a_defect_is_not_hidden(plugins: Path) -> None:
     code, _, err = run(plugins, "defect")
     assert code == 70
