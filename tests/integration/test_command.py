@@ -138,6 +138,24 @@ def test_a_bulk_run_has_its_traceback_too(plugins: Path) -> None:
     assert "batchery: error: absent.txt: cannot be read: No such file" in err
 
 
+@pytest.mark.parametrize("url", ["http://host:99999", "http://[::1", "http://host:port", "host"])
+def test_probe_of_what_is_no_url_exits_with_2(plugins: Path, url: str) -> None:
+    code, out, err = run(plugins, "health", "--url", url)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"batchery: error: --url {url!r}: it is no URL of a worker; write it as")
+
+
+def test_probe_of_a_host_that_cannot_be_is_no_defect(plugins: Path) -> None:
+    code, out, err = run(plugins, "health", "--url", "http://a..b")
+    assert (code, out) == (1, "")
+    assert err.startswith("http://a..b does not answer: ")
+
+
+def test_a_job_without_an_id_is_a_usage_error(plugins: Path) -> None:
+    code, _, err = run(plugins, "explain", "")
+    assert (code, err.splitlines()[-1]) == (2, "Error: TASK_ID is empty")
+
+
 def test_a_defect_is_not_hidden(plugins: Path) -> None:
     code, _, err = run(plugins, "defect")
     assert code == 70

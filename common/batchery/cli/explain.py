@@ -162,6 +162,8 @@ def explain(
     as_json: bool,
 ) -> None:
     """Runs the command; see `HELP`."""
+    if not task_id:
+        raise click.UsageError("TASK_ID is empty")
     found = find(load_app(app_path, redis_url), task_id, timeout_s)
     click.echo(json.dumps(found.report()) if as_json else found.line)
     context.exit(found.exit_code)
