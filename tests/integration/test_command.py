@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,13 @@ def test_probe_of_a_host_that_cannot_be_is_no_defect(plugins: Path) -> None:
 def test_a_job_without_an_id_is_a_usage_error(plugins: Path) -> None:
     code, _, err = run(plugins, "explain", "")
     assert (code, err.splitlines()[-1]) == (2, "Error: TASK_ID is empty")
+
+
+@pytest.mark.parametrize("name", ["shop", "shop.search", "a b", "größe", 'a"b\\c'])
+def test_key_of_any_name_is_a_table_of_the_settings(plugins: Path, name: str) -> None:
+    code, out, _ = run(plugins, "key", name)
+    table = tomllib.loads(out.partition("For batchery.toml:\n")[2])
+    assert (code, [*table["gateway"]["keys"]]) == (0, [name])
 
 
 def test_a_defect_is_not_hidden(plugins: Path) -> None:
