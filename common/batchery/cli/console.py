@@ -95,6 +95,13 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
+def printable(text: str) -> str:
+    """Escapes a stranger's text, so that it cannot move a terminal's cursor."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
+    )
+
+
 def render(drawing: "RenderableType", least_width: int = 0) -> str:
     """Makes text of a table or the like.
 

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from batchery.cli.app import app_options, check_broker, load_app
-from batchery.cli.console import broker_errors, render
+from batchery.cli.console import broker_errors, printable, render
 from batchery.errors import SettingsError, counted
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 
@@ -200,13 +200,6 @@ def read_headers(message: bytes) -> Mapping[str, Any]:
     except (ValueError, TypeError, LookupError, RecursionError):
         return {}
     return headers if isinstance(headers, dict) else {}
-
-
-def printable(text: str) -> str:
-    """Escapes a stranger's text, so that it cannot move a terminal's cursor."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
-    )
 
 
 def moment(seconds: float) -> str:

@@ -11,7 +11,7 @@ from celery import Celery
 from celery.app.control import flatten_reply
 
 from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
-from batchery.cli.console import AWAY, broker_errors
+from batchery.cli.console import AWAY, broker_errors, printable
 from batchery.errors import StartError, counted
 from batchery.transport.dead_letters import DeadLetters
 
@@ -73,7 +73,7 @@ class JobStatus:
     @property
     def line(self) -> str:
         """For people."""
-        return f"{self.state}: {self.text}"
+        return printable(f"{self.state}: {self.text}")
 
     def report(self) -> dict[str, Any]:
         """For programs: the same as values for JSON."""
