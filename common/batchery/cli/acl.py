@@ -67,6 +67,8 @@ def acl(
     setuser: bool,
 ) -> None:
     """Runs the command; see `HELP`."""
+    if any(map(str.isspace, prefix)):
+        raise click.UsageError("--prefix has white space, which no name of a user can have")
     space = read_key_space(load_app(app_path, redis_url), queues.split(",") if queues else None)
     names = {role: f"{prefix}{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())

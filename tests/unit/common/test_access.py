@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 from kombu import Queue
 
 from batchery import SettingsError, StartError, access
 from batchery.access import ROLES, Grant, KeySpace, list_patterns, write_user
-from batchery.cli.acl import keep_passwords, read_key_space
+from batchery.cli.acl import acl, keep_passwords, read_key_space
 
 SPACE = KeySpace(queues=["q"])
 EXPIRES = {"x-expires": 9000}
@@ -121,6 +122,13 @@ def test_a_queue_with_a_space_is_refused() -> None:
     for has_selectors in (True, False):
         with pytest.raises(SettingsError, match="'my queue' has white space"):
             write_user("u", "producer", space, "x", has_selectors=has_selectors)
+
+
+def test_a_user_with_a_space_is_refused_before_it_has_a_password(tmp_path: Path) -> None:
+    file = tmp_path / "passwords"
+    done = CliRunner().invoke(acl, ["--prefix", "my shop-", "--passwords", str(file)])
+    assert (done.exit_code, file.exists()) == (2, False)
+    assert "Error: --prefix has white space" in done.stderr
 
 
 def test_a_broker_that_is_no_redis_is_refused() -> None:
