@@ -249,7 +249,7 @@ def _weigh_job(client: Any, channel: Any, queues: Mapping[str, int]) -> float:
     names = Keys(channel.global_keyprefix)
     own = [names.queue(channel._q_for_pri(longest, step)) for step in channel.priority_steps]
     # Where they are sorted by tenant, the list itself still has an entry for each.
-    jobs = sum(map(client.llen, own))
+    jobs: int = sum(map(client.llen, own))
     lists = [*own, *(key for each in own for key in find_tenant_lists(client, names, each))]
     sizes_bytes: list[int] = [client.memory_usage(key, samples=20) or 0 for key in lists if jobs]
     return sum(sizes_bytes) / max(jobs, 1)
