@@ -11,7 +11,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 
 from batchery.access import ROLES, KeySpace, write_user
-from batchery.cli.app import REDIS_SCHEMES, app_options, load_app
+from batchery.cli.app import REDIS_SCHEMES, with_app
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
@@ -41,7 +41,7 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 
 @click.command(help=HELP)
 @click.argument("roles", nargs=-1, metavar="[ROLE]...", type=click.Choice(list(ROLES)))
-@app_options
+@with_app
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
 @click.option(
     "--redis-version", type=click.Choice(["7", "6.2"]), default="7", help="6.2 knows coarser lists."
@@ -58,8 +58,7 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 def acl(
     *,
     roles: Sequence[str],
-    app_path: str,
-    redis_url: str | None,
+    app: Celery,
     queues: str | None,
     redis_version: str,
     file: Path | None,
@@ -69,7 +68,7 @@ def acl(
     """Runs the command; see `HELP`."""
     if any(map(str.isspace, prefix)):
         raise click.UsageError("--prefix has white space, which no name of a user can have")
-    space = read_key_space(load_app(app_path, redis_url), queues.split(",") if queues else None)
+    space = read_key_space(app, queues.split(",") if queues else None)
     names = {role: f"{prefix}{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())
     for role, name in names.items():
