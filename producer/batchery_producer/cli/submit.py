@@ -406,7 +406,7 @@ def submit(
         if dry_run:
             tried = try_file(source, task, output, app=app, options=options)
             click.echo(describe_dry_run(tried, " ".join(source)), err=True)
-            sys.exit(tried.ending.value)
+            sys.exit((Ending.INTERRUPTED if interrupt() else tried.ending).value)
         display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
             nullcontext() if quiet else display_on(Console(stderr=True), task or "submit")
         )
