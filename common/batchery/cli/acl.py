@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,11 @@ def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
         known |= {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in missing}
         if missing:
             text = "".join(f"{name} {password}\n" for name, password in known.items())
-            written = file.with_name(f"{file.name}.{os.getpid()}")
-            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            # Readable for the owner alone; complete as soon as it is there.
+            descriptor, written = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as new:
                 new.write(text)
-            written.replace(file)
+            Path(written).replace(file)
     except OSError as error:
         raise StartError(f"{file}: {error.strerror}") from None
     except ValueError:

@@ -1,5 +1,6 @@
 """Users of Redis: the lines that `batchery acl` prints, and the names that they have."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,12 @@ def test_passwords_are_made_once_and_only_their_owner_may_read_them(tmp_path: Pa
     assert keep_passwords(file, ["b"]) == second
     assert file.stat().st_mode & 0o777 == 0o600
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_what_a_run_that_was_killed_has_left_is_in_no_way(tmp_path: Path) -> None:
+    # In containers, processes often have the same number.
+    (tmp_path / f"passwords.{os.getpid()}").touch()
+    assert "a" in keep_passwords(tmp_path / "passwords", ["a"])
 
 
 def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
