@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,38 @@ def test_the_traceback_is_there_for_those_who_ask(plugins: Path) -> None:
     assert code == 2
     assert "plugins_of_test.py" in err
     assert err.endswith("batchery: error: setting x: too large; make it smaller\n")
+
+
+def test_a_bulk_run_has_its_traceback_too(plugins: Path) -> None:
+    code, _, err = run(plugins, "--traceback", "submit", "absent.txt", "--task", "a", "-o", "b")
+    assert code == 2
+    assert "Traceback" in err
+    assert "batchery: error: absent.txt: cannot be read: No such file" in err
+
+
+@pytest.mark.parametrize("url", ["http://host:99999", "http://[::1", "http://host:port", "host"])
+def test_probe_of_what_is_no_url_exits_with_2(plugins: Path, url: str) -> None:
+    code, out, err = run(plugins, "health", "--url", url)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"batchery: error: --url {url!r}: it is no URL of a worker; write it as")
+
+
+def test_probe_of_a_host_that_cannot_be_is_no_defect(plugins: Path) -> None:
+    code, out, err = run(plugins, "health", "--url", "http://a..b")
+    assert (code, out) == (1, "")
+    assert err.startswith("http://a..b does not answer: ")
+
+
+def test_a_job_without_an_id_is_a_usage_error(plugins: Path) -> None:
+    code, _, err = run(plugins, "explain", "")
+    assert (code, err.splitlines()[-1]) == (2, "Error: TASK_ID is empty")
+
+
+@pytest.mark.parametrize("name", ["shop", "shop.search", "a b", "größe", 'a"b\\c'])
+def test_key_of_any_name_is_a_table_of_the_settings(plugins: Path, name: str) -> None:
+    code, out, _ = run(plugins, "key", name)
+    table = tomllib.loads(out.partition("For batchery.toml:\n")[2])
+    assert (code, [*table["gateway"]["keys"]]) == (0, [name])
 
 
 def test_a_defect_is_not_hidden(plugins: Path) -> None:

@@ -17,6 +17,7 @@ from batchery.cli.main import main
 from batchery.cli.survey import dead_letters
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
+from support.commands import start
 from support.harness import Worker, wait_for
 from support.patience import patient
 from support.roles import acting_as, probing
@@ -260,6 +261,19 @@ def test_a_broker_that_is_no_redis_is_refused() -> None:
     result = dead("list")
     assert result.exit_code == 2
     assert "dead letters are kept in Redis, but the broker is memory://" in result.output
+
+
+def test_a_reader_of_the_list_that_ends_says_nothing_of_the_broker(
+    redis: "Redis", redis_url: str
+) -> None:
+    redis.hset("batchery:dead", "5", "celery\0{}")
+    command = ("batchery", "dead", "list", "--json", "-A", "apps.killers")
+    with start(redis_url, *command) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.wait(TIMEOUT_S) == 1
+        assert process.stderr.read() == ""
 
 
 def test_letters_from_strangers_cannot_move_the_cursor(redis: "Redis") -> None:

@@ -200,6 +200,15 @@ def test_a_file_that_is_there_is_replaced_only_if_asked(redis_url: str, tmp_path
     assert process.returncode == 1
 
 
+def test_a_full_disk_ends_a_recording_with_one_line(worker: Worker, record: StartRecording) -> None:
+    process = record(Path("/dev/full"), "--overwrite")
+    shop.shout.delay("a").get(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    why = "cannot be written: No space left on device; it has the jobs until now"
+    assert err == f"batchery: error: /dev/full: {why}\n"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from batchery import DatasetError
 from batchery_producer import Ending, submit_file
 from batchery_producer.cli.submit import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
-from support.harness import Worker
+from support.harness import Worker, wait_for
 from support.patience import patient
 
 
@@ -210,6 +211,18 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
         expires = datetime.fromisoformat(message["headers"]["expires"])
         left_s = (expires - before).total_seconds()
         assert PROBE_S < left_s < PROBE_S + patient(30)
+
+
+def test_a_dry_run_that_is_interrupted_is_no_success(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 3)
+    task = ["-A", APP, "--task", f"{APP}.shout", "--queue", "nobody-else"]
+    command = Command(tmp_path, redis_url, str(source), *task, "-o", "out.jsonl", "--dry-run")
+    wait_for(lambda: store.llen("nobody-else") == 3, "the probe waits")
+    command.process.send_signal(signal.SIGINT)
+    code, _, stderr = command.end()
+    assert code == Ending.INTERRUPTED.value, stderr
 
 
 def test_without_a_task_the_options_that_name_one_are_told(

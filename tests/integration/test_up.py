@@ -333,6 +333,14 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
                 " does not answer"
             ),
         ),
+        (
+            [],
+            {
+                "BATCHERY_MODELS": '{"embed": {"kind": "embedding", "model": "nobody/no-model"}}',
+                "HF_ENDPOINT": "hub.example",
+            },
+            "the hub at hub.example does not answer: unknown url type: 'hub.example'",
+        ),
         (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
         (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],

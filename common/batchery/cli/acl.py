@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 
 from batchery.access import ROLES, KeySpace, write_user
-from batchery.cli.app import REDIS_SCHEMES, app_options, load_app
+from batchery.cli.app import REDIS_SCHEMES, with_app
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
@@ -41,7 +42,7 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 
 @click.command(help=HELP)
 @click.argument("roles", nargs=-1, metavar="[ROLE]...", type=click.Choice(list(ROLES)))
-@app_options
+@with_app
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
 @click.option(
     "--redis-version", type=click.Choice(["7", "6.2"]), default="7", help="6.2 knows coarser lists."
@@ -58,8 +59,7 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 def acl(
     *,
     roles: Sequence[str],
-    app_path: str,
-    redis_url: str | None,
+    app: Celery,
     queues: str | None,
     redis_version: str,
     file: Path | None,
@@ -67,7 +67,9 @@ def acl(
     setuser: bool,
 ) -> None:
     """Runs the command; see `HELP`."""
-    space = read_key_space(load_app(app_path, redis_url), queues.split(",") if queues else None)
+    if any(map(str.isspace, prefix)):
+        raise click.UsageError("--prefix has white space, which no name of a user can have")
+    space = read_key_space(app, queues.split(",") if queues else None)
     names = {role: f"{prefix}{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())
     for role, name in names.items():
@@ -130,10 +132,11 @@ def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
         known |= {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in missing}
         if missing:
             text = "".join(f"{name} {password}\n" for name, password in known.items())
-            written = file.with_name(f"{file.name}.{os.getpid()}")
-            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            # Readable for the owner alone; complete as soon as it is there.
+            descriptor, written = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as new:
                 new.write(text)
-            written.replace(file)
+            Path(written).replace(file)
     except OSError as error:
         raise StartError(f"{file}: {error.strerror}") from None
     except ValueError:

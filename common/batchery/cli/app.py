@@ -3,6 +3,7 @@
 That is checked before anything is started or sent: a wrong URL costs one line.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,16 @@ def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
     app = click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app to use.")
     redis = click.option("--redis", "redis_url", metavar="URL", help="Redis of the default app.")
     return app(redis(command))
+
+
+def with_app(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command `-A` and `--redis`, and calls it with the app that they name, as `app`."""
+
+    @functools.wraps(command)
+    def load_and_call(app_path: str, redis_url: str | None, **options: Any) -> Any:
+        return command(app=load_app(app_path, redis_url), **options)
+
+    return app_options(load_and_call)
 
 
 def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]], Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from batchery.errors import RedisUnavailable, StartError
 
@@ -20,13 +20,19 @@ AWAY = (OperationalError, RedisError, OSError)
 
 @contextmanager
 def broker_errors(server: str = "the broker") -> Iterator[None]:
-    """Raises the errors of a server that is away, or refuses its user, as `RedisUnavailable`."""
+    """Raises errors of a server that is away, full or a replica, or refuses its user.
+
+    Raises:
+        RedisUnavailable: In their place.
+    """
     try:
         yield
     except NoPermissionError as error:
         raise RedisUnavailable(
             f"{server} refuses its user: {error}; `batchery acl` prints what each role may do"
         ) from error
+    except ResponseError as error:
+        raise RedisUnavailable(f"{server} answers, and refuses a command: {error}") from error
     except AWAY as error:
         raise RedisUnavailable(f"{server} does not answer: {error}; is it up?") from error
 
@@ -87,6 +93,13 @@ class Interrupt:
         self._came = True
         if must_raise:
             raise KeyboardInterrupt
+
+
+def printable(text: str) -> str:
+    """Escapes a stranger's text, so that it cannot move a terminal's cursor."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
+    )
 
 
 def render(drawing: "RenderableType", least_width: int = 0) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from celery import Celery
 
-from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import broker_errors
 from batchery.cli.survey import (
     ask_workers,
@@ -71,7 +71,7 @@ worker_option = click.option(
 @click.option("--revision", help="Of the model on the hub.")
 @click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
 @worker_option
-@app_options
+@with_app
 @timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
 @click.pass_context
 def reload(
@@ -82,8 +82,7 @@ def reload(
     revision: str | None,
     force: bool,
     worker: str | None,
-    app_path: str,
-    redis_url: str | None,
+    app: Celery,
     timeout_s: float,
 ) -> None:
     """Runs the command; see `RELOAD_HELP`."""
@@ -92,7 +91,7 @@ def reload(
         model = str(Path(model).expanduser().absolute())
     order = {"number": uuid.uuid4().hex, "task": name, "model": model, "revision": revision}
     answers = follow(
-        load_app(app_path, redis_url),
+        app,
         worker,
         timeout_s,
         lambda answer: bool(answer["is_over"]),
@@ -110,7 +109,7 @@ def reload(
 @click.argument("device")
 @click.option("--undo", is_flag=True, help="Start it again.")
 @worker_option
-@app_options
+@with_app
 @timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
 @click.pass_context
 def drain(
@@ -119,8 +118,7 @@ def drain(
     device: str,
     undo: bool,
     worker: str | None,
-    app_path: str,
-    redis_url: str | None,
+    app: Celery,
     timeout_s: float,
 ) -> None:
     """Runs the command; see `DRAIN_HELP`."""
@@ -130,7 +128,6 @@ def drain(
     def is_over(answer: Mapping[str, Any]) -> bool:
         return ends.issuperset(choose(answer["devices"], device).values())
 
-    app = load_app(app_path, redis_url)
     order = {"number": uuid.uuid4().hex, "device": device, "undo": undo}
     answers = follow(app, worker, timeout_s, is_over, DRAIN, **order)
     lines, is_done = describe_drain(device, answers)

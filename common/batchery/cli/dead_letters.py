@@ -12,8 +12,8 @@ from celery import Celery
 from rich import box
 from rich.table import Table
 
-from batchery.cli.app import app_options, check_broker, load_app
-from batchery.cli.console import broker_errors, render
+from batchery.cli.app import check_broker, with_app
+from batchery.cli.console import broker_errors, printable, render
 from batchery.errors import SettingsError, counted
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 
@@ -39,38 +39,29 @@ def dead() -> None:
 
 
 @dead.command(name="list")
-@app_options
+@with_app
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per dead letter and line.")
-def list_(*, app_path: str, redis_url: str | None, as_json: bool) -> None:
+def list_(*, app: Celery, as_json: bool) -> None:
     """List all dead letters, oldest first."""
-    with opened(load_app(app_path, redis_url)) as letters:
-        if as_json:
-            for letter in letters:
-                click.echo(json.dumps(asdict(letter)))
-        else:
-            click.echo(draw(list(letters)))
+    with opened(app) as letters:
+        found = list(letters)
+    # Outside, as errors of a reader who has ended, or of a full disk, are none of the broker.
+    for line in [json.dumps(asdict(each)) for each in found] if as_json else [draw(found)]:
+        click.echo(line)
 
 
 @dead.command()
 @click.argument("token")
-@app_options
+@with_app
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.option("--raw", is_flag=True, help="Only the message, byte for byte.")
 @click.pass_context
-def show(
-    context: click.Context,
-    *,
-    token: str,
-    app_path: str,
-    redis_url: str | None,
-    as_json: bool,
-    raw: bool,
-) -> None:
+def show(context: click.Context, *, token: str, app: Celery, as_json: bool, raw: bool) -> None:
     """Show one dead letter: the reason, its headers, its message.
 
     TOKEN may be the id of its job.
     """
-    with opened(load_app(app_path, redis_url)) as letters:
+    with opened(app) as letters:
         found = letters.get(token) or letters.get(letters.find(token) or token)
     if found is None:
         _leave_without(context, [token])
@@ -96,21 +87,14 @@ def _choice(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dead.command()
 @_choice
-@app_options
+@with_app
 @click.pass_context
-def requeue(
-    context: click.Context,
-    *,
-    tokens: Sequence[str],
-    every: bool,
-    app_path: str,
-    redis_url: str | None,
-) -> None:
+def requeue(context: click.Context, *, tokens: Sequence[str], every: bool, app: Celery) -> None:
     """Put dead letters back into their queues, behind the jobs that wait there.
 
     They run like any other job, and their deaths are counted anew.
     """
-    with opened(load_app(app_path, redis_url)) as letters:
+    with opened(app) as letters:
         chosen = _chosen(letters, tokens, every)
         done = letters.requeue(chosen)
     click.echo(f"requeued: {len(done)}")
@@ -119,26 +103,21 @@ def requeue(
 
 @dead.command()
 @_choice
-@app_options
+@with_app
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_context
 def purge(
-    context: click.Context,
-    *,
-    tokens: Sequence[str],
-    every: bool,
-    app_path: str,
-    redis_url: str | None,
-    yes: bool,
+    context: click.Context, *, tokens: Sequence[str], every: bool, app: Celery, yes: bool
 ) -> None:
     """Delete dead letters for good."""
-    with opened(load_app(app_path, redis_url)) as letters:
+    with opened(app) as letters:
         chosen = _chosen(letters, tokens, every)
         if not yes:
             click.confirm(f"Delete {counted(len(chosen), 'dead letter')} for good?", abort=True)
         there = set(letters.tokens())
         done = [token for token in chosen if token in there]
-        click.echo(f"deleted: {letters.purge(done)}")
+        count = letters.purge(done)
+    click.echo(f"deleted: {count}")
     _check_all_were_there(context, chosen, done, every)
 
 
@@ -200,13 +179,6 @@ def read_headers(message: bytes) -> Mapping[str, Any]:
     except (ValueError, TypeError, LookupError, RecursionError):
         return {}
     return headers if isinstance(headers, dict) else {}
-
-
-def printable(text: str) -> str:
-    """Escapes a stranger's text, so that it cannot move a terminal's cursor."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
-    )
 
 
 def moment(seconds: float) -> str:

@@ -10,8 +10,8 @@ import click
 from celery import Celery
 from celery.app.control import flatten_reply
 
-from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
-from batchery.cli.console import AWAY, broker_errors
+from batchery.cli.app import check_backend, check_broker, timeout_option, with_app
+from batchery.cli.console import AWAY, broker_errors, printable
 from batchery.errors import StartError, counted
 from batchery.transport.dead_letters import DeadLetters
 
@@ -73,7 +73,7 @@ class JobStatus:
     @property
     def line(self) -> str:
         """For people."""
-        return f"{self.state}: {self.text}"
+        return printable(f"{self.state}: {self.text}")
 
     def report(self) -> dict[str, Any]:
         """For programs: the same as values for JSON."""
@@ -148,21 +148,17 @@ def format_error(error: BaseException) -> str:
 
 @click.command(help=HELP)
 @click.argument("task_id")
-@app_options
+@with_app
 @timeout_option(ANSWER_TIMEOUT_S, "How long to wait for the workers' answers.")
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.pass_context
 def explain(
-    context: click.Context,
-    *,
-    task_id: str,
-    app_path: str,
-    redis_url: str | None,
-    timeout_s: float,
-    as_json: bool,
+    context: click.Context, *, task_id: str, app: Celery, timeout_s: float, as_json: bool
 ) -> None:
     """Runs the command; see `HELP`."""
-    found = find(load_app(app_path, redis_url), task_id, timeout_s)
+    if not task_id:
+        raise click.UsageError("TASK_ID is empty")
+    found = find(app, task_id, timeout_s)
     click.echo(json.dumps(found.report()) if as_json else found.line)
     context.exit(found.exit_code)
 

@@ -43,16 +43,20 @@ def ask(url: str, path: str) -> tuple[int, str]:
     Raises:
         SettingsError: The URL is none.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or http.client.HTTP_PORT
+    except ValueError:
+        host = None
+    if not host or parts.scheme != "http":
         raise SettingsError(f"--url {url!r}: it is no URL of a worker; write it as {DEFAULT_URL}")
     # Not by urllib, which would ask a proxy of the environment.
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read().decode(errors="replace").strip()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:
         return 0, f"{url} does not answer: {error or type(error).__name__}"
     finally:
         connection.close()

@@ -9,7 +9,7 @@ from celery import Celery
 from rich import box
 from rich.table import Table
 
-from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import broker_errors, render
 from batchery.cli.survey import Registered, aliases_in, registered_tasks
 
@@ -74,20 +74,12 @@ def _kind(info: Mapping[str, str]) -> str:
 
 
 @click.command(help=HELP)
-@app_options
+@with_app
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per task, on a line each.")
 @timeout_option(ANSWER_TIMEOUT_S, "How long to wait for the workers' answers.")
 @click.pass_context
-def models(
-    context: click.Context,
-    *,
-    app_path: str,
-    redis_url: str | None,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
+def models(context: click.Context, *, app: Celery, as_json: bool, timeout_s: float) -> None:
     """Runs the command; see `HELP`."""
-    app = load_app(app_path, redis_url)
     found = _ask(app, timeout_s)
     if as_json:
         for task in served_tasks(found):

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import click
+from celery import Celery
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import render
 from batchery.cli.stats import NO_WORKER, NONE, REFRESH_S
 from batchery.cli.survey import WorkerDirectory, survey
@@ -31,20 +32,12 @@ Exit codes:
 
 
 @click.command(help=HELP)
-@app_options
+@with_app
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each model and device.")
 @timeout_option(REFRESH_S, "How long the workers' answers are collected.")
 @click.pass_context
-def placement(
-    context: click.Context,
-    *,
-    app_path: str,
-    redis_url: str | None,
-    as_json: bool,
-    timeout_s: float,
-) -> None:
+def placement(context: click.Context, *, app: Celery, as_json: bool, timeout_s: float) -> None:
     """Runs the command; see `HELP`."""
-    app = load_app(app_path, redis_url)
     check_broker(app)
     found = survey(WorkerDirectory(app), app, timeout_s, ())
     if as_json:

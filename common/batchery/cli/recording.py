@@ -224,7 +224,8 @@ def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s
     check_broker(app)
     with write_errors(path):
         file = path.open("w" if overwrite else "x", encoding="utf-8")
-    with file, Interrupt() as ends:
+    # What a full disk did not take is written once more when the file is closed.
+    with write_errors(path, "; it has the jobs until now"), file, Interrupt() as ends:
         recorder = _Recorder(app, file, path, timeout_s)
         if as_json:
             recorder.follow(ends, lambda _: None)
@@ -289,9 +290,8 @@ class _Recorder:
         else:
             self._began_s = self._began_s or now_s
         lines = recording.add(answers, now_s - (self._began_s or now_s))
-        with write_errors(self._path, "; it has the jobs until now"):
-            self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
-            self._file.flush()
+        self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        self._file.flush()
         return recording.left(answers)
 
     def _report(self) -> None:

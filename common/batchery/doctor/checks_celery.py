@@ -1,7 +1,9 @@
 """Checks of the app: its Celery settings, and what is wrapped around its tasks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from batchery.doctor import thresholds as limits
 from batchery.doctor.facts import Facts
@@ -51,12 +53,17 @@ def _find_early_acks(facts: Facts) -> Iterator[Symptom]:
         yield from when(not task.acks_late, f"task {task.name} has acks_late=False")
 
 
+def _name_serializers(accepted: Iterable[str]) -> list[str]:
+    """Names of serializers, as Celery takes their content types, too."""
+    return [registry.type_to_name.get(each, each) for each in accepted]
+
+
 def _find_refused(facts: Facts) -> Iterator[Symptom]:
     accepted = list(facts.conf["accept_content"])
     for name in sorted({facts.conf["task_serializer"], *(task.serializer for task in facts.tasks)}):
-        is_accepted = name in accepted or f"application/{name}" in accepted
         text = f"messages are written as {name}, and accept_content is {accepted}"
-        yield from when(not is_accepted, text, accept=sorted({"json", name}))
+        is_refused = name not in _name_serializers(accepted)
+        yield from when(is_refused, text, accept=sorted({"json", name}))
 
 
 def _find_odd_expiry(facts: Facts) -> list[Symptom]:
@@ -104,7 +111,9 @@ CHECKS: Mapping[str, Find] = {
     ),
     "requeue-forever": check_setting("task_reject_on_worker_lost", bool),
     "serializer-refused": _find_refused,
-    "pickle-accepted": check_setting("accept_content", lambda value: "pickle" in str(list(value))),
+    "pickle-accepted": check_setting(
+        "accept_content", lambda value: "pickle" in str(_name_serializers(value))
+    ),
     "result-expires": _find_odd_expiry,
     "result-backend-missing": lambda facts: when(
         facts.tasks and facts.backend == "none", "the app has no result backend"

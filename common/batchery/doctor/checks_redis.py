@@ -9,7 +9,7 @@ from batchery.transport.worker_registry import OLDEST_REDIS
 
 
 def _find_old_version(facts: Facts) -> list[Symptom]:
-    version = facts.info["redis_version"]
+    version = str(facts.info["redis_version"])
     is_old = tuple(map(int, version.split(".")[:2])) < OLDEST_REDIS
     return when(is_old, f"the broker is Redis {version}")
 

@@ -1,7 +1,7 @@
 """What a check is, and what it finds. Pure, but for the catalogue with the texts.
 
 A check is a function from facts to symptoms. One that needs a fact which could not be gathered ends
-with `FactUnknown`, and counts as not checked.
+with `FactUnknown`, and counts as not checked; so does one to which a fact makes no sense.
 """
 
 import tomllib
@@ -131,6 +131,9 @@ def diagnose(checks: Mapping[str, Find], facts: Facts) -> Diagnosis:
             symptoms = list(checks[name](facts))
         except FactUnknown as unknown:
             diagnosis.unchecked[name] = str(unknown)
+            continue
+        except Exception as error:  # noqa: BLE001 (a setting, or a figure, may be of any type)
+            diagnosis.unchecked[name] = f"{type(error).__name__}: {error}"
             continue
         diagnosis.passed += not symptoms
         for symptom in symptoms:

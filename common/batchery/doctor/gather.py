@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import redis
 from celery import Celery
@@ -141,7 +141,10 @@ def _name_servers(app: Celery) -> tuple[str, str]:
     with app.connection_for_read() as connection:
         urls = (connection.as_uri(), str(getattr(app.backend, "url", None) or ""))
     parts = [urlsplit(redis_url(url).partition(";")[0]) for url in urls]
-    names = [(each.hostname or each.path).replace("localhost", "127.0.0.1") for each in parts]
+    # Kombu escapes what stands between the brackets of an IPv6 address.
+    names = [
+        unquote(each.hostname or each.path).replace("localhost", "127.0.0.1") for each in parts
+    ]
     broker, results = (f"{name}:{at.port or 6379}" for name, at in zip(names, parts, strict=True))
     return broker, results
 
@@ -157,9 +160,9 @@ def _gather_cluster(app: Celery, timeout_s: float) -> dict[str, Any]:
     more: Sources = {}
     with app.connection_for_read() as connection, connection.channel() as channel:
         if isinstance(channel, kombu_redis.Channel):
-            client, prefix = _make_client(channel), channel.global_keyprefix
+            client = _make_client(channel)
             known |= ask_each(_list_redis_sources(client, channel))
-            more = {"job_bytes": lambda: _weigh_job(client, prefix, found.queues)}
+            more = {"job_bytes": lambda: _weigh_job(client, channel, found.queues)}
     began_s = time.time()
     known |= ask_each({"survey": lambda: _survey(app, timeout_s)})
     found = known["survey"]
@@ -240,12 +243,13 @@ def _read_clock(client: Any) -> float:
     return float(seconds + us / 1e6 - (began_s + time.time()) / 2)
 
 
-def _weigh_job(client: Any, prefix: str, queues: Mapping[str, int]) -> float:
+def _weigh_job(client: Any, channel: Any, queues: Mapping[str, int]) -> float:
     """Bytes of a job in the longest queue, on average; 0 where nothing waits."""
     longest = max(queues, key=lambda name: queues[name], default="")
+    names = Keys(channel.global_keyprefix)
+    own = [names.queue(channel._q_for_pri(longest, step)) for step in channel.priority_steps]
     # Where they are sorted by tenant, the list itself still has an entry for each.
-    own = f"{prefix}{longest}"
-    jobs: int = client.llen(own)
-    lists = [own, *find_tenant_lists(client, Keys(prefix), own)] if jobs else []
-    sizes_bytes: list[int] = [client.memory_usage(key, samples=20) or 0 for key in lists]
+    jobs: int = sum(map(client.llen, own))
+    lists = [*own, *(key for each in own for key in find_tenant_lists(client, names, each))]
+    sizes_bytes: list[int] = [client.memory_usage(key, samples=20) or 0 for key in lists if jobs]
     return sum(sizes_bytes) / max(jobs, 1)

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -22,6 +23,9 @@ FLOWER_TIMEOUT_S = 2.0
 
 #: Its port, if nobody says otherwise.
 FLOWER_PORT = 5555
+
+#: What a driver of CUDA answers on a machine that has no device.
+CUDA_NO_DEVICE = 100
 
 #: What Docker, Podman and Kubernetes put into a container.
 CONTAINER_MARKS = (
@@ -71,15 +75,16 @@ def _read_folder(model: str) -> ModelFolder | None:
     return None if HUB_ID.fullmatch(model) else ModelFolder(False, ())
 
 
-def _read_driver() -> tuple[int, float | FactUnknown]:
+def _read_driver() -> tuple[int | FactUnknown, float | FactUnknown]:
     """Number of CUDA devices, and the version that the driver is for; without torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0, FactUnknown("this machine has no driver of CUDA")
     devices, number = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(devices)):
-        return 0, FactUnknown("the driver of CUDA does not start")
+    if code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(devices)):
+        unknown = FactUnknown(f"the driver of CUDA does not start: error {code}")
+        return 0 if code == CUDA_NO_DEVICE else unknown, unknown
     driver.cuDriverGetVersion(ctypes.byref(number))
     return devices.value, number.value // 1000 + number.value % 1000 / 100
 
@@ -107,17 +112,25 @@ def _read_open_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def _find_open_flower(url: str | None) -> str:
-    """The URL of a Flower that shows its workers to anybody; empty if there is none."""
+def _find_open_flower(named_url: str | None) -> str:
+    """The URL of a Flower that shows its workers to anybody; empty if there is none.
+
+    Raises:
+        FactUnknown: The one that is named does not answer.
+    """
     # Without a proxy: one from the environment cannot reach this machine's own addresses.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        url = url or f"http://{_find_own_address()}:{FLOWER_PORT}"
+        url = named_url or f"http://{_find_own_address()}:{FLOWER_PORT}"
         with opener.open(f"{url.rstrip('/')}/workers", timeout=FLOWER_TIMEOUT_S) as page:
             # One with a login redirects to it.
             is_open = page.url.endswith("/workers") and b"Flower</title>" in page.read()
-    except (OSError, ValueError):
-        return ""
+    except urllib.error.HTTPError:
+        return ""  # It answers, and does not show them.
+    except (OSError, ValueError) as error:
+        if named_url is None:
+            return ""
+        raise FactUnknown(f"--flower {named_url}: {error}") from error
     return url if is_open else ""
 
 

@@ -1,5 +1,8 @@
 """`batchery serve`: the HTTP gateway; `batchery key`: its API keys."""
 
+import json
+import re
+
 import click
 
 from batchery.cli.app import app_options
@@ -53,5 +56,7 @@ def key(*, name: str) -> None:
     from batchery_producer.gateway.callers import make_key
 
     made, hashed = make_key()
+    # TOML's own rule; a dot in a name would make a table of its own.
+    table = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
     click.echo(f"Key, for {name} alone: {made}")
-    click.echo(f'For batchery.toml:\n\n[gateway.keys.{name}]\nhash = "{hashed}"')
+    click.echo(f'For batchery.toml:\n\n[gateway.keys.{table}]\nhash = "{hashed}"')

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from batchery.cli.app import app_options, load_app
 from batchery.cli.console import Interrupt
-from batchery.cli.main import main, one_line_errors
+from batchery.cli.main import main
 from batchery.priority_class import LOWEST_PRIORITY
 from batchery.retry import Interrupted
 from batchery_producer.diagnosis import explain_stall
@@ -400,13 +400,13 @@ def submit(
     flags["stop_at_failure"] = flags.pop("on_error") == "stop"
     if as_json and output == STANDARD_STREAM:
         raise click.UsageError("--json and -o - both want stdout")
-    with Interrupt() as interrupt, one_line_errors():
+    with Interrupt() as interrupt:
         app = load_app(app_path, redis_url)
         options = SubmitOptions(stop=interrupt, **flags)
         if dry_run:
             tried = try_file(source, task, output, app=app, options=options)
             click.echo(describe_dry_run(tried, " ".join(source)), err=True)
-            sys.exit(tried.ending.value)
+            sys.exit((Ending.INTERRUPTED if interrupt() else tried.ending).value)
         display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
             nullcontext() if quiet else display_on(Console(stderr=True), task or "submit")
         )

@@ -1,16 +1,18 @@
 """Users of Redis: the lines that `batchery acl` prints, and the names that they have."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 from kombu import Queue
 
 from batchery import SettingsError, StartError, access
 from batchery.access import ROLES, Grant, KeySpace, list_patterns, write_user
-from batchery.cli.acl import keep_passwords, read_key_space
+from batchery.cli.acl import acl, keep_passwords, read_key_space
 
 SPACE = KeySpace(queues=["q"])
 EXPIRES = {"x-expires": 9000}
@@ -123,6 +125,13 @@ def test_a_queue_with_a_space_is_refused() -> None:
             write_user("u", "producer", space, "x", has_selectors=has_selectors)
 
 
+def test_a_user_with_a_space_is_refused_before_it_has_a_password(tmp_path: Path) -> None:
+    file = tmp_path / "passwords"
+    done = CliRunner().invoke(acl, ["--prefix", "my shop-", "--passwords", str(file)])
+    assert (done.exit_code, file.exists()) == (2, False)
+    assert "Error: --prefix has white space" in done.stderr
+
+
 def test_a_broker_that_is_no_redis_is_refused() -> None:
     app: Any = Celery("shop", broker="amqp://h", set_as_current=False)
     with pytest.raises(SettingsError, match="access lists are Redis's, but the broker is amqp://"):
@@ -138,6 +147,12 @@ def test_passwords_are_made_once_and_only_their_owner_may_read_them(tmp_path: Pa
     assert keep_passwords(file, ["b"]) == second
     assert file.stat().st_mode & 0o777 == 0o600
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_what_a_run_that_was_killed_has_left_is_in_no_way(tmp_path: Path) -> None:
+    # In containers, processes often have the same number.
+    (tmp_path / f"passwords.{os.getpid()}").touch()
+    assert "a" in keep_passwords(tmp_path / "passwords", ["a"])
 
 
 def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:

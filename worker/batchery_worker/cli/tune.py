@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from celery import Celery
@@ -26,6 +26,7 @@ from batchery.installation import get_installation
 from batchery.model import Model
 from batchery.model_task import ModelTask
 from batchery_worker.batching.planner import MIN_STREAM_TOKENS, PASS_TOKENS, plan
+from batchery_worker.cli.verify import texts_option
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.memory import Memory
@@ -277,11 +278,7 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
 @click.argument("name", metavar="MODEL")
 @click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
-@click.option(
-    "--texts",
-    type=click.File(encoding="utf-8"),
-    help="A text per line, instead of Python's own documentation.",
-)
+@texts_option("instead of Python's own documentation")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -295,7 +292,7 @@ def tune(
     name: str,
     app_path: str,
     device: str | None,
-    texts: TextIO | None,
+    texts: Sequence[str],
     seconds: float,
     as_json: bool,
     plot: Path | None,
@@ -304,9 +301,8 @@ def tune(
     app = load_app(app_path)
     task = _model_task(app, name)
     device = device or choose_devices(get_installation(app).settings.devices)[0]
-    lines = [line.strip() for line in texts or () if line.strip()]
     report = tuned(
-        task, device, lines or paragraphs(), seconds, lambda line: click.echo(line, err=True)
+        task, device, texts or paragraphs(), seconds, lambda line: click.echo(line, err=True)
     )
     click.echo(json.dumps(report)) if as_json else _print(report)
     if plot is not None:

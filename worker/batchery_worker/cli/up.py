@@ -1,6 +1,7 @@
 """`batchery up`: Redis, a worker, Flower and the HTTP gateway in one terminal."""
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
@@ -186,7 +187,7 @@ def _why_silent(endpoint: str) -> str:
         urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         error.close()
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return str(getattr(error, "reason", error))
     return ""
 

@@ -1,8 +1,9 @@
 """`batchery verify`: whether a model's batches give what single texts give."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -32,16 +33,26 @@ Exit codes:
 """
 
 
+def texts_option(instead: str) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a command `--texts FILE`, which it gets as the texts; none without a file."""
+
+    def read(_: click.Context, __: click.Parameter, file: TextIO | None) -> list[str]:
+        try:
+            with file or nullcontext(()) as lines:
+                return [text for line in lines if (text := line.strip())]
+        except UnicodeDecodeError as error:
+            raise click.BadParameter(f"{file and file.name}: no text in UTF-8: {error}") from None
+
+    kind, text = click.File(encoding="utf-8"), f"A text per line, {instead}."
+    return click.option("--texts", type=kind, callback=read, help=text)
+
+
 @click.command(help=HELP)
 @click.argument("names", metavar="[MODEL]...", nargs=-1)
 @click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Not the model's own.")
-@click.option(
-    "--texts",
-    type=click.File(encoding="utf-8"),
-    help="A text per line, instead of built-in ones.",
-)
+@texts_option("instead of built-in ones")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per model, on a line each.")
 @click.pass_context
 def verify(
@@ -51,14 +62,13 @@ def verify(
     app_path: str,
     device: str | None,
     dtype: str | None,
-    texts: TextIO | None,
+    texts: Sequence[str],
     as_json: bool,
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path)
     settings = get_installation(app).settings
     models = _chosen(settings, names)
-    lines = [line.strip() for line in texts or () if line.strip()]
     device = device or choose_devices(settings.devices)[0]
     # torch takes seconds to import: other commands must not pay for it.
     from batchery_worker.models import verification
@@ -66,7 +76,7 @@ def verify(
     passed = True
     for name, model in models.items():
         changed = model.model_copy(update={"dtype": dtype} if dtype else {})
-        report = verification.verify(changed, device, lines)
+        report = verification.verify(changed, device, texts)
         passed = passed and report.passed
         click.echo(
             json.dumps({"model": name, **report.to_json()}) if as_json else _format(name, report)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from rich.table import Table
 
 from batchery import RedisUnavailable, StartError
@@ -13,6 +14,13 @@ def test_broker_that_is_away_is_named_with_what_to_look_at() -> None:
     told = r"^the broker does not answer: refused; is it up\?$"
     with pytest.raises(RedisUnavailable, match=told), broker_errors():
         raise NoConnection("refused")
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("OOM maxmemory"), ReadOnlyError("a replica")])
+def test_broker_that_refuses_a_command_is_not_called_away(error: Exception) -> None:
+    told = f"^the broker answers, and refuses a command: {error}$"
+    with pytest.raises(RedisUnavailable, match=told), broker_errors():
+        raise error
 
 
 def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:

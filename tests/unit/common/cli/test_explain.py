@@ -32,6 +32,12 @@ def test_a_failure_says_why_in_one_line() -> None:
     assert found.exit_code == 1
 
 
+def test_an_error_with_an_escape_cannot_move_the_cursor() -> None:
+    found = from_result("id", {"status": "FAILURE", "result": ValueError("no \x1b[2Jitem")})
+    assert found.line.endswith("; ValueError: no \\x1b[2Jitem")
+    assert found.report()["error"] == "ValueError: no \x1b[2Jitem"
+
+
 def test_times_of_known_stages_are_shown() -> None:
     assert describe_batch({**BATCH, "prepare_ms": 3.21, "queued_ms": 0.04}) == (
         "waited 12 ms, batch b7 of 37 items, 4 % padding, 3.2 ms to prepare,"

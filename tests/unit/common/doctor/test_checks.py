@@ -75,6 +75,9 @@ def slow(took_ms: float, age_s: float) -> dict[str, Any]:
 
 REPLICA = {"ip": "10.0.0.2", "port": 6379, "state": "online", "lag": 1}
 
+#: Content types of the serializers pickle and yaml.
+PICKLE, YAML = "application/x-python-serialize", "application/x-yaml"
+
 #: Check, what is changed in facts of a healthy deployment, and a part of what is found.
 WRONG: list[Case] = [
     ("redis-away", {"redis_problem": "no Redis at redis://h"}, "no Redis at"),
@@ -131,6 +134,7 @@ WRONG: list[Case] = [
     ("serializer-refused", conf(task_serializer="yaml"), "yaml"),
     ("serializer-refused", task(serializer="msgpack"), "msgpack"),
     ("pickle-accepted", conf(accept_content=["json", "pickle"]), "pickle"),
+    ("pickle-accepted", conf(accept_content=["json", PICKLE]), PICKLE),
     ("result-expires", conf(result_expires=None), "never"),
     ("result-expires", conf(result_expires=5), "5 s"),
     ("result-backend-missing", {"backend": "none"}, "no result backend"),
@@ -222,6 +226,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("visibility-timeout", conf(broker_transport_options={"visibility_timeout": 60})),
     ("visibility-timeout", conf(broker_transport_options={"leases": False})),
     ("serializer-refused", conf(accept_content=["application/json"])),
+    ("serializer-refused", {**task(serializer="yaml"), **conf(accept_content=["json", YAML])}),
     ("result-backend-missing", {"backend": "none", "tasks": []}),
     ("priority-steps", {"worker_options": {WORKER: {"fetch_messages": 9}}}),
     ("tracer-wrapped", {"tracer_module": "sentry_sdk.integrations.celery"}),
@@ -332,6 +337,15 @@ def test_a_figure_that_this_redis_does_not_have_leaves_its_check_unchecked() -> 
     facts = make_facts(info=KnownFigures("INFO", {"redis_version": "7.0.0"}))
     diagnosis = diagnose(CHECKS, facts)
     assert diagnosis.unchecked["redis-eviction"] == "INFO has no maxmemory_policy"
+    assert diagnosis.findings == []
+
+
+def test_a_fact_of_another_form_costs_only_the_checks_that_need_it() -> None:
+    # INFO's figures are numbers where they can be, and settings are whatever an app has set.
+    changes = {**info(redis_version=7.2), **conf(accept_content=None)}
+    diagnosis = diagnose(CHECKS, make_facts(**changes))
+    assert {"serializer-refused", "pickle-accepted"} == set(diagnosis.unchecked)
+    assert diagnosis.unchecked["pickle-accepted"].startswith("TypeError: ")
     assert diagnosis.findings == []
 
 

@@ -65,6 +65,7 @@ def test_clock_is_off_by_what_no_delay_explains() -> None:
         ("redis://localhost", "redis://127.0.0.1:6379/1", ("127.0.0.1:6379", "127.0.0.1:6379")),
         ("redis://:pw@a:1/0", "redis://b:2", ("a:1", "b:2")),
         ("redis://a:1;redis://b:2", "valkey://a:1", ("a:1", "a:1")),
+        ("redis://[::1]:1/0", "redis://[::1]:1/1", ("::1:1", "::1:1")),
     ],
 )
 def test_servers_are_compared_by_host_and_port(
@@ -118,14 +119,21 @@ def test_slow_command_is_named_without_its_arguments() -> None:
 
 
 def test_job_is_weighed_in_the_longest_queue() -> None:
-    sizes = {"p-long": 5000, b"p-batchery:tenants:of:p-long\0acme": 7000}
+    jobs = {"p-long": 10, "p-urgent\x06\x163": 4}
+    sizes = {"p-long": 5000, b"p-batchery:tenants:of:p-long\0acme": 7000, [*jobs][1]: 4800}
     client = SimpleNamespace(
-        llen={"p-long": 10, "p-": 0}.__getitem__,
-        memory_usage=lambda key, **_: sizes[key],
-        zrange=lambda key, *_: {"p-batchery:tenants:turns:p-long": [b"acme"]}[key],
+        llen=lambda key: jobs.get(key, 0),
+        memory_usage=lambda key, **_: sizes.get(key),
+        zrange=lambda key, *_: [b"acme"] if key == "p-batchery:tenants:turns:p-long" else [],
     )
-    assert gather._weigh_job(client, "p-", {"short": 1, "long": 10}) == 1200.0
-    assert gather._weigh_job(client, "p-", {}) == 0.0
+    channel = SimpleNamespace(
+        global_keyprefix="p-",
+        priority_steps=[0, 3],
+        _q_for_pri=lambda name, step: f"{name}\x06\x16{step}" if step else name,
+    )
+    assert gather._weigh_job(client, channel, {"short": 1, "long": 10}) == 1200.0
+    assert gather._weigh_job(client, channel, {"urgent": 4}) == 1200.0
+    assert gather._weigh_job(client, channel, {}) == 0.0
 
 
 def test_transport_options_of_a_worker_are_found_as_each_app_spells_them() -> None:

@@ -41,6 +41,15 @@ def test_devices_are_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
     assert (count, type(driver)) == (0, FactUnknown)
 
 
+def test_nobody_knows_the_devices_of_a_driver_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As after an update of the driver, before the machine was started again.
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver(code=803))
+    for fact in machine._read_driver():
+        assert str(fact) == "the driver of CUDA does not start: error 803"
+
+
 def test_machine_without_a_driver_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: str) -> None:
         raise OSError("no such file")
@@ -143,6 +152,13 @@ def test_another_server_is_no_flower(flower: str) -> None:
     assert machine._find_open_flower(f"{flower}/else") == ""
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense"])
-def test_where_nothing_answers_nothing_is_open(url: str) -> None:
-    assert machine._find_open_flower(url) == ""
+def test_where_nothing_answers_nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_find_own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(machine, "FLOWER_PORT", 1)
+    assert machine._find_open_flower(None) == ""
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "flower.example:5555", "nonsense"])
+def test_nobody_knows_whether_a_flower_is_open_that_was_named_and_does_not_answer(url: str) -> None:
+    with pytest.raises(FactUnknown, match=f"^--flower {url}: "):
+        machine._find_open_flower(url)

@@ -6,13 +6,14 @@ from click.testing import CliRunner, Result
 
 from batchery import AppNotImportable
 from batchery.cli.app import load_app
+from batchery.cli.main import main
 from batchery_producer import Ending, Snapshot, Summary
-from batchery_producer.cli.submit import as_dict, describe, figures, submit
+from batchery_producer.cli.submit import as_dict, describe, figures
 from batchery_producer.run.options import duration
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(submit, arguments)
+    return CliRunner().invoke(main, ["submit", *arguments])
 
 
 @pytest.mark.parametrize(
