@@ -218,6 +218,14 @@ def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
 
 
+def test_the_exporter_looks_into_the_queues_of_all_workers() -> None:
+    """Nobody else tells it of a queue that only `-Q` names, once the last worker has gone."""
+    workers = {"default": {}, "gpu": {"queues": ["embed", "night"]}, "big": {"queues": ["night"]}}
+    for values, queues in ((SECRETS, []), ({**SECRETS, "workers": workers}, ["embed,night"])):
+        args = container(pods(render(values))["batchery-exporter"])["args"]
+        assert [each.partition("=")[2] for each in args if each.startswith("--queues=")] == queues
+
+
 def test_the_worker_that_is_there_by_default_can_be_taken_away() -> None:
     objects = render({**SECRETS, "workers": {"default": None, "gpu": {"gpus": 1}}})
     assert [name for name in pods(objects) if "worker" in name] == ["batchery-worker-gpu"]
