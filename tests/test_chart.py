@@ -10,6 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from kombu.utils.url import parse_url
+from redis import ConnectionPool
 
 from batchery import Settings
 from batchery_producer.gateway.connection import GRACE_S
@@ -202,6 +204,14 @@ def test_the_gateway_reads_keys_and_files_from_its_environment(
     assert url == "redis://:p%2Fw@batchery-redis:6379/0"
 
 
+def test_any_password_reaches_redis_as_it_is() -> None:
+    password = "p w+x/y:z@%25#ü"
+    found = find(render({**PASSWORDS, "redis": {"password": password}}), "Secret", "batchery-redis")
+    url = found["stringData"]["url"]
+    assert parse_url(url)["password"] == password
+    assert ConnectionPool.from_url(url).connection_kwargs["password"] == password
+
+
 def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
     objects = render(FULL)
     default = find(objects, "Deployment", "batchery-worker-default")
@@ -250,9 +260,17 @@ def test_a_worker_has_time_to_load_its_models_and_to_finish_its_batch() -> None:
     assert loading_s > Settings.model_fields["device_start_timeout_s"].default
     assert pod["spec"]["terminationGracePeriodSeconds"] == 120
     assert "preStop" not in only.get("lifecycle", {}), "SIGTERM is the warm shutdown"
+    # A roll-out is not given up while one worker ends and the next one loads.
+    deployment = find(render(SECRETS), "Deployment", "batchery-worker-default")["spec"]
+    assert deployment["progressDeadlineSeconds"] > loading_s + 120
     changed = {**SECRETS, "workers": {"default": {"gracePeriodSeconds": 900}}}
     pod = pods(render(changed))["batchery-worker-default"]
     assert pod["spec"]["terminationGracePeriodSeconds"] == 900
+
+
+def test_workers_that_are_not_ready_hold_up_no_drain() -> None:
+    budget = find(render(FULL), "PodDisruptionBudget", "batchery-worker-gpu")["spec"]
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_a_gateway_that_goes_takes_calls_until_the_service_sends_none() -> None:
