@@ -385,6 +385,23 @@ def test_redis_takes_its_file_keeps_every_write_and_forgets_nothing(tmp_path: Pa
         assert client.lrange("celery", 0, -1) == [b"a job"]
 
 
+def test_backup_that_fails_stops_no_queue(tmp_path: Path) -> None:
+    """The log of writes has everything; a full disk is noticed by it, too."""
+    with redis_of_the_example(tmp_path) as client:
+        # Redis before 7 reads only one pair of a line.
+        client.config_set("save", "3600 1 300 1000 60 100000")
+        # Nothing can take its place, as where memory is too short to fork, or the disk is full.
+        (tmp_path / "dump.rdb").mkdir()
+        client.bgsave()
+
+        def has_failed() -> bool:
+            said: Any = client.info("persistence")
+            return bool(said["rdb_last_bgsave_status"] == "err")
+
+        wait_for(has_failed, "the snapshot has failed")
+        client.lpush("celery", "a job")
+
+
 def test_flower_asks_for_the_password_and_says_that_it_lives(
     tmp_path: Path, redis_url: str
 ) -> None:
