@@ -1,6 +1,7 @@
 """The Helm chart gives what a cluster needs, refuses what cannot work, and names what exists."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -210,6 +211,31 @@ def test_any_password_reaches_redis_as_it_is() -> None:
     url = found["stringData"]["url"]
     assert parse_url(url)["password"] == password
     assert ConnectionPool.from_url(url).connection_kwargs["password"] == password
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_live", "is_ready"),
+    [
+        ("PONG", True, True),
+        # A full disk: a restart would read the log for a minute, and find the disk as full.
+        ("MISCONF Errors writing to the AOF file: No space left on device", True, False),
+        ("BUSY Redis is busy running a script.", False, False),
+        ("Could not connect to Redis at 127.0.0.1:6379: Connection refused", False, False),
+    ],
+    ids=["fine", "full disk", "busy", "gone"],
+)
+def test_redis_is_restarted_only_where_that_helps(
+    tmp_path: Path, answer: str, is_live: bool, is_ready: bool
+) -> None:
+    client = tmp_path / "redis-cli"
+    client.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    client.chmod(0o755)
+    only = container(pods(render(SECRETS))["batchery-redis"])
+    for probe, expected in (("livenessProbe", is_live), ("readinessProbe", is_ready)):
+        command = only[probe]["exec"]["command"]
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(command, env={"PATH": path}, check=False)
+        assert (done.returncode == 0) is expected, probe
 
 
 def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
