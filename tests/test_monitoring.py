@@ -41,12 +41,12 @@ def dashboard_queries() -> list[str]:
     return [each["expr"].replace("$__rate_interval", "1m") for each in targets]
 
 
-def autoscaling_queries(queues: list[str]) -> list[str]:
+def autoscaling_queries(queues: list[str], *, pod_monitor: bool = False) -> list[str]:
     values = {
         "redis": {"existingSecret": "a"},
         "gateway": {"existingSecret": "b"},
         "workers": {"default": {"queues": queues, "autoscaling": {"enabled": True}}},
-        "monitoring": {"prometheusUrl": "http://prometheus:9090"},
+        "monitoring": {"prometheusUrl": "http://prometheus:9090", "podMonitor": pod_monitor},
     }
     [scaled] = [each for each in render(values) if each["kind"] == "ScaledObject"]
     triggers = [trigger["metadata"] for trigger in scaled["spec"]["triggers"]]
@@ -122,6 +122,7 @@ def test_every_metric_is_documented() -> None:
 def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_path: Path) -> None:
     jobs, oldest = autoscaling_queries(["embed", "mood"])
     everything, _ = autoscaling_queries([])
+    own_jobs, own_oldest = autoscaling_queries(["embed", "mood"], pod_monitor=True)
 
     def case(series: dict[str, str], expected: dict[str, float | None]) -> dict[str, Any]:
         return {
@@ -161,6 +162,14 @@ def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_pa
         # Redis is away, or nobody reports: nothing is known, so nothing changes.
         case({"batchery_broker_up": "0x9"}, {jobs: None, oldest: None}),
         case({"batchery_broker_up": "1x5 stale"}, {jobs: None, oldest: None}),
+        # Of another release nothing is wanted, where the names of Prometheus' jobs tell.
+        case({**up, **queues}, {own_jobs: None, own_oldest: None}),
+        case(
+            {each.replace("exporter", "batchery/batchery"): n for each, n in queues.items()}
+            | queue("embed", 900, 900, 900),
+            {own_jobs: 43, own_oldest: 90},
+        ),
+        case({'batchery_broker_up{job="batchery/batchery"}': "1x9"}, {own_jobs: 0, own_oldest: 0}),
     ]
     (tmp_path / "test.yml").write_text(
         json.dumps({"rule_files": [], "evaluation_interval": "1m", "tests": cases})

@@ -66,6 +66,13 @@ def test_every_command_and_setting_exists(path: Path) -> None:
     check_environment([*unit.environment, *COMMON.environment])
 
 
+def test_redis_outlives_the_units_at_a_shutdown_whatever_its_unit_is_called() -> None:
+    """Debian adds `-server`; Fedora, Arch and others do not. What starts later ends sooner."""
+    after = COMMON["Unit"]["After"].split()
+    assert {"redis.service", "valkey.service"} <= set(after)
+    assert {"redis-server.service", "valkey-server.service"} <= set(after)
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_understands_all_of_them(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)

@@ -57,7 +57,9 @@ def largest(metric: str, *labels: str) -> str:
 
 
 FAILED = (
-    rate("batchery_jobs_total", where='{outcome="failed"}') + " / " + rate("batchery_jobs_total")
+    rate("batchery_jobs_total", where='{outcome=~"failed|shed"}')
+    + " / "
+    + rate("batchery_jobs_total")
 )
 PADDING = (
     "1 - "
@@ -80,7 +82,13 @@ NUMBERS = [
         red_from=1,
     ),
     Panel("Oldest job", "s", {largest("batchery_queue_oldest_job_seconds"): ""}, red_from=300),
-    Panel("Failed", "percentunit", {FAILED: ""}, "Of all jobs that ended.", red_from=0.05),
+    Panel(
+        "Failed",
+        "percentunit",
+        {FAILED: ""},
+        "Of all jobs that ended; with those that were shed.",
+        red_from=0.05,
+    ),
     Panel("Dead letters", "short", {largest("batchery_dead_letters"): ""}, red_from=1),
 ]
 

@@ -184,6 +184,26 @@ def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) ->
     assert samples["batchery_leases_held",] == 0
 
 
+def test_event_loop_that_stands_still_does_not_look_well(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    watched = start(start_worker, "apps.stuck")
+    wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
+    gate = tmp_path / "gate"
+    gate.touch()
+    # Its module is not for this process.
+    job = shop.app.send_task("apps.stuck.note", [str(gate)])
+    wait_for(lambda: not watched.is_well("/readyz"), "it is not ready", patient(20))
+    assert "the event loop has stood still" in watched.says("/readyz")[1]
+    # An ordinary task of the pool `solo` has the loop as long: a restart would end it.
+    assert watched.is_well("/livez")
+    lag = ("batchery_event_loop_lag_seconds",)
+    wait_for(lambda: watched.samples()[lag] > 2.0, "it is said how late it is")
+    gate.unlink()
+    assert job.get(timeout=TIMEOUT_S) == str(gate)
+    wait_for(lambda: watched.is_well("/readyz"), "it is ready again")
+
+
 @pytest.fixture
 def on_own_redis(tmp_path: Path, own_redis: OwnRedis) -> Iterator[Watched]:
     """A worker on a Redis that the test may stop, with a limit for devices that hang."""

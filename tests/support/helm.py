@@ -149,7 +149,7 @@ def render_text(values: str, release: str) -> list[dict[str, Any]]:
     import helm_sdkpy
 
     with cluster() as kubeconfig:
-        configuration = helm_sdkpy.Configuration(namespace="default", kubeconfig=str(kubeconfig))
+        configuration = helm_sdkpy.Configuration(namespace="batchery", kubeconfig=str(kubeconfig))
         install = helm_sdkpy.Install(configuration)
         done = asyncio.run(install.run(release, str(CHART), values=json.loads(values), wait=False))
     objects = [each for each in yaml.safe_load_all(done["manifest"]) if each]

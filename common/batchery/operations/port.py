@@ -100,7 +100,12 @@ class Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
         if not self._calls.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread can be started. The base class hangs up.
+            self._calls.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """What that thread does."""

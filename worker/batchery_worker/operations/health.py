@@ -17,6 +17,9 @@ MAX_MISSED_BEATS = 3
 #: After so much time without Redis a worker is not live, in seconds.
 REDIS_GRACE_S = 600.0
 
+#: After so much time in which its event loop did nothing else a worker is not ready, in seconds.
+MAX_STILL_S = 30.0
+
 
 class DeviceSight(NamedTuple):
     """What is seen of a device."""
@@ -40,6 +43,8 @@ class WorkerSight(NamedTuple):
     beat_s: float | None = None
     #: Whether the last heartbeat was not answered.
     is_silent: bool = False
+    #: For how long its event loop has stood still; 0 where nobody measures it.
+    still_s: float = 0.0
 
 
 class Verdict(NamedTuple):
@@ -86,6 +91,9 @@ class HealthPolicy:
                 if not each.is_ready
             ),
             "" if sight.is_connected else "the worker does not consume its queues",
+            f"the event loop has stood still for {sight.still_s:.0f} s"
+            if sight.still_s > MAX_STILL_S
+            else "",
             "Redis does not answer" if is_lost else "",
         ]
         dead = "; ".join(filter(None, not_live))

@@ -87,8 +87,12 @@ class WorkerWatch:
         )
         self._store = store = opened or self._store
         if store is None:
-            return self._policy.judge(WorkerSight(sights, is_connected))
-        sight = WorkerSight(sights, is_connected, store.beat_s, store.is_silent)
+            return self._policy.judge(
+                WorkerSight(sights, is_connected, still_s=self._find_still_s())
+            )
+        sight = WorkerSight(
+            *(sights, is_connected, store.beat_s, store.is_silent, self._find_still_s())
+        )
         return self._policy.judge(sight, store.expiry_s / BEATS_PER_EXPIRY)
 
     def figures(self) -> dict[str, Any]:
@@ -97,7 +101,7 @@ class WorkerWatch:
         return {
             "leases": None if store is None else store.figures(),
             "health": asdict(self._build_health(verdict)),
-            "loop_lag_s": max(map(float, tuple(self._lags_s)), default=None),
+            "loop_lag_s": self._find_lag_s(),
         }
 
     def _build_health(self, verdict: Verdict) -> HealthFigures:
@@ -107,6 +111,14 @@ class WorkerWatch:
         """Measures how late an event loop is, from now on; again after each reconnect."""
         self._ticked_s = monotonic()
         loop.call_repeatedly(TICK_S, self._tick)
+
+    def _find_still_s(self) -> float:
+        """For how long the event loop has stood still; 0 where nobody measures it."""
+        return max(0.0, monotonic() - self._ticked_s - TICK_S) if self._ticked_s else 0.0
+
+    def _find_lag_s(self) -> float | None:
+        """How late the event loop was lately, or is now; None where nobody measures it."""
+        return max((self._find_still_s(), *self._lags_s)) if self._ticked_s else None
 
     def _tick(self) -> None:
         now_s = monotonic()
@@ -124,7 +136,7 @@ class WorkerWatch:
             nothing = {"devices": {}, "batches": {}, "clock_s": monotonic()}
             figures = read_figures({**nothing, **self.figures()})
             assert figures is not None
-        figures.health = self._build_health(verdict)
+        figures.health, figures.loop_lag_s = self._build_health(verdict), self._find_lag_s()
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)
         yield from collect_workers(workers)

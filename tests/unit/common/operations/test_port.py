@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,3 +141,17 @@ def test_there_are_few_callers_at_once(scene: Scene) -> None:
             assert late.recv(10) == b""
     wait_for(lambda: scene.port._calls._value == MAX_CALLS, "all have gone")
     assert scene.get("/livez")[0] == 200
+
+
+def test_caller_for_whom_no_thread_is_left_takes_nobody_else_s_place(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(MAX_CALLS):
+            with scene.connect() as caller:
+                assert caller.recv(10) == b""
+    assert scene.get("/livez") == (200, b"ok\n")

@@ -103,6 +103,21 @@ def test_device_that_is_not_ready_takes_no_batch(device: DeviceProcess, state: S
     assert device.figures()["state"] == state.name.lower().replace("_", " ")
 
 
+def test_probe_may_ask_for_a_sign_while_batches_come_and_go(device: DeviceProcess) -> None:
+    class Looked:
+        """Another batch comes between the looks at two of them, as on another thread."""
+
+        @property
+        def excused_until_s(self) -> float:
+            device.batches[len(device.batches)] = dispatched()
+            return 0.0
+
+    batches: Any = device.batches
+    batches.update({0: Looked(), 1: Looked()})
+    device.heard_s = 5.0
+    assert device.silent_s(12.0) == 7.0
+
+
 @pytest.mark.parametrize(
     ("deaths", "backoff_s"),
     [(0, 0.0), (1, 0.1), (2, 0.2), (5, 1.6), (9, 25.6), (10, MAX_BACKOFF_S), (9999, MAX_BACKOFF_S)],

@@ -33,6 +33,8 @@ def test_worker_that_consumes_with_its_models_loaded_is_live_and_ready() -> None
         (FINE._replace(devices=None), "the devices have not started"),
         (FINE._replace(devices=[DeviceSight("cpu", False)]), "device cpu is not ready"),
         (FINE._replace(is_connected=False), "the worker does not consume its queues"),
+        (FINE._replace(still_s=29.0), ""),
+        (FINE._replace(still_s=31.4), "the event loop has stood still for 31 s"),
         (FINE._replace(is_silent=True), "Redis does not answer"),
         (FINE._replace(beat_s=NOW_S - 3.1), "Redis does not answer"),
     ],
