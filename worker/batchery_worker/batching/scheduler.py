@@ -543,7 +543,7 @@ class Scheduler(Generic[T]):
             items += job.items
             jobs.append(job)
         shares = self._shares[flow.key.task]
-        item_s = shares.item_s(flow.key.task, items)
+        item_s = shares.charged_item_s(flow.key.task, items)
         return jobs, [shares.charge(flow, items, item_s)]
 
     def _take_from_many(
@@ -574,7 +574,7 @@ class Scheduler(Generic[T]):
                 heapreplace(turns, (place + item_s * job.items / weights[number], number))
             else:
                 heapreplace(turns, (self._place(flow, now_s), number))
-        item_s = shares.item_s(task, items)
+        item_s = shares.charged_item_s(task, items)
         charged = zip(flows, taken, strict=True)
         return jobs, [shares.charge(flow, count, item_s) for (_, flow), count in charged if count]
 
