@@ -61,7 +61,7 @@ class Flow(Generic[T]):
     items: int = 0
     #: Jobs without an early deadline, as they came.
     _undated: deque[Job[T]] = field(default_factory=deque)
-    #: A heap of jobs with an early deadline: deadline, number, job.
+    #: A heap of jobs with an early deadline: when they are due, number, job.
     _dated: list[tuple[float, int, Job[T]]] = field(default_factory=list)
     #: When the oldest of those came; None if that must be looked up.
     _oldest_dated_s: float | None = inf
@@ -91,7 +91,9 @@ class Flow(Generic[T]):
         """Takes a job in."""
         self.items += job.items
         if job.deadline_s < job.arrived_s + DUE_S:
-            heappush(self._dated, (job.deadline_s, next(_numbers), job))
+            # One whose deadline is over would otherwise go before others for ever.
+            due_s = max(job.deadline_s, job.arrived_s)
+            heappush(self._dated, (due_s, next(_numbers), job))
             if self._oldest_dated_s is not None:
                 self._oldest_dated_s = min(self._oldest_dated_s, job.arrived_s)
         else:
