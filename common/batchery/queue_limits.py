@@ -85,7 +85,7 @@ class QueueLimits:
 
         Args:
             where: Where they should go.
-            jobs: How many; they are sent together.
+            jobs: How many; they are sent together. A class that refuses takes as many as fit.
             look: Says what waits in a queue with priorities of a range; None if that is unknown.
 
         Raises:
@@ -98,7 +98,7 @@ class QueueLimits:
             waiting = look(where.queue, self.priorities(priority))
             if waiting is None:
                 return priority
-            problem = _problem(limit, waiting, jobs)
+            problem = _problem(limit, waiting, jobs if limit.when_full == "demote" else 1)
             if problem is None:
                 return priority
             if limit.when_full == "refuse":

@@ -208,16 +208,15 @@ class Publisher:
         limits, where = self._limits, self._where
         if limits is None:
             return options
-        # A class that refuses takes as many of the chunk as fit: the script sees to it.
-        count = jobs if limits.at(where.priority).when_full == "demote" else 1
         deadline_s = self._deadline_s()
         while True:
             try:
-                priority = limits.place(where, count, self._look)
+                priority = limits.place(where, jobs, self._look)
                 break
             except QueueFull as error:
                 self._wait(error, deadline_s)
         limit = limits.at(priority)
+        # A class that refuses takes as many of the chunk as fit: the script sees to it.
         most = (limit.max_waiting or 0) if limit.when_full == "refuse" else 0
         self._room = Room(where.queue, most, limits.priorities(priority))
         return options if priority == where.priority else {**options, "priority": priority}

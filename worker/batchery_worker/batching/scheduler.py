@@ -304,37 +304,37 @@ class Scheduler(Generic[T]):
 
         Nothing if the place of the chosen ones is above `least`.
         """
-        best, chosen = inf, None
-        candidates = self._for_device(task, models)
-        if models is not None:
-            candidates = models.choose(
-                candidates, now_s, self._weigh, self._find_part, is_idle=is_idle
-            )
-        for waiting in candidates:
-            limit = self._max_items(waiting)
-            is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
-            if not is_due and waiting.items < limit:
-                continue
-            flows = [
-                (place, flow)
-                for flow in waiting.flows.values()
-                if accepts(waiting, self._rank(flow), place := self._place(flow, now_s))
-            ]
-            if not flows or not (is_due or sum(flow.items for _, flow in flows) >= limit):
-                continue
-            first = min(flows, key=itemgetter(0))[0]
-            if chosen is None or first < best:
-                best, chosen = first, (waiting, flows, limit)
-        if chosen is None or best > least:
-            return None
-        waiting, flows, limit = chosen
-        if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
-            return self._take_next(
-                accepts, now_s, left_s, task=task, models=models, is_idle=is_idle, least=least
-            )
+        while True:
+            best, chosen = inf, None
+            candidates = self._for_device(task, models)
+            if models is not None:
+                candidates = models.choose(
+                    candidates, now_s, self._weigh, self._find_part, is_idle=is_idle
+                )
+            for waiting in candidates:
+                limit = self._max_items(waiting)
+                is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
+                may_leave = is_due or waiting.items >= limit
+                flows = [
+                    (place, flow)
+                    for flow in waiting.flows.values()
+                    if may_leave
+                    and accepts(waiting, self._rank(flow), place := self._place(flow, now_s))
+                ]
+                if not flows or not (is_due or sum(flow.items for _, flow in flows) >= limit):
+                    continue
+                first = min(flows, key=itemgetter(0))[0]
+                if chosen is None or first < best:
+                    best, chosen = first, (waiting, flows, limit)
+            if chosen is None or best > least:
+                return None
+            waiting, flows, limit = chosen
+            flows = self._apart(waiting.key.task, flows, limit)
+            if not self._shed_late(waiting, flows, limit, now_s + left_s):
+                break
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
-        batch = self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
+        batch = self._take(waiting, flows, limit, now_s)
         if models is not None and batch.items >= limit:
             models.full_s = now_s
         return batch
@@ -418,12 +418,13 @@ class Scheduler(Generic[T]):
         limit: int,
         begin_s: float,
     ) -> bool:
-        """Gives up the jobs that the next batch answers too late; returns whether there are any."""
+        """Gives up jobs that the next batch answers too late, as settings say; returns whether."""
         task = waiting.key.task
-        if begin_s == inf or not self.costs.is_believable(task):
+        if not self._sheds_late or begin_s == inf or not self.costs.is_believable(task):
             return False
-        end_s = begin_s + self.costs.expected_s(task, min(limit, waiting.items))
         own = [flow for _, flow in flows]
+        items = sum(flow.items for flow in own)
+        end_s = begin_s + self.costs.expected_s(task, min(limit, items))
         late = self._take_out(waiting, own, lambda job: job.deadline_s < end_s)
         self._late += late
         return bool(late)
@@ -543,7 +544,7 @@ class Scheduler(Generic[T]):
             items += job.items
             jobs.append(job)
         shares = self._shares[flow.key.task]
-        item_s = shares.item_s(flow.key.task, items)
+        item_s = shares.charged_item_s(flow.key.task, items)
         return jobs, [shares.charge(flow, items, item_s)]
 
     def _take_from_many(
@@ -574,7 +575,7 @@ class Scheduler(Generic[T]):
                 heapreplace(turns, (place + item_s * job.items / weights[number], number))
             else:
                 heapreplace(turns, (self._place(flow, now_s), number))
-        item_s = shares.item_s(task, items)
+        item_s = shares.charged_item_s(task, items)
         charged = zip(flows, taken, strict=True)
         return jobs, [shares.charge(flow, count, item_s) for (_, flow), count in charged if count]
 

@@ -29,7 +29,7 @@ from itertools import chain, count
 from math import inf
 from typing import Any, Generic
 
-from batchery_worker.batching.cost_model import TaskCosts
+from batchery_worker.batching.cost_model import UNKNOWN_ITEM_S, TaskCosts
 from batchery_worker.job import BatchKey, Job, Lane, Limits, T
 
 #: A job counts as due so long after it came, in seconds, unless its deadline is earlier. So those
@@ -61,7 +61,7 @@ class Flow(Generic[T]):
     items: int = 0
     #: Jobs without an early deadline, as they came.
     _undated: deque[Job[T]] = field(default_factory=deque)
-    #: A heap of jobs with an early deadline: deadline, number, job.
+    #: A heap of jobs with an early deadline: when they are due, number, job.
     _dated: list[tuple[float, int, Job[T]]] = field(default_factory=list)
     #: When the oldest of those came; None if that must be looked up.
     _oldest_dated_s: float | None = inf
@@ -91,7 +91,9 @@ class Flow(Generic[T]):
         """Takes a job in."""
         self.items += job.items
         if job.deadline_s < job.arrived_s + DUE_S:
-            heappush(self._dated, (job.deadline_s, next(_numbers), job))
+            # One whose deadline is over would otherwise go before others for ever.
+            due_s = max(job.deadline_s, job.arrived_s)
+            heappush(self._dated, (due_s, next(_numbers), job))
             if self._oldest_dated_s is not None:
                 self._oldest_dated_s = min(self._oldest_dated_s, job.arrived_s)
         else:
@@ -337,6 +339,15 @@ class Shares:
         """
         return self._costs.expected_s(task, items) / items
 
+    def charged_item_s(self, task: str, items: int) -> float:
+        """The same, as a batch that leaves is charged with it: little before costs are fitted.
+
+        A first batch may compile for a minute. If others were charged so much before they are back,
+        virtual time would be ahead of all that wait, and newcomers would starve for that minute.
+        """
+        item_s = self.item_s(task, items)
+        return item_s if self._costs.are_fitted(task) else min(item_s, UNKNOWN_ITEM_S)
+
     def began(self, tag: float) -> None:
         """Moves the virtual time to the tag of a batch that leaves."""
         if not self._in_slots:
@@ -352,7 +363,7 @@ class Shares:
         Args:
             flow: Whose items they are.
             items: Number of its items.
-            item_s: Of `item_s`, for the whole batch.
+            item_s: Of `charged_item_s`, for the whole batch.
         """
         own, weight = self._classes[flow.lane.priority_class], self.weight(flow)
         estimate_s = (SLOT_AHEAD_S if self._in_slots else item_s) * items

@@ -499,7 +499,8 @@ def _write(report: Figures, path: Path) -> None:
 
 
 def _print(report: Figures, plan: Plan) -> None:
-    console = Console(highlight=False)
+    # Names come from traces, and so from callers.
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     devices = f"{plan.fleet.count} device{'s' if plan.fleet.count > 1 else ''}"

@@ -16,8 +16,13 @@ local ages, sizes = KEYS[1], KEYS[2]
 local ttl_ms, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
 local prefix, overhead = ARGV[3], tonumber(ARGV[4])
 
--- At maxmemory Redis refuses a script whose first write needs memory, so this one needs none.
-local total = redis.call('HINCRBY', sizes, 'total', 0)
+-- At maxmemory Redis refuses a first write that may need memory. Then nothing is added; what is too
+-- old or too much goes all the same, as it may be what fills Redis.
+local total = redis.pcall('HINCRBY', sizes, 'total', 0)
+local refusal = type(total) == 'table' and total
+if refusal then
+  total = tonumber(redis.call('HGET', sizes, 'total') or 0)
+end
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 
@@ -40,7 +45,7 @@ end
 -- It forgets more expired results than one call can add, so that they do not pile up.
 forget(redis.call('ZRANGEBYSCORE', ages, '-inf', now_ms, 'LIMIT', 0, 1000))
 
-for i = 3, #KEYS do
+for i = 3, refusal and 0 or #KEYS do
   local digest, value = ARGV[2 * i - 1], ARGV[2 * i]
   -- If another worker has computed the same, its result stays, with its expiry.
   if redis.call('SET', KEYS[i], value, 'PX', ttl_ms, 'NX') then
@@ -80,5 +85,8 @@ for _, key in ipairs({ages, sizes}) do
   if redis.call('PTTL', key) < ttl_ms then
     redis.call('PEXPIRE', key, ttl_ms)
   end
+end
+if refusal then
+  return refusal
 end
 return {total, redis.call('ZCARD', ages), evicted}

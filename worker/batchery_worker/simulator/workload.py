@@ -297,7 +297,8 @@ def _arrival(line: str, place: str, classes: Collection[str], lanes: dict[Lane, 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        with path.open(encoding="utf-8") as file:
+        # Windows may put a mark before the text.
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line
@@ -325,7 +326,8 @@ def _seconds(row: dict[str, Any], field: str, place: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DatasetError(f"{place}: {field} is {_shown(value)}; it must be a number of seconds")
-    if not math.isfinite(value) or value < 0:
+    # JSON has whole numbers that are larger than any float.
+    if not 0 <= value <= sys.float_info.max:
         raise DatasetError(f"{place}: {field} is {_shown(value)}; it must be at least 0")
     return float(value)
 

@@ -14,13 +14,15 @@ HIGH, NORMAL, LOW = (Lane(name) for name in SHARES)
 EMBED, LABEL = BatchKey("embed"), BatchKey("label")
 
 
-def urgent_scene(bulk: int = 100) -> tuple[Scheduler[None], Batch[None]]:
+def urgent_scene(
+    bulk: int = 100, *, sheds_late: bool = False
+) -> tuple[Scheduler[None], Batch[None]]:
     """A scheduler whose device runs a batch of low jobs, with more of them behind."""
     costs = TaskCosts()
     for items in range(1, 40):
         # An item takes a second.
         costs.ran(EMBED.task, items, float(items))
-    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs, sheds_late=sheds_late)
     for number in range(bulk):
         scheduler.admit(Job(str(number), EMBED, Limits(10), 1, 0.0, None, LOW))
     running = scheduler.next_batch(0, False, 0.0) or Batch(())
@@ -220,3 +222,33 @@ def test_oldest_job_of_a_class_that_is_waited_for_says_how_far_it_has_risen() ->
     scheduler.admit(Job("live", EMBED, Limits(10), 1, 101.0, None, HIGH))
     # By 21 seconds the old one has risen by more than the two classes between.
     assert scheduler.urgent_batch([running], 101.0) is None
+
+
+def test_job_that_is_in_time_in_an_urgent_batch_is_not_given_up_for_the_bulk_beside_it() -> None:
+    scheduler, running = urgent_scene(sheds_late=True)
+    # A full batch of bulk takes ten seconds, and the job alone one.
+    scheduler.admit(Job("live", EMBED, Limits(10), 1, 0.0, None, HIGH, deadline_s=5.0))
+    assert names_of(scheduler.urgent_batch([running], 0.0, 20.0)) == ["live"]
+    assert scheduler.take_late(0.0) == []
+
+
+def test_job_that_has_its_turn_after_the_bulk_is_not_given_up_with_the_batch_of_the_bulk() -> None:
+    scheduler, _ = urgent_scene(0, sheds_late=True)
+    for number in range(20):
+        scheduler.admit(Job(str(number), EMBED, Limits(20), 1, 0.0, None, LOW))
+    # It owes as much as the bulk, which came first.
+    scheduler.admit(Job("live", EMBED, Limits(20), 1, 0.0, None, HIGH, deadline_s=5.0))
+    running = scheduler.next_batch(0, False, 0.0) or Batch(())
+    assert len(running.jobs) == 20
+    assert scheduler.take_late(0.0) == []
+    assert names_of(scheduler.urgent_batch([running], 0.0, 20.0)) == ["live"]
+
+
+def test_jobs_of_thousands_of_keys_may_be_too_late_at_once() -> None:
+    scheduler, _ = urgent_scene(0, sheds_late=True)
+    for number in range(2400):
+        key = BatchKey(EMBED.task, str(number % 1200))
+        scheduler.admit(Job(str(number), key, Limits(10), 1, 0.0, None, deadline_s=1.5))
+    # A job takes a second, and the two of a key two.
+    assert scheduler.next_batch(0, False, 0.0) is None
+    assert len(scheduler.take_late(0.0)) == 2400

@@ -104,6 +104,23 @@ def test_a_tenant_with_one_job_does_not_wait_behind_a_hundred_thousand() -> None
     assert device.batches[-1][EMBED, Lane("low", "one")] == 1
 
 
+def test_after_a_first_batch_that_took_half_a_minute_a_live_job_is_in_the_next_one() -> None:
+    scheduler = Device(lambda _: 0.01).scheduler
+    limits = Limits(16)
+    for number in range(1000):
+        scheduler.admit(Job(str(number), EMBED, limits, 1, 0.0, None, LOW))
+    sent = [scheduler.next_batch(held, False, 0.0) for held in (0, 1)]
+    for run_s in (30.0, 0.1, 0.1, 0.1):
+        first = sent.pop(0)
+        assert first is not None
+        scheduler.ended(first, run_s)
+        sent.append(scheduler.next_batch(1, False, 0.0))
+    scheduler.admit(Job("live", EMBED, limits, 1, 0.0, None, HIGH))
+    batch = scheduler.next_batch(1, False, 0.0)
+    assert batch is not None
+    assert "live" in [job.id for job in batch.jobs]
+
+
 def test_many_tenants_share_what_their_class_has() -> None:
     device = Device(lambda _: 0.01)
     tenants = [Lane("low", str(number)) for number in range(10)]

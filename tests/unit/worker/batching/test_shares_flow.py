@@ -55,6 +55,16 @@ def test_a_job_without_a_deadline_waits_a_minute_for_those_with_one() -> None:
     assert popped(flow_of(old, job("later", DUE_S / 2, DUE_S + 1))) == ["old", "later"]
 
 
+def test_jobs_whose_deadline_was_over_when_they_came_hold_nobody_up_for_longer() -> None:
+    flow = flow_of(job("old", 0))
+    names = []
+    # One comes each second, as from a caller that sends seconds where a time is expected.
+    for now_s in range(2 * int(DUE_S)):
+        flow.add(job(str(now_s), now_s, -1e9))
+        names.append(flow.pop().id)
+    assert names.index("old") == DUE_S
+
+
 @given(TIMES)
 def test_jobs_go_by_the_time_at_which_they_are_due(times: list[tuple[float, float]]) -> None:
     now_s, jobs = 0.0, []

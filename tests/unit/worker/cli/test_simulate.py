@@ -108,6 +108,16 @@ def test_a_trace_is_played_by_all_policies(tmp_path: Path) -> None:
     assert "--trace has its own jobs; leave out --load" in done.stderr
 
 
+def test_names_of_a_trace_are_printed_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "[bold]trace.jsonl"
+    rows = [{"time_s": n, "tenant": name} for n, name in enumerate(["[/red]", "[red]", ":key:"])]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    done = run("--trace", str(path))
+    assert done.exit_code == 0, done.output
+    for name in (path.name, "[/red]", "[red]", ":key:"):
+        assert name in done.stdout
+
+
 def test_a_broken_trace_and_one_without_jobs_are_told(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"time_s": 1}\n{"time_s": -1}\n')

@@ -20,6 +20,7 @@ BROKEN = {
     '{"time_s": true}': "time_s is true; it must be a number of seconds",
     '{"time_s": -1}': "time_s is -1; it must be at least 0",
     '{"time_s": NaN}': "time_s is NaN; it must be at least 0",
+    '{"time_s": 1' + 400 * "0" + "}": "it must be at least 0",
     '{"time_s": 6, "class": "urgent"}': "no class 'urgent'; there are high, normal, low",
     '{"time_s": 6, "class": 3}': "class is 3; it must be a text",
     '{"time_s": 6, "items": 0}': "items is 0; it must be a whole number of at least 1",
@@ -61,6 +62,11 @@ def test_lines_may_be_in_any_order_and_those_of_one_time_stay_in_theirs(path: Pa
 def test_a_trace_may_be_empty(path: Path) -> None:
     path.write_text("\n")
     assert read_trace(path, CLASSES) == []
+
+
+def test_a_trace_may_be_written_on_windows(path: Path) -> None:
+    path.write_bytes(b'\xef\xbb\xbf{"time_s": 5}\r\n{"time_s": 6}\r\n')
+    assert [job.time_s for job in read_trace(path, CLASSES)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("line", BROKEN)
