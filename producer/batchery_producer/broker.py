@@ -3,6 +3,7 @@
 It reconnects when it breaks, and may send a chunk again.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -93,8 +94,8 @@ class BrokerConnection:
         self._producer: Any = None
         self._channel: Any = None
         self._scripts: RedisScripts | None = None
-        #: Chunks are numbered; Redis remembers the number of the last one.
-        self._marker = f"batchery:publisher:{uuid()}"
+        #: Chunks are numbered; under the marker, Redis remembers the number of the last one.
+        self._marker, self._marker_pid = "", 0
         self._chunk = 0
 
     @property
@@ -150,6 +151,9 @@ class BrokerConnection:
 
     def next_chunk(self) -> int:
         """Number of a new chunk, which may be pushed again until there is another."""
+        if self._marker_pid != os.getpid():
+            # With the marker of its parent, a forked process would seem to repeat chunks.
+            self._marker, self._marker_pid = f"batchery:publisher:{uuid()}", os.getpid()
         self._chunk += 1
         return self._chunk
 
@@ -199,7 +203,8 @@ class BrokerConnection:
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
         with suppress(Exception):  # The marker expires.
-            if self._channel is not None and self._chunk and not self.retries.is_spent:
+            is_marked = self._marker_pid == os.getpid()
+            if self._channel is not None and is_marked and not self.retries.is_spent:
                 client = redis.Redis(connection_pool=self._channel.pool)
                 client.unlink(self._channel.global_keyprefix + self._marker)
         self._disconnect()
