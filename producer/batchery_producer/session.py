@@ -73,8 +73,11 @@ class PendingSend(NamedTuple):
 
     def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
         """Key of the jobs that one publisher sends; with headers, of those that go together."""
-        key = [self.terms.task, self.keywords, repr(self.terms.options), headers]
-        return json.dumps(key, sort_keys=True, default=repr)
+        try:
+            key = [self.terms.task, self.keywords, self.terms.options, headers]
+            return json.dumps(key, default=repr)
+        except Exception:  # noqa: BLE001 - whatever is wrong with its keywords, it goes alone
+            return self.job.id
 
 
 class Session:

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Signature
 from kombu.exceptions import EncodeError
 
 from batchery import InvalidItem, ItemFailed, NoResult, QueueFull
@@ -129,6 +130,42 @@ def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
     first, odd, last = play(scene)
     assert (first, last) == ("A", "B")
     assert isinstance(odd, EncodeError)
+
+
+def test_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
+    """Those whose keys cannot be sorted are JSON; nobody needs them sorted."""
+    ring: list[Any] = []
+    ring.append(ring)
+
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE, timeout_s=60)
+        read_batch = client.task(f"{APP}.read_batch", queue=QUEUE, timeout_s=60)
+        odd = [shout("b", mark={(1, 2): 3}), shout("c", mark=ring)]
+        mixed = read_batch("d", tag={1: "e", "f": 2})
+        found = await asyncio.gather(shout("a"), *odd, mixed, return_exceptions=True)
+        return *found, await shout("later")
+
+    first, *odd, mixed, later = play(scene)
+    assert (first, later) == ("A", "LATER")
+    assert [type(each) for each in odd] == [EncodeError, EncodeError]
+    assert mixed["tag"] == {"1": "e", "f": 2}
+
+
+def test_each_call_has_the_callback_that_it_names(play: Scene, store: Any) -> None:
+    """Signatures look alike that differ in their queues."""
+    seen = Signature("seen", args=(1,))
+
+    async def scene(client: AsyncClient) -> None:
+        links = [seen.clone().set(queue=queue) for queue in ("one", "two")]
+        calls = [asyncio.create_task(client.task("nobody", link=link)("item")) for link in links]
+        while store.llen("nobody") < len(calls):
+            await asyncio.sleep(0.01)
+
+    play(scene)
+    bodies = [json.loads(raw)["body"] for raw in store.lrange("nobody", 0, -1)]
+    links = [json.loads(b64decode(body))[2]["callbacks"] for body in bodies]
+    assert sorted(link["options"]["queue"] for (link,) in links) == ["one", "two"]
+    store.delete("nobody")
 
 
 def test_an_item_that_is_too_large_for_a_message_fails_alone(
