@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -108,6 +109,68 @@ def test_cancelled_calls_are_revoked_and_at_the_end_all_others(
     others = play(scene)
     wait_for(lambda: others <= revoked(), "all are revoked in the end")
     store.delete("nobody")
+
+
+def test_calls_are_revoked_though_the_event_loop_of_an_earlier_one_has_ended(
+    redis_url: str, worker: Worker, client: Celery, store: Any
+) -> None:
+    aio = AsyncClient(redis_url)
+
+    async def cancel_one() -> None:
+        before = store.llen("nobody")
+        call = asyncio.create_task(aio.task("nobody")("item"))
+        while store.llen("nobody") == before:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+
+    async def last_scene() -> None:
+        await cancel_one()
+        ids = {json.loads(raw)["headers"]["id"] for raw in store.lrange("nobody", 0, -1)}
+        await asyncio.to_thread(
+            wait_for, lambda: ids <= set(worker.inspect(client, "revoked")), "both are revoked"
+        )
+        await aio.close()
+
+    asyncio.run(cancel_one())
+    asyncio.run(last_scene())
+    store.delete("nobody")
+
+
+def test_a_closed_client_takes_no_calls(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> None:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        assert await shout("a") == "A"
+        client.follow("nobody's").leave()
+        await client.close()
+        with pytest.raises(NoResult, match="closed"):
+            await shout("b")
+        with pytest.raises(NoResult, match="closed"):
+            shout.stream("c")
+        with pytest.raises(NoResult, match="closed"):
+            client.follow("nobody's")
+
+    play(scene)
+
+
+def test_a_forked_process_is_told_that_it_has_no_threads(redis_url: str, worker: Worker) -> None:
+    client = AsyncClient(redis_url)
+    shout = client.task(f"{APP}.shout", queue=QUEUE)
+    assert asyncio.run(shout("a")) == "A"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            asyncio.run(asyncio.wait_for(shout("b"), 10))
+        except NoResult as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        assert said.read().endswith("make it after the fork")
+    asyncio.run(client.close())
 
 
 def test_errors_are_those_of_the_worker_and_reach_one_caller(play: Scene) -> None:
