@@ -18,7 +18,7 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
-from batchery.retry import RetryPolicy, explain_refusal
+from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
 
 LUA = Path(__file__).parent / "lua"
@@ -85,7 +85,7 @@ class BrokerConnection:
         Args:
             app: App whose broker it connects to.
             retries: How long to retry when the broker is away.
-            persistent: Whether to retry, too, when the broker refuses jobs.
+            persistent: Whether to retry, too, when the broker takes no jobs for now.
         """
         self.app = app
         self.retries = retries
@@ -140,14 +140,21 @@ class BrokerConnection:
             GaveUp: The broker stays away.
         """
 
-        def attempt() -> T:
+        def attempt() -> T | BrokerRefused:
             try:
                 return function()
             except Exception as error:
                 # kombu wraps the error of Redis.
-                raise explain_refusal(error.__cause__ or error, queue) or error from error
+                cause = error.__cause__ or error
+                refused = explain_refusal(cause, queue)
+                if refused is not None and find_refusal(cause) in LASTING_REFUSALS:
+                    return refused  # Not raised, as another attempt would be refused, too.
+                raise refused or error from error
 
-        return self.retries.call(attempt, self._errors(), self._disconnect)
+        answer = self.retries.call(attempt, self._errors(), self._disconnect)
+        if isinstance(answer, BrokerRefused):
+            raise answer
+        return answer
 
     def next_chunk(self) -> int:
         """Number of a new chunk, which may be pushed again until there is another."""

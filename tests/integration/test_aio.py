@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, Signature
 from kombu.exceptions import EncodeError
 
-from batchery import InvalidItem, ItemFailed, NoResult, QueueFull
+from batchery import BrokerRefused, InvalidItem, ItemFailed, NoResult, QueueFull
 from batchery.transport import dead_letters
 from batchery_producer import AsyncClient, publisher
 from support.harness import Worker, wait_for
@@ -245,6 +245,19 @@ def test_an_item_that_is_too_large_for_a_message_fails_alone(
     assert (first, last) == ("A", "B")
     assert isinstance(large, InvalidItem)
     assert "bytes, and the maximum is 4,000" in str(large)
+
+
+def test_a_queue_that_is_none_holds_up_no_other_call(play: Scene, store: Any) -> None:
+    store.set("odd", "no list")
+
+    async def scene(client: AsyncClient) -> Any:
+        odd = asyncio.create_task(client.task("odd", timeout_s=60)("item"))
+        await asyncio.wait([odd], timeout=0.5)
+        return await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=30)("a"), await odd
+
+    with pytest.raises(BrokerRefused, match="not a queue"):
+        play(scene)
+    store.delete("odd")
 
 
 def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:
