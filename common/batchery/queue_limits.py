@@ -196,6 +196,8 @@ def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> in
     def look(queue: str, priorities: range) -> Waiting | None:
         try:
             with app.producer_or_acquire() as producer:
+                # A channel that connects by itself tries for `broker_connection_timeout`.
+                producer.connection.ensure_connection(max_retries=1, interval_start=0)
                 return look_into(producer.channel, queue, priorities)
         except (OperationalError, OSError, redis.ConnectionError, redis.TimeoutError):
             # Sending will find out, and knows how often to try again.

@@ -98,7 +98,9 @@ class AsyncClient:
         Raises:
             BatchArgumentError: `after` is no such id.
             SettingsError: The app's result backend is no Redis.
+            NoResult: The client is closed, or was used before this process was forked.
         """
+        self._session.check()
         reader = self._session.reader
         stream = AsyncPieceStream(reader, job_id, after=after, timeout_s=timeout_s)
         reader.follow(stream)
@@ -135,7 +137,8 @@ class AsyncTask:
         """The result of one item. Cancelling the call revokes its job.
 
         Raises:
-            NoResult: None came within `timeout_s`.
+            NoResult: None came within `timeout_s`; or the client is closed, or was used before this
+                process was forked.
             GaveUp: None came within `timeout_s`, as Redis does not answer.
             QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.

@@ -3,6 +3,7 @@
 It reconnects when it breaks, and may send a chunk again.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +18,7 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
-from batchery.retry import RetryPolicy, explain_refusal
+from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
 
 LUA = Path(__file__).parent / "lua"
@@ -84,7 +85,7 @@ class BrokerConnection:
         Args:
             app: App whose broker it connects to.
             retries: How long to retry when the broker is away.
-            persistent: Whether to retry, too, when the broker refuses jobs.
+            persistent: Whether to retry, too, when the broker takes no jobs for now.
         """
         self.app = app
         self.retries = retries
@@ -93,8 +94,8 @@ class BrokerConnection:
         self._producer: Any = None
         self._channel: Any = None
         self._scripts: RedisScripts | None = None
-        #: Chunks are numbered; Redis remembers the number of the last one.
-        self._marker = f"batchery:publisher:{uuid()}"
+        #: Chunks are numbered; under the marker, Redis remembers the number of the last one.
+        self._marker, self._marker_pid = "", 0
         self._chunk = 0
 
     @property
@@ -139,17 +140,27 @@ class BrokerConnection:
             GaveUp: The broker stays away.
         """
 
-        def attempt() -> T:
+        def attempt() -> T | BrokerRefused:
             try:
                 return function()
             except Exception as error:
                 # kombu wraps the error of Redis.
-                raise explain_refusal(error.__cause__ or error, queue) or error from error
+                cause = error.__cause__ or error
+                refused = explain_refusal(cause, queue)
+                if refused is not None and find_refusal(cause) in LASTING_REFUSALS:
+                    return refused  # Not raised, as another attempt would be refused, too.
+                raise refused or error from error
 
-        return self.retries.call(attempt, self._errors(), self._disconnect)
+        answer = self.retries.call(attempt, self._errors(), self._disconnect)
+        if isinstance(answer, BrokerRefused):
+            raise answer
+        return answer
 
     def next_chunk(self) -> int:
         """Number of a new chunk, which may be pushed again until there is another."""
+        if self._marker_pid != os.getpid():
+            # With the marker of its parent, a forked process would seem to repeat chunks.
+            self._marker, self._marker_pid = f"batchery:publisher:{uuid()}", os.getpid()
         self._chunk += 1
         return self._chunk
 
@@ -199,7 +210,8 @@ class BrokerConnection:
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
         with suppress(Exception):  # The marker expires.
-            if self._channel is not None and self._chunk and not self.retries.is_spent:
+            is_marked = self._marker_pid == os.getpid()
+            if self._channel is not None and is_marked and not self.retries.is_spent:
                 client = redis.Redis(connection_pool=self._channel.pool)
                 client.unlink(self._channel.global_keyprefix + self._marker)
         self._disconnect()

@@ -234,6 +234,7 @@ class TaskClient:
         Raises:
             NoResult: None came for `timeout_s`.
             GaveUp: Redis stays away for `timeout_s`, or for two minutes.
+            BrokerRefused: It takes no jobs for this queue, or not from this user.
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
             InvalidItem: For one whose message is larger than a worker reads.

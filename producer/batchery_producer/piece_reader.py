@@ -239,6 +239,8 @@ class PieceReader:
         return RetryPolicy(lambda: self._closed or self._stop())
 
     def _add(self, streams: Sequence[Following]) -> None:
+        if self._closed:
+            raise NoResult("the client is closed, and reads no streams")
         for stream in streams:
             stream.key = pieces_key(self.backend, stream.id)
         with self._lock:

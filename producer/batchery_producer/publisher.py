@@ -115,7 +115,7 @@ class Publisher:
                 place of the limits of the job's class; 0 is no other limit. Only on Redis.
             wait_s: How long to wait for space in the queue, in seconds; None waits for ever.
             outage_policy: How long to retry when the broker is away.
-            persistent: Whether to retry, too, when the broker refuses jobs.
+            persistent: Whether to retry, too, when the broker takes no jobs for now.
             broker: A connection shared with others, with an outage policy of its own.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`... By default, a task that the app does not know has a queue of the same

@@ -5,6 +5,7 @@ become a few chunks. The other one waits for results.
 """
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,11 @@ class PendingSend(NamedTuple):
 
     def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
         """Key of the jobs that one publisher sends; with headers, of those that go together."""
-        key = [self.terms.task, self.keywords, repr(self.terms.options), headers]
-        return json.dumps(key, sort_keys=True, default=repr)
+        try:
+            key = [self.terms.task, self.keywords, self.terms.options, headers]
+            return json.dumps(key, default=repr)
+        except Exception:  # noqa: BLE001 - whatever is wrong with its keywords, it goes alone
+            return self.job.id
 
 
 class Session:
@@ -86,6 +90,8 @@ class Session:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._cancelled: list[str] = []
+        #: Where a timer will revoke them; it dies with its loop.
+        self._revoking_on: asyncio.AbstractEventLoop | None = None
         self._gathered: list[PendingSend] = []
         self._wake = threading.Condition()
         self._calls: deque[PendingSend] = deque()
@@ -93,6 +99,7 @@ class Session:
         self._revoked: set[str] = set()
         self._ended = False
         self._threads: list[threading.Thread] = []
+        self._pid = 0
         self._retries = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
         sending = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
         self._broker = BrokerConnection(app, sending, persistent=True)
@@ -116,8 +123,22 @@ class Session:
 
     # The event loop
 
+    def check(self) -> None:
+        """Makes sure that calls are served.
+
+        Raises:
+            NoResult: The client is closed, or its threads are in another process.
+        """
+        if self._ended:
+            raise NoResult("the client is closed, and takes no calls")
+        if self._threads and self._pid != os.getpid():
+            raise NoResult(
+                "the client was used before this process was forked; make it after the fork"
+            )
+
     def stream(self, terms: Terms, item: Any, keywords: Mapping[str, Any]) -> AsyncPieceStream:
-        """Sends one job whose partial results are read."""
+        """Sends one job whose partial results are read; raises as `check`."""
+        self.check()
         headers = {**trace_headers(), **deadline_header(terms.deadline_s), **STREAMED}
         task_id = uuid()
         stream = AsyncPieceStream(
@@ -151,9 +172,10 @@ class Session:
         The item of a multi-item job is a list of `count` items; 0 means that it is one item.
 
         Raises:
-            NoResult: The job did not end in time.
+            NoResult: The job did not end in time; or what `check` raises.
             GaveUp: Neither did it, and Redis is away.
         """
+        self.check()
         # The trace of this call, as jobs are sent from elsewhere.
         headers = {
             **trace_headers(),
@@ -229,6 +251,7 @@ class Session:
 
     def _notify(self) -> None:
         if not self._threads and not self._ended:
+            self._pid = os.getpid()
             for target in (self._send_all, self._collect_all):
                 thread = threading.Thread(target=target, name="batchery-session", daemon=True)
                 self._threads.append(thread)
@@ -239,11 +262,14 @@ class Session:
         self._gathered.clear()
 
     def _cancel(self, task_id: str) -> None:
-        if not self._cancelled:
-            asyncio.get_running_loop().call_later(GATHER_S, self._revoke)
+        loop = asyncio.get_running_loop()
+        if self._revoking_on is not loop:
+            self._revoking_on = loop
+            loop.call_later(GATHER_S, self._revoke)
         self._cancelled.append(task_id)
 
     def _revoke(self) -> None:
+        self._revoking_on = None
         with self._wake:
             self._revoked.update(self._cancelled)
         self._cancelled.clear()

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import os
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Signature
 from kombu.exceptions import EncodeError
 
-from batchery import InvalidItem, ItemFailed, NoResult, QueueFull
+from batchery import BrokerRefused, InvalidItem, ItemFailed, NoResult, QueueFull
 from batchery.transport import dead_letters
 from batchery_producer import AsyncClient, publisher
 from support.harness import Worker, wait_for
@@ -109,6 +111,68 @@ def test_cancelled_calls_are_revoked_and_at_the_end_all_others(
     store.delete("nobody")
 
 
+def test_calls_are_revoked_though_the_event_loop_of_an_earlier_one_has_ended(
+    redis_url: str, worker: Worker, client: Celery, store: Any
+) -> None:
+    aio = AsyncClient(redis_url)
+
+    async def cancel_one() -> None:
+        before = store.llen("nobody")
+        call = asyncio.create_task(aio.task("nobody")("item"))
+        while store.llen("nobody") == before:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+
+    async def last_scene() -> None:
+        await cancel_one()
+        ids = {json.loads(raw)["headers"]["id"] for raw in store.lrange("nobody", 0, -1)}
+        await asyncio.to_thread(
+            wait_for, lambda: ids <= set(worker.inspect(client, "revoked")), "both are revoked"
+        )
+        await aio.close()
+
+    asyncio.run(cancel_one())
+    asyncio.run(last_scene())
+    store.delete("nobody")
+
+
+def test_a_closed_client_takes_no_calls(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> None:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        assert await shout("a") == "A"
+        client.follow("nobody's").leave()
+        await client.close()
+        with pytest.raises(NoResult, match="closed"):
+            await shout("b")
+        with pytest.raises(NoResult, match="closed"):
+            shout.stream("c")
+        with pytest.raises(NoResult, match="closed"):
+            client.follow("nobody's")
+
+    play(scene)
+
+
+def test_a_forked_process_is_told_that_it_has_no_threads(redis_url: str, worker: Worker) -> None:
+    client = AsyncClient(redis_url)
+    shout = client.task(f"{APP}.shout", queue=QUEUE)
+    assert asyncio.run(shout("a")) == "A"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            asyncio.run(asyncio.wait_for(shout("b"), 10))
+        except NoResult as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        assert said.read().endswith("make it after the fork")
+    asyncio.run(client.close())
+
+
 def test_errors_are_those_of_the_worker_and_reach_one_caller(play: Scene) -> None:
     async def scene(client: AsyncClient) -> Any:
         moody = client.task(f"{APP}.moody", queue=QUEUE)
@@ -131,6 +195,42 @@ def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
     assert isinstance(odd, EncodeError)
 
 
+def test_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
+    """Those whose keys cannot be sorted are JSON; nobody needs them sorted."""
+    ring: list[Any] = []
+    ring.append(ring)
+
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE, timeout_s=60)
+        read_batch = client.task(f"{APP}.read_batch", queue=QUEUE, timeout_s=60)
+        odd = [shout("b", mark={(1, 2): 3}), shout("c", mark=ring)]
+        mixed = read_batch("d", tag={1: "e", "f": 2})
+        found = await asyncio.gather(shout("a"), *odd, mixed, return_exceptions=True)
+        return *found, await shout("later")
+
+    first, *odd, mixed, later = play(scene)
+    assert (first, later) == ("A", "LATER")
+    assert [type(each) for each in odd] == [EncodeError, EncodeError]
+    assert mixed["tag"] == {"1": "e", "f": 2}
+
+
+def test_each_call_has_the_callback_that_it_names(play: Scene, store: Any) -> None:
+    """Signatures look alike that differ in their queues."""
+    seen = Signature("seen", args=(1,))
+
+    async def scene(client: AsyncClient) -> None:
+        links = [seen.clone().set(queue=queue) for queue in ("one", "two")]
+        calls = [asyncio.create_task(client.task("nobody", link=link)("item")) for link in links]
+        while store.llen("nobody") < len(calls):
+            await asyncio.sleep(0.01)
+
+    play(scene)
+    bodies = [json.loads(raw)["body"] for raw in store.lrange("nobody", 0, -1)]
+    links = [json.loads(b64decode(body))[2]["callbacks"] for body in bodies]
+    assert sorted(link["options"]["queue"] for (link,) in links) == ["one", "two"]
+    store.delete("nobody")
+
+
 def test_an_item_that_is_too_large_for_a_message_fails_alone(
     play: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +245,19 @@ def test_an_item_that_is_too_large_for_a_message_fails_alone(
     assert (first, last) == ("A", "B")
     assert isinstance(large, InvalidItem)
     assert "bytes, and the maximum is 4,000" in str(large)
+
+
+def test_a_queue_that_is_none_holds_up_no_other_call(play: Scene, store: Any) -> None:
+    store.set("odd", "no list")
+
+    async def scene(client: AsyncClient) -> Any:
+        odd = asyncio.create_task(client.task("odd", timeout_s=60)("item"))
+        await asyncio.wait([odd], timeout=0.5)
+        return await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=30)("a"), await odd
+
+    with pytest.raises(BrokerRefused, match="not a queue"):
+        play(scene)
+    store.delete("odd")
 
 
 def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:

@@ -155,6 +155,15 @@ def test_a_stream_says_once_why_nothing_comes(
     assert re.match(r"no result for \d+ s: 1 waiting in queue 'nobody'; .* another queue", said)
 
 
+def test_a_closed_client_reads_no_stream(redis_url: str) -> None:
+    with Client(redis_url) as client:
+        client.follow("nobody's").leave()
+    with pytest.raises(NoResult, match="closed"):
+        client.task("nobody").stream("item")
+    with pytest.raises(NoResult, match="closed"):
+        client.follow("nobody's")
+
+
 def test_an_empty_stream_ends_at_once(shop: Client) -> None:
     assert list(shop.task("nobody").map([])) == []
 

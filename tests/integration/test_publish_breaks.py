@@ -1,8 +1,10 @@
 """Publishing when something is in the way: lost answers, a full queue, a Redis that refuses."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -208,6 +210,24 @@ def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any)
     assert 0 < bare.ttl(marker) <= broker.MARKER_S
     publisher.close()
     assert not bare.keys("batchery:*")
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_each_forked_process_sends_all_its_jobs(app: Celery, bare: Any, used: int) -> None:
+    """A server may make its publisher, or a client, before it forks its workers."""
+    publisher = Publisher(app, "same")
+    publisher.send(jobs(used))
+    for begin in (10, 20):
+        child = os.fork()
+        if not child:
+            with suppress(Exception):
+                publisher.send(jobs(2, begin=begin))
+            os._exit(0)
+        os.waitpid(child, 0)
+    publisher.send(jobs(1, begin=30))
+    publisher.close()
+    sent = [*range(used), 10, 11, 20, 21, 30]
+    assert ids(bare) == [f"job-{number}" for number in sent]
 
 
 def test_a_key_prefix_is_kept(url: str, bare: Any) -> None:

@@ -1,16 +1,20 @@
 """Classes that can be full: jobs are refused or demoted where they are sent."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group, uuid
+from kombu.exceptions import OperationalError
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, QueueFull, install
 from batchery_producer.publisher import Publisher
+from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
+from support.patience import patient
 
 LOW = "celery\x06\x166"
 CLASSES = {
@@ -182,6 +186,24 @@ def test_without_limits_no_script_runs(url: str, bare: Any) -> None:
     assert "cmdstat_lpush" in commands
     assert "cmdstat_evalsha" not in commands
     app.close()
+
+
+def test_a_redis_that_is_away_is_told_as_soon_as_by_celery(app: Celery, echo: Any) -> None:
+    # Celery's own four seconds are too short to tell.
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    app.conf.update(broker_url=url, broker_connection_timeout=600)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            echo.apply_async(("item",), ignore_result=True)
+        except OperationalError as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(patient(10))
+    assert len(raised) == 1
 
 
 def test_a_user_who_may_not_count_is_told_so(app: Celery, echo: Any, bare: Any, url: str) -> None:

@@ -264,3 +264,19 @@ def test_a_restart_of_redis_in_the_middle_loses_and_doubles_nothing(
     assert summary.ending is Ending.SUCCEEDED
     ids = [row["id"] for row in read_rows(tmp_path / "out.jsonl")]
     assert sorted(ids) == sorted(f"row-{n}" for n in range(600))
+
+
+def test_a_queue_that_is_none_ends_it_at_once(
+    tmp_path: Path, redis_url: str, empty_queue: str, store: "redis.Redis"
+) -> None:
+    store.set(empty_queue, "no list")
+    source = write_rows(tmp_path / "in.jsonl", 10)
+    command = Command(
+        tmp_path,
+        redis_url,
+        *[str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue],
+        *["-o", "out.jsonl"],
+    )
+    code, _, stderr = command.end()
+    assert code == 3
+    assert "a value under this key that is not a queue" in stderr

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -20,7 +20,13 @@ from kombu.utils import json
 from kombu.utils.compat import detect_environment
 
 from batchery.errors import ONE_JOB_EACH, BatchArgumentError, UnserialisableResult, counted
-from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
+from batchery.execution.bisect_failures import (
+    NON_VALUES,
+    as_failed,
+    collect_outcomes,
+    is_out_of_memory,
+    isolate,
+)
 from batchery.execution.item_models import ItemModels
 from batchery.model import Model
 from batchery.outcomes import Failed, Partial
@@ -153,7 +159,7 @@ def run_function(
                     if inspect.iscoroutine(answer):
                         answer = (resolve or _resolve)(answer)
                     # A generator runs the function's body here, so its exceptions belong here too.
-                    return _collect(answer, take) if inspect.isgenerator(answer) else answer
+                    return collect_outcomes(answer, take) if inspect.isgenerator(answer) else answer
                 except Exception as error:  # noqa: BLE001 - it is raised below
                     # `contextlib` writes to what passes through it, and a frozen one refuses.
                     raised = error
@@ -176,20 +182,8 @@ def run_function(
     return [item if isinstance(item, Failed) else next(found) for item in items]
 
 
-def _collect(generator: Iterator[Any], take: Callable[[Any], bool]) -> Any:
-    """Runs a generator; its outcomes are what it yielded, or else what it returned."""
-    outcomes: list[Any] = []
-    while True:
-        try:
-            each = next(generator)
-        except StopIteration as end:
-            return outcomes if outcomes or end.value is None else end.value
-        if not take(each):
-            outcomes.append(each)
-
-
 async def _collect_async(generator: AsyncIterator[Any], take: Callable[[Any], bool]) -> list[Any]:
-    """As `_collect`; such a generator cannot return anything."""
+    """As `collect_outcomes`; such a generator cannot return anything."""
     return [each async for each in generator if not take(each)]
 
 

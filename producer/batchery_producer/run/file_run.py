@@ -28,6 +28,7 @@ from redis.exceptions import NoPermissionError
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import (
     BatcheryError,
+    BrokerRefused,
     DatasetError,
     GaveUp,
     RedisUnavailable,
@@ -344,7 +345,7 @@ class FileRun:
         try:
             while not self._stream.is_done:
                 self._step()
-        except GaveUp as error:
+        except (GaveUp, BrokerRefused) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except (Interrupted, Stopped) as error:
             ending, message = Ending.INTERRUPTED, "interrupted"

@@ -16,10 +16,11 @@ from batchery.errors import DeadlineExceeded, ItemFailed
 from batchery.execution.bisect_failures import (
     as_exception,
     as_failed,
+    collect_outcomes,
     is_out_of_memory,
     isolate,
 )
-from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery.outcomes import Failed, Partial, Replace, RetryAfter
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
@@ -336,7 +337,8 @@ class BatchLoop:
             if inspect.iscoroutine(answer):
                 answer = self._resolve(answer)
             elif isinstance(answer, Iterator):
-                answer = list(answer)  # The body of a generator runs here, not at its call.
+                # The body of a generator runs here, not at its call. Nobody reads its pieces.
+                answer = collect_outcomes(answer, lambda each: isinstance(each, Partial))
         finally:
             self.is_computing = False
         if self.collator is not None:

@@ -7,7 +7,7 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from batchery import (
     Batcher,
     Failed,
     ItemFailed,
+    Partial,
     RetryAfter,
     Settings,
     WrongLength,
@@ -360,6 +361,21 @@ def test_a_coroutine_that_waits_for_its_own_batcher_is_told() -> None:
     assert deep(0) == 0
     with pytest.raises(BatchArgumentError, match="would wait for itself"):
         deep(1)
+
+
+def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
+    @batched
+    def spell(words: list[str]) -> Iterator[Any]:
+        for index, word in enumerate(words):
+            yield from (Partial(index, letter) for letter in word)
+            yield word.upper()
+
+    @batched
+    def answer_at_the_end(words: list[str]) -> Generator[Any, None, list[str]]:
+        yield Partial(0, "soon")
+        return [word.upper() for word in words]
+
+    assert spell(["one", "two"]) == answer_at_the_end(["one", "two"]) == ["ONE", "TWO"]
 
 
 def test_an_async_generator_is_told_that_it_gives_no_list() -> None:
