@@ -9,7 +9,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from io import BufferedReader
 from itertools import chain, islice
@@ -37,6 +37,7 @@ from batchery_producer.files.source import (
     decompressed,
     decompression_errors,
     find_sources,
+    is_damage,
 )
 
 Row = Record | Broken
@@ -330,8 +331,12 @@ class Dataset:
     def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
         for number, source in enumerate(self.sources):
             picker = self._picker(number, seen)
+            remote = source.remote
             try:
-                with source.open() as raw:
+                with (
+                    remote.reaching(source.name) if remote else nullcontext(),
+                    source.open() as raw,
+                ):
                     yield from self._records(source, raw, picker)
             except OSError as error:
                 raise DatasetError(f"{source.name}: cannot be read: {error}") from None
@@ -421,6 +426,8 @@ def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
     except InvalidLine as error:
         return picker.broken(rows.number, str(error))
     except decompression_errors() as error:
+        if not is_damage(error, is_remote=source.remote is not None):
+            raise  # What follows may be read by another run.
         if rows.number <= 1:
             raise DatasetError(f"{source.name}: cannot be read: {error}") from None
         rows.end()

@@ -170,6 +170,13 @@ def decompression_errors() -> tuple[type[Exception], ...]:
         return errors
 
 
+def is_damage(error: Exception, *, is_remote: bool) -> bool:
+    """Whether such an error is of the content; otherwise a disk or a network does not answer."""
+    if isinstance(error, gzip.BadGzipFile) or not isinstance(error, OSError):
+        return True
+    return error.errno is None and not is_remote
+
+
 def members(file: BinaryIO, compression: Compression) -> Iterator[tuple[bytes, int]]:
     """Decompresses a file member by member, up to the first incomplete one.
 

@@ -2,11 +2,13 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import random
 import sys
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import find_sources
+from batchery_producer.files.source import Source, find_sources
 from batchery_producer.run.output import Output
 
 FOLDER = "memory://rows"
@@ -134,6 +136,45 @@ def test_url_fingerprint_changes_with_the_file(memory: Any) -> None:
     assert find_sources(url, None)[0].fingerprint() == before
     memory.pipe(url, b"two\n")
     assert find_sources(url, None)[0].fingerprint() != before
+
+
+class Breaking(io.RawIOBase):
+    """A file of which only the first bytes can be read."""
+
+    def __init__(self, data: bytes, error: Exception) -> None:
+        self._parts = iter([data])
+        self._error = error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (part := next(self._parts, None)) is None:
+            raise self._error
+        buffer[: len(part)] = part
+        return len(part)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("local", OSError(EIO, "Input/output error")),
+        ("memory", TimeoutError("no answer")),
+        ("memory", RuntimeError("no answer")),
+    ],
+    ids=["disk", "network", "library"],
+)
+def test_input_that_cannot_be_read_any_more_is_not_taken_for_its_end(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    url = str(tmp_path / "in.txt") if place == "local" else f"{FOLDER}/in.txt"
+    fsspec.open(url, "wb").open().write(b"one\ntwo\n")
+    file = io.BufferedReader(Breaking(b"one\ntwo\n", error))
+    monkeypatch.setattr(Source, "open", lambda _: file)
+    rows = iter(Dataset(url))
+    assert [next(rows).line, next(rows).line] == [1, 2]
+    with pytest.raises(DatasetError, match=r"in\.txt: cannot be re(ad|ached): .*(error|answer)"):
+        next(rows)
 
 
 def write_output(dataset: Dataset, url: str, **options: Any) -> None:
