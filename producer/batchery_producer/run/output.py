@@ -78,7 +78,8 @@ class Final:
             converted: Whether entries are converted to another form.
 
         Raises:
-            DatasetError: The format cannot be compressed, or a library is missing.
+            DatasetError: The format cannot be compressed or has no place for such entries, or a
+                library is missing.
         """
         self.path = path
         self.url = url
@@ -91,6 +92,8 @@ class Final:
         self._converted = converted
         if self._compression is not None:
             self._compression.decompressor()  # Fails at once if its library is missing.
+        if converted and self._format != "jsonl":
+            raise DatasetError(f"{place}: answers in OpenAI's form are JSON lines; name it .jsonl")
         if self._format in ("parquet", "arrow"):
             extra("pyarrow")
         if self._compression is not None and self._format in ("parquet", "arrow"):
