@@ -38,6 +38,7 @@ from batchery_producer.files.source import (
     decompression_errors,
     find_sources,
     is_damage,
+    matches_pattern,
 )
 
 Row = Record | Broken
@@ -197,6 +198,7 @@ class Dataset:
                 encoding; or a stream was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
+        self._given_names = names
         self.is_stream = any(each.size_bytes is None for each in self.sources)
         self.name = self.sources[0].name
         if len(self.sources) > 1:
@@ -230,6 +232,10 @@ class Dataset:
         """Files on this machine that must not be overwritten."""
         paths = [each.path for each in self.sources if not (each.is_stdin or each.remote)]
         return [*paths, self._failures.path] if self._failures else paths
+
+    def would_read(self, path: Path) -> bool:
+        """Whether another run with the same names would read a file, once it is there."""
+        return matches_pattern(path, self._given_names)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -344,6 +344,16 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
     return full
 
 
+def matches_pattern(path: Path, names: str | Path | Sequence[str | Path]) -> bool:
+    """Whether a pattern among the names of inputs matches a file, which need not exist yet."""
+    names = [names] if isinstance(names, str | Path) else names
+    patterns = [name for name in map(str, names) if glob.has_magic(name)]
+    absolute = [os.path.abspath(each) for each in patterns if not os.path.lexists(each)]
+    place = PurePath(os.path.abspath(path))
+    # `match` takes two stars for one, and `glob` for any number of folders.
+    return any(place.match(each) or place.match(each.replace("**/", "")) for each in absolute)
+
+
 def is_url(name: str | Path) -> bool:
     """Whether it is a URL, such as `s3://bucket/rows.jsonl`."""
     return "://" in str(name)

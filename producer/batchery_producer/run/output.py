@@ -373,6 +373,11 @@ class Output:
         for file, other in ((path, "another file"), (errors, "another with --errors")):
             hint = self._hint(other)
             check_output_path(file, source, replace=overwrite or resume, hint=hint)
+            if file and self._journal_path and source.would_read(file):
+                raise DatasetError(
+                    f"{file}: a pattern of the input matches it, so that --resume would read it;"
+                    f" name {other}"
+                )
         if url in source.names:
             raise DatasetError(f"{url}: this is the input; name another file")
         if not overwrite and self._final.is_there:

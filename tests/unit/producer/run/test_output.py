@@ -131,6 +131,29 @@ def test_output_that_is_the_input_is_refused(tmp_path: Path, source: Dataset) ->
         Output(source, tmp_path / "in.txt", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "results", "errors"),
+    [
+        ("*.jsonl", "out.csv", None),
+        ("./*.jsonl", "out.jsonl", "bad.ndjson"),
+        ("**/*.jsonl", "deep/out.csv", "deep/bad.jsonl"),
+        ("i*", "in.jsonl", "bad.jsonl"),
+    ],
+)
+def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, results: str, errors: str | None
+) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("in.txt", "one.jsonl"):
+        (tmp_path / name).write_text('"one"\n')
+    monkeypatch.chdir(tmp_path)
+    for form in (pattern, tmp_path / pattern):
+        with pytest.raises(DatasetError, match=r"would read it.*name another"):
+            Output(Dataset(form), results, errors)
+    Output(Dataset(pattern), "deep/out.csv", "bad.ndjson")
+    Output(Dataset(pattern), "-", errors)  # Nobody can resume it.
+
+
 def test_full_disk_fails_with_one_error() -> None:
     file = JsonLines(Path("/dev/full"))
     file.open()
