@@ -240,7 +240,9 @@ class Dataset:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that determine the item and the id of a row."""
+        formats = {"openai"} if self.is_openai else {each.format for each in self.sources}
         return {
+            "formats": sorted(formats),
             "field": self._field,
             "id field": self._id_field,
             "delimiter": self._delimiter,

@@ -275,7 +275,9 @@ class Journal:
             raise DatasetError(f"{len(sources):,} files; the maximum is {MAX_SOURCES:,}")
         names = [each.name for each in sources]
         prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
-        return cls(secrets.token_hex(8), task, settings, names, prints, window)
+        # As they are read again: JSON makes lists of tuples, and texts of times.
+        stored = json.loads(encoded(settings))
+        return cls(secrets.token_hex(8), task, stored, names, prints, window)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
