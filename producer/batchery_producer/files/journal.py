@@ -75,8 +75,11 @@ class JsonLines:
             self._open()
             self._cut(0)
 
-    def resume(self) -> Iterator[Mapping[str, Any]]:
+    def resume(self, *, is_ours: bool = True) -> Iterator[Mapping[str, Any]]:
         """Yields the entries of the file; then truncates an incomplete end and appends after it.
+
+        Args:
+            is_ours: Whether a run wrote the file; all else is left as it is.
 
         Raises:
             DatasetError: The file cannot be read or written, has another form, or another process
@@ -89,8 +92,9 @@ class JsonLines:
         end = 0
         for entry, end in read_lines(self.path):  # noqa: B007 (the last one is used)
             yield entry
-        with _naming_errors(self.name):
-            self._cut(end)
+        if is_ours:
+            with _naming_errors(self.name):
+                self._cut(end)
 
     def _open(self) -> None:
         # Unbuffered, so that `close` does not retry what a full disk refused.

@@ -370,9 +370,10 @@ class Output:
         self._final_errors = Final(errors, converted=source.is_openai)
         self._journal_path = None if source.is_stream else get_journal_path(path)
         self._check_resume(overwrite)
+        may_replace = overwrite or (resume and (self.is_begun or has_content(path)))
         for file, other in ((path, "another file"), (errors, "another with --errors")):
             hint = self._hint(other)
-            check_output_path(file, source, replace=overwrite or resume, hint=hint)
+            check_output_path(file, source, replace=may_replace, hint=hint)
             if file and self._journal_path and source.would_read(file):
                 raise DatasetError(
                     f"{file}: a pattern of the input matches it, so that --resume would read it;"
@@ -458,7 +459,7 @@ class Output:
         self._is_known = before is not None
         self.done = FinishedLines(self.journal.files)
         for file in (self.results, self.errors):
-            for entry in file.resume():
+            for entry in file.resume(is_ours=self._is_known):
                 try:
                     self.done.note(entry)
                 except DatasetError as error:

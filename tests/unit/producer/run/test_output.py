@@ -154,6 +154,32 @@ def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
     Output(Dataset(pattern), "-", errors)  # Nobody can resume it.
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("out", b'{"notes": "in one line"}'), ("out.jsonl.gz", b"no gzip"), ("out.jsonl", b"\xff")],
+)
+def test_file_of_another_program_is_not_truncated_by_resume(
+    tmp_path: Path, source: Dataset, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with Output(source, tmp_path / name, resume=True) as output:
+        output.open(journal(source))
+        with pytest.raises(DatasetError, match="no journal"):
+            list(output.missing(source))
+    assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("results", ["out.jsonl", "out.csv"])
+def test_failures_of_another_run_are_not_removed_by_resume(
+    tmp_path: Path, source: Dataset, results: str
+) -> None:
+    errors = tmp_path / "out.errors.jsonl"
+    errors.write_text("of another run\n")
+    with pytest.raises(DatasetError, match=r"already there; name another with --errors"):
+        Output(source, tmp_path / results, resume=True)
+    assert errors.exists()
+
+
 def test_full_disk_fails_with_one_error() -> None:
     file = JsonLines(Path("/dev/full"))
     file.open()
