@@ -114,7 +114,7 @@ class Failures:
             DatasetError: The file has another form, or belongs to another input.
         """
         with SeenIds() as ids, SeenIds() as places:
-            for entry, _ in read_lines(self.path):
+            for entry, _ in read_lines(self.path, has_ends=False):
                 self._note(entry, ids, places)
             total = ids.count()[0] + places.count()[0]
             if not total:
@@ -134,7 +134,9 @@ class Failures:
 
     def _note(self, entry: Any, ids: SeenIds, places: SeenIds) -> None:
         """Remembers the id of a failure or, without one, file and line."""
-        if "custom_id" not in entry and "error" not in entry:
+        response = entry.get("response")
+        is_answer = isinstance(response, Mapping) and response.get("status_code") == 200
+        if is_answer or ("custom_id" not in entry and "error" not in entry):
             raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
         id_, place = entry.get("custom_id", entry.get("id")), entry.get("id")
         if "custom_id" not in entry:
@@ -159,6 +161,7 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input, a pipe, a file of unknown size.
+        is_retry: Whether only rows that failed are read.
         is_openai: Whether the rows are requests of OpenAI's batch API.
         model: Model of those requests; None until one was read.
     """
@@ -218,6 +221,7 @@ class Dataset:
         self._limit = limit
         self._sample = self._sampled = sample
         self._failures = Failures(retry_failed, self.names) if retry_failed else None
+        self.is_retry = self._failures is not None
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self.model: str | None = None
@@ -542,7 +546,7 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
             f" so far no row of {len(first)} has it: name another with --field or --id-field"
         )
     broken = [each for each in first if isinstance(each, Broken) and not each.lacks_field]
-    if len(broken) > len(first) / 2 and not dataset.is_openai:
+    if len(broken) > len(first) / 2 and not (dataset.is_openai or dataset.is_retry):
         raise DatasetError(
             f"{dataset.line_name(broken[0].source, broken[0].line)}: {broken[0].reason}; of the"
             f" first {len(first)} rows, {len(broken)} cannot be read:"

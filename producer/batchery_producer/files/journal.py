@@ -191,8 +191,12 @@ def simplify(value: Any) -> Any:
     return convert()
 
 
-def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[str, Any], int]]:
     """Reads a file that `JsonLines` wrote, up to an incomplete end.
+
+    Args:
+        path: Of the file.
+        has_ends: Whether a last line without a line end is incomplete; an editor may leave one.
 
     Yields:
         Each entry, and the offset in the file at which its line (if compressed: its member) ends.
@@ -205,7 +209,7 @@ def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         lines = _ends(file) if compression is None else _ends_compressed(members(file, compression))
         for line, end in lines:
             number += 1
-            entry = _entry(line)
+            entry = _entry(line) if line.endswith(b"\n") or not has_ends else None
             if broken:
                 raise DatasetError(
                     f"{path}, line {broken}: not a line that was written by `batchery submit`;"
@@ -219,7 +223,7 @@ def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:
     try:
-        entry = json.loads(line) if line.endswith(b"\n") else None
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
