@@ -13,7 +13,7 @@ import secrets
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
@@ -136,8 +136,10 @@ class Final:
             DatasetError: The output cannot be written.
         """
         new = None if self.path is None else self.path.with_name(f"{self.path.name}.new")
+        # Closing a file at a URL would put there what it has so far, after an error as well.
+        whole = self._remote.filesystem.transaction if self._remote else nullcontext()
         try:
-            with self._open(new) as file:
+            with whole, self._open(new) as file:
                 self._write(part, files, convert, file)
             if new is not None and self.path is not None:
                 os.replace(new, self.path)

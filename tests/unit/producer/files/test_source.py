@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import itertools
 import json
 import lzma
 import random
@@ -23,7 +24,7 @@ from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import Source, find_sources
-from batchery_producer.run.output import Output
+from batchery_producer.run.output import Final, Output
 
 FOLDER = "memory://rows"
 
@@ -231,6 +232,30 @@ def test_output_url_that_refuses_leaves_the_results_here(
         write_output(dataset, f"{FOLDER}/out.jsonl")
     (part,) = tmp_path.iterdir()
     assert b"ONE" in part.read_bytes()
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.zst", "out.parquet"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_output_url_has_all_results_or_none(
+    tmp_path: Path, memory: Any, place: str, name: str, error: type[BaseException]
+) -> None:
+    url = f"{FOLDER}/{name}" if place == "memory" else f"file://{tmp_path}/{name}"
+    part = tmp_path / "part"
+    part.write_text("".join(f'{{"id": {n}, "line": {n}, "result": "x"}}\n' for n in range(9999)))
+    seen = itertools.count()
+
+    def convert(entry: Any) -> Any:
+        if next(seen) == 15_000 - (name != "out.parquet") * 10_000:
+            raise error("in the middle")
+        return entry
+
+    final = Final(None, url=url)
+    with pytest.raises((DatasetError, KeyboardInterrupt), match="in the middle"):
+        final.write(part, ["in"], convert)
+    assert not final.is_there
+    final.write(part, ["in"], convert)
+    assert final.is_there
 
 
 def test_output_in_a_compression_that_is_only_read_is_refused(
