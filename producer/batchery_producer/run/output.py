@@ -230,9 +230,12 @@ def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:
     columns = ["id", *(["file"] if "file" in first else []), "line", "result"]
     text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="", write_through=False)
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    # Python before 3.13 would leave a lone carriage return bare, which ends a row for readers.
+    quoting = csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerow(columns)
     for entry in entries():
-        writer.writerow([_cell(entry[column]) for column in columns])
+        cells = [_cell(entry[column]) for column in columns]
+        (quoting if any("\r" in cell for cell in cells) else writer).writerow(cells)
     text.flush()
     text.detach()
 
