@@ -58,6 +58,10 @@ OF_RESULTS = [*OF_LINES, *(name for name, format_ in EXTENSIONS.items() if forma
 JOURNAL_SUFFIX = ".journal"
 
 
+#: Maximum length of a failure's message, where the whole one does not fit into a line.
+MAX_MESSAGE_CHARS = 10_000
+
+
 class Final:
     """Final form of an output."""
 
@@ -525,9 +529,13 @@ class Output:
         return None
 
     def failure(self, row: Record | Broken, type_: str, message: str) -> None:
-        """Adds a job that failed, or a line that could not become a job."""
-        error = {"type": type_, "message": message}
-        self.errors.write({**self._head(row), "error": error})
+        """Adds a job that failed, or a line that could not become one; what is too long is cut."""
+        short = message[:MAX_MESSAGE_CHARS]
+        for id_, text in ((row.id, message), (row.id, short), (None, short)):
+            with suppress(TooLong):
+                error = {"type": type_, "message": text}
+                self.errors.write({**self._head(row), "id": id_, "error": error})
+                return
 
     def _head(self, row: Record | Broken) -> dict[str, Any]:
         files = self.journal.files if self.journal else ()

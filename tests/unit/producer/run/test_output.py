@@ -196,3 +196,14 @@ def test_result_longer_than_a_line_is_refused(tmp_path: Path, source: Dataset) -
         assert refused is not None
         assert "the maximum is 16,777,216" in refused
         assert output.result(Record(1, 1, None), "x") is None
+
+
+def test_failure_longer_than_a_line_is_shortened(tmp_path: Path, source: Dataset) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+        output.failure(Record(1, 1, None), "ValueError", "no good: " + "\ud800" * MAX_LINE_BYTES)
+        output.failure(Record(2, "\ud800" * (MAX_LINE_BYTES // 4), None), "ValueError", "no")
+        output.flush()
+    one, other = lines(tmp_path / "out.errors.jsonl")
+    assert one["error"]["message"].startswith("no good: ")
+    assert (other["line"], other["error"]["type"]) == (2, "ValueError")
