@@ -109,6 +109,8 @@ class JsonLines:
             except BlockingIOError:
                 self.close()
                 raise BlockingIOError(0, "another process is writing it") from None
+            except OSError:
+                pass  # Some filesystems of clusters know no locks.
 
     def _cut(self, size_bytes: int) -> None:
         if self._is_regular and self._file is not None:
