@@ -266,6 +266,7 @@ class Source:
         format: One of `FORMATS`.
         size_bytes: Size of the file; None if unknown.
         remote: Where a file is that has a URL; None if it is on this machine.
+        etag: What a server says of this version of the file, if it does.
     """
 
     name: str
@@ -273,6 +274,7 @@ class Source:
     format: str
     size_bytes: int | None
     remote: Remote | None = None
+    etag: Any = None
 
     @property
     def is_stdin(self) -> bool:
@@ -300,7 +302,9 @@ class Source:
         """
         if self.remote is not None:
             with self.remote.reaching(self.name):
-                return str(self.remote.filesystem.ukey(self.remote.path))
+                # That of HTTP takes files for unchanging.
+                key = self.remote.filesystem.ukey(self.remote.path)
+            return f"{key} {self.size_bytes} {self.etag}"
         size_bytes = self.size_bytes or 0
         step_bytes = BLOCK_BYTES * max(1, -(-size_bytes // FINGERPRINT_BYTES))
         digest = hashlib.blake2b(str(size_bytes).encode(), digest_size=16)
@@ -400,7 +404,9 @@ def _source_at(url: str, format_: str | None) -> Source:
     if info["type"] == "directory":
         raise DatasetError(f"{url}: a directory; name files, such as '{url}/*.jsonl'")
     path = Path(remote.path)
-    return Source(url, path, choose_format(str(path), format_), info["size"], remote)
+    return Source(
+        url, path, choose_format(str(path), format_), info["size"], remote, info.get("ETag")
+    )
 
 
 def choose_format(name: str, given: str | None) -> str:

@@ -178,6 +178,21 @@ def test_input_that_cannot_be_read_any_more_is_not_taken_for_its_end(
         next(rows)
 
 
+def test_url_fingerprint_changes_with_what_a_server_says_of_the_file(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, kind = f"{FOLDER}/in.txt", type(memory)
+    memory.pipe(url, b"one\n")
+    # As fsspec's filesystem of HTTP.
+    monkeypatch.setattr(kind, "ukey", lambda _, path: path)
+    found = set()
+    for size, etag in ((4, None), (5, None), (4, '"1"'), (4, '"2"')):
+        info = {"name": url, "type": "file", "size": size, "ETag": etag}
+        monkeypatch.setattr(kind, "info", lambda *_, info=info, **__: info)
+        found.add(find_sources(url, None)[0].fingerprint())
+    assert len(found) == 4
+
+
 def write_output(dataset: Dataset, url: str, **options: Any) -> None:
     with Output(dataset, url, **options) as output:
         output.open(Journal.of(dataset.sources, "embed", {}, 4))
