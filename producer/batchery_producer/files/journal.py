@@ -50,12 +50,14 @@ class JsonLines:
     member each time, so the file of a killed process can be read to its last line.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, is_private: bool = False) -> None:
         """Prepares the file; `open` or the first `flush` with lines creates it.
 
         Args:
             path: Where to write; an existing file is overwritten. None is standard output.
+            is_private: Whether only the user may read it.
         """
+        self._mode = 0o600 if is_private else 0o666
         self.path = path
         self.name = "standard output" if path is None else str(path)
         self._compression = None if path is None else compression_of_name(path)
@@ -100,7 +102,8 @@ class JsonLines:
         # Unbuffered, so that `close` does not retry what a full disk refused.
         # Append mode, so that writing after a truncation leaves no hole.
         name = 1 if self.path is None else os.fspath(self.path)
-        self._file = FileIO(name, "ab", closefd=self.path is not None)
+        create = partial(os.open, mode=self._mode)
+        self._file = FileIO(name, "ab", self.path is not None, create)
         is_file = S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._is_regular = is_file and self.path is not None
         if self._is_regular:

@@ -399,7 +399,9 @@ class Output:
         check_extension(str(errors), OF_LINES)
         if self.is_begun and not (resume or overwrite):
             raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
-        self.results = JsonLines(self._final.part() if self._final.needs_part else path)
+        place = self._final.part() if self._final.needs_part else path
+        # In the temporary folder, which is everybody's, unless the output has a path.
+        self.results = JsonLines(place, is_private=path is None)
         self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
 
     def _check_resume(self, overwrite: bool) -> None:

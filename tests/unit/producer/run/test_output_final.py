@@ -131,6 +131,7 @@ def test_only_a_complete_output_is_written_to_a_url(tmp_path: Path) -> None:
         output.result(Record(1, 1, None), "A")
         output.finish(complete=False)
         part = Path(output.names[0])
+    assert part.stat().st_mode & 0o777 == 0o600  # Others may read the folder.
     assert json.loads(part.read_text())["result"] == "A"
     assert not path.exists()
     part.unlink()
