@@ -309,6 +309,20 @@ class Dataset:
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
+    def check_files(self) -> None:
+        """Reads the first row of each file here, as a run would end at a bad one after hours.
+
+        Raises:
+            DatasetError: As iteration does.
+        """
+        if self.is_openai or self._limit is not None:
+            return
+        with SeenIds() as seen:
+            for number, source in enumerate(self.sources[1:], 1):
+                if source.remote is None and source.size_bytes is not None:
+                    next(self._rows_in(source, self._picker(number, seen)), None)
+        self._first = None
+
     def line_name(self, source: int, line: int) -> str:
         """Names a line in messages."""
         return f"{self.names[source]}, line {line}"
@@ -342,18 +356,17 @@ class Dataset:
 
     def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
         for number, source in enumerate(self.sources):
-            picker = self._picker(number, seen)
-            remote = source.remote
-            try:
-                with (
-                    remote.reaching(source.name) if remote else nullcontext(),
-                    source.open() as raw,
-                ):
-                    yield from self._records(source, raw, picker)
-            except OSError as error:
-                raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+            yield from self._rows_in(source, self._picker(number, seen))
             self._before_bytes += source.size_bytes or 0
             self._read_bytes = 0
+
+    def _rows_in(self, source: Source, picker: Picker) -> Iterator[Record | Broken]:
+        remote = source.remote
+        try:
+            with remote.reaching(source.name) if remote else nullcontext(), source.open() as raw:
+                yield from self._records(source, raw, picker)
+        except OSError as error:
+            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
 
     def _records(
         self, source: Source, raw: BufferedReader, picker: Picker
@@ -532,6 +545,7 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
         DatasetError: The input is unusable, or none of the first rows has the fields, or most of
             them cannot be read.
     """
+    dataset.check_files()
     rows, first = iter(dataset), list[Record | Broken]()
     with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
         while not feed.exhausted:
