@@ -30,6 +30,7 @@ from batchery.errors import (
     BatcheryError,
     DatasetError,
     GaveUp,
+    QueueFull,
     RedisUnavailable,
     SettingsError,
 )
@@ -271,6 +272,7 @@ class FileRun:
             self.task,
             queue=options.queue,
             keywords=options.keywords,
+            wait_s=options.timeout_s,
             outage_policy=self._retries,
             persistent=True,
             **options.sending,
@@ -344,7 +346,7 @@ class FileRun:
         try:
             while not self._stream.is_done:
                 self._step()
-        except GaveUp as error:
+        except (GaveUp, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except (Interrupted, Stopped) as error:
             ending, message = Ending.INTERRUPTED, "interrupted"
