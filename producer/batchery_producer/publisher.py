@@ -271,6 +271,8 @@ class Publisher:
                 self.sent += pushed
                 self._backpressure.observe(time.monotonic(), length, pushed)
                 part = part[pushed:]
+                if pushed:
+                    deadline_s = self._deadline_s()
                 if part:
                     self._wait_for_space(len(part), length, deadline_s)
 

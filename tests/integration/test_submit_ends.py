@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import DatasetError, SettingsError
+from batchery import DatasetError, SettingsError, install
 from batchery_producer import Ending, Snapshot, submit_file
 from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
@@ -135,6 +136,27 @@ def test_without_a_worker_it_gives_up_and_says_why(
     assert f"{worker.name} answers, but consumes another queue" in stderr
     assert "4 jobs still in flight" in stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_queue_that_stays_full_ends_it_as_well(
+    tmp_path: Path, redis_url: str, empty_queue: str
+) -> None:
+    app = Celery("full", broker=redis_url, backend=redis_url, set_as_current=False)
+    install(app, classes={"all": {"level": 0, "share": 1, "max_waiting": 3}})
+    end_s = time.monotonic() + patient(20)
+    summary = submit_file(
+        write_rows(tmp_path / "in.jsonl", 10),
+        empty_queue,
+        tmp_path / "out.jsonl",
+        app=app,
+        queue=empty_queue,
+        window=5,
+        timeout_s=0.5,
+        stop=lambda: time.monotonic() > end_s,
+    )
+    app.close()
+    assert summary.ending is Ending.GAVE_UP
+    assert "queue 'nobody' holds 3 jobs, and its maximum is 3" in summary.message
 
 
 def test_a_task_that_no_worker_has_is_refused_at_once(

@@ -76,7 +76,8 @@ Exit codes:
   1    some rows failed, or --on-error=stop met the first; they are in the file of failures.
        Or some that --retry-failed names are not in SOURCE
   2    could not start, or the output can no longer be written: the disk is full, for example
-  3    gave up: no result for --timeout, or Redis stayed away for two minutes
+  3    gave up: no result, or no room in the queue, for --timeout; or Redis stayed away for
+       two minutes
   70   a defect of Batchery: the traceback says where
   130  interrupted
 """

@@ -9,7 +9,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from io import BufferedReader
 from itertools import chain, islice
@@ -37,6 +37,8 @@ from batchery_producer.files.source import (
     decompressed,
     decompression_errors,
     find_sources,
+    is_damage,
+    matches_pattern,
 )
 
 Row = Record | Broken
@@ -112,7 +114,7 @@ class Failures:
             DatasetError: The file has another form, or belongs to another input.
         """
         with SeenIds() as ids, SeenIds() as places:
-            for entry, _ in read_lines(self.path):
+            for entry, _ in read_lines(self.path, has_ends=False):
                 self._note(entry, ids, places)
             total = ids.count()[0] + places.count()[0]
             if not total:
@@ -132,7 +134,9 @@ class Failures:
 
     def _note(self, entry: Any, ids: SeenIds, places: SeenIds) -> None:
         """Remembers the id of a failure or, without one, file and line."""
-        if "custom_id" not in entry and "error" not in entry:
+        response = entry.get("response")
+        is_answer = isinstance(response, Mapping) and response.get("status_code") == 200
+        if is_answer or ("custom_id" not in entry and "error" not in entry):
             raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
         id_, place = entry.get("custom_id", entry.get("id")), entry.get("id")
         if "custom_id" not in entry:
@@ -157,6 +161,7 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input, a pipe, a file of unknown size.
+        is_retry: Whether only rows that failed are read.
         is_openai: Whether the rows are requests of OpenAI's batch API.
         model: Model of those requests; None until one was read.
     """
@@ -196,6 +201,7 @@ class Dataset:
                 encoding; or a stream was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
+        self._given_names = names
         self.is_stream = any(each.size_bytes is None for each in self.sources)
         self.name = self.sources[0].name
         if len(self.sources) > 1:
@@ -215,6 +221,7 @@ class Dataset:
         self._limit = limit
         self._sample = self._sampled = sample
         self._failures = Failures(retry_failed, self.names) if retry_failed else None
+        self.is_retry = self._failures is not None
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self.model: str | None = None
@@ -230,10 +237,16 @@ class Dataset:
         paths = [each.path for each in self.sources if not (each.is_stdin or each.remote)]
         return [*paths, self._failures.path] if self._failures else paths
 
+    def would_read(self, path: Path) -> bool:
+        """Whether another run with the same names would read a file, once it is there."""
+        return matches_pattern(path, self._given_names)
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that determine the item and the id of a row."""
+        formats = {"openai"} if self.is_openai else {each.format for each in self.sources}
         return {
+            "formats": sorted(formats),
             "field": self._field,
             "id field": self._id_field,
             "delimiter": self._delimiter,
@@ -296,6 +309,20 @@ class Dataset:
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
+    def check_files(self) -> None:
+        """Reads the first row of each file here, as a run would end at a bad one after hours.
+
+        Raises:
+            DatasetError: As iteration does.
+        """
+        if self.is_openai or self._limit is not None:
+            return
+        with SeenIds() as seen:
+            for number, source in enumerate(self.sources[1:], 1):
+                if source.remote is None and source.size_bytes is not None:
+                    next(self._rows_in(source, self._picker(number, seen)), None)
+        self._first = None
+
     def line_name(self, source: int, line: int) -> str:
         """Names a line in messages."""
         return f"{self.names[source]}, line {line}"
@@ -329,14 +356,17 @@ class Dataset:
 
     def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
         for number, source in enumerate(self.sources):
-            picker = self._picker(number, seen)
-            try:
-                with source.open() as raw:
-                    yield from self._records(source, raw, picker)
-            except OSError as error:
-                raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+            yield from self._rows_in(source, self._picker(number, seen))
             self._before_bytes += source.size_bytes or 0
             self._read_bytes = 0
+
+    def _rows_in(self, source: Source, picker: Picker) -> Iterator[Record | Broken]:
+        remote = source.remote
+        try:
+            with remote.reaching(source.name) if remote else nullcontext(), source.open() as raw:
+                yield from self._records(source, raw, picker)
+        except OSError as error:
+            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
 
     def _records(
         self, source: Source, raw: BufferedReader, picker: Picker
@@ -421,6 +451,8 @@ def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
     except InvalidLine as error:
         return picker.broken(rows.number, str(error))
     except decompression_errors() as error:
+        if not is_damage(error, is_remote=source.remote is not None):
+            raise  # What follows may be read by another run.
         if rows.number <= 1:
             raise DatasetError(f"{source.name}: cannot be read: {error}") from None
         rows.end()
@@ -513,6 +545,7 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
         DatasetError: The input is unusable, or none of the first rows has the fields, or most of
             them cannot be read.
     """
+    dataset.check_files()
     rows, first = iter(dataset), list[Record | Broken]()
     with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
         while not feed.exhausted:
@@ -527,7 +560,7 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
             f" so far no row of {len(first)} has it: name another with --field or --id-field"
         )
     broken = [each for each in first if isinstance(each, Broken) and not each.lacks_field]
-    if len(broken) > len(first) / 2 and not dataset.is_openai:
+    if len(broken) > len(first) / 2 and not (dataset.is_openai or dataset.is_retry):
         raise DatasetError(
             f"{dataset.line_name(broken[0].source, broken[0].line)}: {broken[0].reason}; of the"
             f" first {len(first)} rows, {len(broken)} cannot be read:"

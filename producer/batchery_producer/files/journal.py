@@ -50,12 +50,14 @@ class JsonLines:
     member each time, so the file of a killed process can be read to its last line.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, is_private: bool = False) -> None:
         """Prepares the file; `open` or the first `flush` with lines creates it.
 
         Args:
             path: Where to write; an existing file is overwritten. None is standard output.
+            is_private: Whether only the user may read it.
         """
+        self._mode = 0o600 if is_private else 0o666
         self.path = path
         self.name = "standard output" if path is None else str(path)
         self._compression = None if path is None else compression_of_name(path)
@@ -75,8 +77,11 @@ class JsonLines:
             self._open()
             self._cut(0)
 
-    def resume(self) -> Iterator[Mapping[str, Any]]:
+    def resume(self, *, is_ours: bool = True) -> Iterator[Mapping[str, Any]]:
         """Yields the entries of the file; then truncates an incomplete end and appends after it.
+
+        Args:
+            is_ours: Whether a run wrote the file; all else is left as it is.
 
         Raises:
             DatasetError: The file cannot be read or written, has another form, or another process
@@ -89,14 +94,16 @@ class JsonLines:
         end = 0
         for entry, end in read_lines(self.path):  # noqa: B007 (the last one is used)
             yield entry
-        with _naming_errors(self.name):
-            self._cut(end)
+        if is_ours:
+            with _naming_errors(self.name):
+                self._cut(end)
 
     def _open(self) -> None:
         # Unbuffered, so that `close` does not retry what a full disk refused.
         # Append mode, so that writing after a truncation leaves no hole.
         name = 1 if self.path is None else os.fspath(self.path)
-        self._file = FileIO(name, "ab", closefd=self.path is not None)
+        create = partial(os.open, mode=self._mode)
+        self._file = FileIO(name, "ab", self.path is not None, create)
         is_file = S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._is_regular = is_file and self.path is not None
         if self._is_regular:
@@ -105,6 +112,8 @@ class JsonLines:
             except BlockingIOError:
                 self.close()
                 raise BlockingIOError(0, "another process is writing it") from None
+            except OSError:
+                pass  # Some filesystems of clusters know no locks.
 
     def _cut(self, size_bytes: int) -> None:
         if self._is_regular and self._file is not None:
@@ -187,8 +196,12 @@ def simplify(value: Any) -> Any:
     return convert()
 
 
-def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[str, Any], int]]:
     """Reads a file that `JsonLines` wrote, up to an incomplete end.
+
+    Args:
+        path: Of the file.
+        has_ends: Whether a last line without a line end is incomplete; an editor may leave one.
 
     Yields:
         Each entry, and the offset in the file at which its line (if compressed: its member) ends.
@@ -201,7 +214,7 @@ def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         lines = _ends(file) if compression is None else _ends_compressed(members(file, compression))
         for line, end in lines:
             number += 1
-            entry = _entry(line)
+            entry = _entry(line) if line.endswith(b"\n") or not has_ends else None
             if broken:
                 raise DatasetError(
                     f"{path}, line {broken}: not a line that was written by `batchery submit`;"
@@ -215,7 +228,7 @@ def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:
     try:
-        entry = json.loads(line) if line.endswith(b"\n") else None
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
@@ -275,7 +288,9 @@ class Journal:
             raise DatasetError(f"{len(sources):,} files; the maximum is {MAX_SOURCES:,}")
         names = [each.name for each in sources]
         prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
-        return cls(secrets.token_hex(8), task, settings, names, prints, window)
+        # As they are read again: JSON makes lists of tuples, and texts of times.
+        stored = json.loads(encoded(settings))
+        return cls(secrets.token_hex(8), task, stored, names, prints, window)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

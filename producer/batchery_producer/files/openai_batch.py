@@ -278,6 +278,8 @@ class OpenAIFormat:
             body = self._body(result, form.get("encoding_format", "float"))
             return self._line(entry, 200, body)
         results = result if isinstance(result, list) else [result]
+        if not all(isinstance(each, Mapping) and "tokens_in" in each for each in results):
+            return self._line(entry, 200, _as_it_is(result))
         job = self._journal.task_id(self._source(entry), entry["line"])
         return self._line(entry, 200, build_completion(form["url"], job, self._model, results))
 
@@ -320,8 +322,7 @@ class OpenAIFormat:
             each.get("vector") if isinstance(each, Mapping) else each for each in results
         ]
         if isinstance(result, str) or not all(map(_is_vector, vectors)):
-            # The task is no embedding model, so its result stays as it is.
-            return result if isinstance(result, Mapping) else {"result": result}
+            return _as_it_is(result)
         tokens = sum(each.get("tokens", 0) for each in results if isinstance(each, Mapping))
         return {
             "object": "list",
@@ -340,6 +341,11 @@ class OpenAIFormat:
             return vector
         numbers = [math.nan if each is None else each for each in vector]
         return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+
+
+def _as_it_is(result: Any) -> Mapping[str, Any]:
+    """The body of a task that is no model of such requests."""
+    return result if isinstance(result, Mapping) else {"result": result}
 
 
 def _is_vector(value: Any) -> bool:

@@ -342,7 +342,26 @@ class TableRows(Rows):
         # UnicodeDecodeError for names of columns, which nobody validates.
         except (self._arrow.ArrowException, UnicodeDecodeError, MemoryError) as error:
             raise OSError(_first_line(error)) from None
+        except (ValueError, OverflowError, LookupError):
+            return self._without_times(batch)
         return rows
+
+    def _without_times(self, batch: Any) -> Sequence[Mapping[str, Any]]:
+        """Rows with times that Python lacks, such as nanoseconds, as texts or numbers.
+
+        A column that Python cannot have at all is left out.
+        """
+        columns: dict[str, Sequence[Any]] = {}
+        errors = (self._arrow.ArrowException, ValueError, OverflowError, LookupError)
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            for type_ in (column.type, self._arrow.string(), self._arrow.int64()):
+                with suppress(*errors):
+                    columns[name] = column.cast(type_).to_pylist()
+                    break
+        return [
+            {name: values[number] for name, values in columns.items()}
+            for number in range(batch.num_rows)
+        ]
 
 
 class ParquetRows(TableRows):

@@ -170,6 +170,13 @@ def decompression_errors() -> tuple[type[Exception], ...]:
         return errors
 
 
+def is_damage(error: Exception, *, is_remote: bool) -> bool:
+    """Whether such an error is of the content; otherwise a disk or a network does not answer."""
+    if isinstance(error, gzip.BadGzipFile) or not isinstance(error, OSError):
+        return True
+    return error.errno is None and not is_remote
+
+
 def members(file: BinaryIO, compression: Compression) -> Iterator[tuple[bytes, int]]:
     """Decompresses a file member by member, up to the first incomplete one.
 
@@ -259,6 +266,7 @@ class Source:
         format: One of `FORMATS`.
         size_bytes: Size of the file; None if unknown.
         remote: Where a file is that has a URL; None if it is on this machine.
+        etag: What a server says of this version of the file, if it does.
     """
 
     name: str
@@ -266,6 +274,7 @@ class Source:
     format: str
     size_bytes: int | None
     remote: Remote | None = None
+    etag: Any = None
 
     @property
     def is_stdin(self) -> bool:
@@ -288,7 +297,9 @@ class Source:
         """
         if self.remote is not None:
             with self.remote.reaching(self.name):
-                return str(self.remote.filesystem.ukey(self.remote.path))
+                # That of HTTP takes files for unchanging.
+                key = self.remote.filesystem.ukey(self.remote.path)
+            return f"{key} {self.size_bytes} {self.etag}"
         size_bytes = self.size_bytes or 0
         step_bytes = BLOCK_BYTES * max(1, -(-size_bytes // FINGERPRINT_BYTES))
         digest = hashlib.blake2b(str(size_bytes).encode(), digest_size=16)
@@ -330,6 +341,16 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
         raise DatasetError(f"{sources[0].name}: empty; there is nothing to submit")
     # Empty files among others are usual: their writer had fewer rows than files.
     return full
+
+
+def matches_pattern(path: Path, names: str | Path | Sequence[str | Path]) -> bool:
+    """Whether a pattern among the names of inputs matches a file, which need not exist yet."""
+    names = [names] if isinstance(names, str | Path) else names
+    patterns = [name for name in map(str, names) if glob.has_magic(name)]
+    absolute = [os.path.abspath(each) for each in patterns if not os.path.lexists(each)]
+    place = PurePath(os.path.abspath(path))
+    # `match` takes two stars for one, and `glob` for any number of folders.
+    return any(place.match(each) or place.match(each.replace("**/", "")) for each in absolute)
 
 
 def is_url(name: str | Path) -> bool:
@@ -378,7 +399,9 @@ def _source_at(url: str, format_: str | None) -> Source:
     if info["type"] == "directory":
         raise DatasetError(f"{url}: a directory; name files, such as '{url}/*.jsonl'")
     path = Path(remote.path)
-    return Source(url, path, choose_format(str(path), format_), info["size"], remote)
+    return Source(
+        url, path, choose_format(str(path), format_), info["size"], remote, info.get("ETag")
+    )
 
 
 def choose_format(name: str, given: str | None) -> str:

@@ -31,6 +31,7 @@ from batchery.errors import (
     BrokerRefused,
     DatasetError,
     GaveUp,
+    QueueFull,
     RedisUnavailable,
     SettingsError,
 )
@@ -272,6 +273,7 @@ class FileRun:
             self.task,
             queue=options.queue,
             keywords=options.keywords,
+            wait_s=options.timeout_s,
             outage_policy=self._retries,
             persistent=True,
             **options.sending,
@@ -345,7 +347,7 @@ class FileRun:
         try:
             while not self._stream.is_done:
                 self._step()
-        except (GaveUp, BrokerRefused) as error:
+        except (GaveUp, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except (Interrupted, Stopped) as error:
             ending, message = Ending.INTERRUPTED, "interrupted"

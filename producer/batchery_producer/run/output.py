@@ -13,7 +13,7 @@ import secrets
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
@@ -58,6 +58,10 @@ OF_RESULTS = [*OF_LINES, *(name for name, format_ in EXTENSIONS.items() if forma
 JOURNAL_SUFFIX = ".journal"
 
 
+#: Maximum length of a failure's message, where the whole one does not fit into a line.
+MAX_MESSAGE_CHARS = 10_000
+
+
 class Final:
     """Final form of an output."""
 
@@ -78,7 +82,8 @@ class Final:
             converted: Whether entries are converted to another form.
 
         Raises:
-            DatasetError: The format cannot be compressed, or a library is missing.
+            DatasetError: The format cannot be compressed or has no place for such entries, or a
+                library is missing.
         """
         self.path = path
         self.url = url
@@ -91,6 +96,8 @@ class Final:
         self._converted = converted
         if self._compression is not None:
             self._compression.decompressor()  # Fails at once if its library is missing.
+        if converted and self._format != "jsonl":
+            raise DatasetError(f"{place}: answers in OpenAI's form are JSON lines; name it .jsonl")
         if self._format in ("parquet", "arrow"):
             extra("pyarrow")
         if self._compression is not None and self._format in ("parquet", "arrow"):
@@ -133,8 +140,10 @@ class Final:
             DatasetError: The output cannot be written.
         """
         new = None if self.path is None else self.path.with_name(f"{self.path.name}.new")
+        # Closing a file at a URL would put there what it has so far, after an error as well.
+        whole = self._remote.filesystem.transaction if self._remote else nullcontext()
         try:
-            with self._open(new) as file:
+            with whole, self._open(new) as file:
                 self._write(part, files, convert, file)
             if new is not None and self.path is not None:
                 os.replace(new, self.path)
@@ -225,9 +234,12 @@ def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:
     columns = ["id", *(["file"] if "file" in first else []), "line", "result"]
     text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="", write_through=False)
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    # Python before 3.13 would leave a lone carriage return bare, which ends a row for readers.
+    quoting = csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerow(columns)
     for entry in entries():
-        writer.writerow([_cell(entry[column]) for column in columns])
+        cells = [_cell(entry[column]) for column in columns]
+        (quoting if any("\r" in cell for cell in cells) else writer).writerow(cells)
     text.flush()
     text.detach()
 
@@ -367,9 +379,15 @@ class Output:
         self._final_errors = Final(errors, converted=source.is_openai)
         self._journal_path = None if source.is_stream else get_journal_path(path)
         self._check_resume(overwrite)
+        may_replace = overwrite or (resume and (self.is_begun or has_content(path)))
         for file, other in ((path, "another file"), (errors, "another with --errors")):
             hint = self._hint(other)
-            check_output_path(file, source, replace=overwrite or resume, hint=hint)
+            check_output_path(file, source, replace=may_replace, hint=hint)
+            if file and self._journal_path and source.would_read(file):
+                raise DatasetError(
+                    f"{file}: a pattern of the input matches it, so that --resume would read it;"
+                    f" name {other}"
+                )
         if url in source.names:
             raise DatasetError(f"{url}: this is the input; name another file")
         if not overwrite and self._final.is_there:
@@ -381,7 +399,9 @@ class Output:
         check_extension(str(errors), OF_LINES)
         if self.is_begun and not (resume or overwrite):
             raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
-        self.results = JsonLines(self._final.part() if self._final.needs_part else path)
+        place = self._final.part() if self._final.needs_part else path
+        # In the temporary folder, which is everybody's, unless the output has a path.
+        self.results = JsonLines(place, is_private=path is None)
         self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
 
     def _check_resume(self, overwrite: bool) -> None:
@@ -450,7 +470,7 @@ class Output:
         self._is_known = before is not None
         self.done = FinishedLines(self.journal.files)
         for file in (self.results, self.errors):
-            for entry in file.resume():
+            for entry in file.resume(is_ours=self._is_known):
                 try:
                     self.done.note(entry)
                 except DatasetError as error:
@@ -511,9 +531,13 @@ class Output:
         return None
 
     def failure(self, row: Record | Broken, type_: str, message: str) -> None:
-        """Adds a job that failed, or a line that could not become a job."""
-        error = {"type": type_, "message": message}
-        self.errors.write({**self._head(row), "error": error})
+        """Adds a job that failed, or a line that could not become one; what is too long is cut."""
+        short = message[:MAX_MESSAGE_CHARS]
+        for id_, text in ((row.id, message), (row.id, short), (None, short)):
+            with suppress(TooLong):
+                error = {"type": type_, "message": text}
+                self.errors.write({**self._head(row), "id": id_, "error": error})
+                return
 
     def _head(self, row: Record | Broken) -> dict[str, Any]:
         files = self.journal.files if self.journal else ()

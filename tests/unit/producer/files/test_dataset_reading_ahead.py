@@ -137,3 +137,31 @@ def test_reading_does_not_begin_without_a_row(tmp_path: Path) -> None:
         begin_reading(Dataset(path, field="text"), lambda: False)
     with pytest.raises(Interrupted):
         begin_reading(Dataset(path), lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("b.jsonl", b'{"one": "a", "two": "b"}\n', "no field 'text' in the first row"),
+        ("b.csv", b"id,id\n1,2\n", "names a column twice"),
+        ("b.csv", "id,text\n".encode("utf-16"), "UTF-16"),
+        ("b.parquet", b"no table at all, but long enough to be one", "cannot be read"),
+        ("b.txt", b"\x1f\x8bgarbage", "cannot be read"),
+    ],
+)
+def test_reading_does_not_begin_if_a_later_file_would_end_it(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    rows = "".join(f'{{"text": "a", "id": {number}}}\n' for number in range(FIRST_ROWS))
+    (tmp_path / "a.jsonl").write_text(f"not JSON\n{rows}")
+    (tmp_path / name).write_bytes(content)
+    names = [tmp_path / "a.jsonl", tmp_path / name]
+    with pytest.raises(DatasetError, match=why):
+        begin_reading(Dataset(names), lambda: False)
+    (tmp_path / "b.txt").write_text("one\n")
+    dataset = Dataset([tmp_path / "a.jsonl", tmp_path / "b.txt"])
+    assert len(list(begin_reading(dataset, lambda: False))) == FIRST_ROWS + 2
+    assert "the item is 'text', the id is 'id'" in dataset.description
+    assert dataset.total == FIRST_ROWS + 2
+    # A part of the rows may need none of it.
+    next(begin_reading(Dataset(names, limit=2), lambda: False))

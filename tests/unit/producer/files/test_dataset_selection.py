@@ -1,4 +1,6 @@
+import gzip
 import json
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.dataset import Dataset, begin_reading
 from batchery_producer.files.journal import JsonLines
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.run.output import Output
@@ -134,14 +136,36 @@ def test_row_whose_id_another_has_fails_again_without_that_one(
     assert bool(dataset.not_found) == is_openai
 
 
+def test_rows_that_cannot_be_read_do_not_keep_others_from_being_tried_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in.jsonl").write_text("not JSON\nnor this\n" + '{"text": "x"}\n' * 9)
+    errors = write(tmp_path / "e.jsonl", [failure(1), failure(2), failure(7)])
+    rows = begin_reading(Dataset(tmp_path / "in.jsonl", retry_failed=errors), lambda: False)
+    assert [(row.line, isinstance(row, Record)) for row in rows] == [(1, 0), (2, 0), (7, 1)]
+
+
+@pytest.mark.parametrize("name", ["e.jsonl", "e.jsonl.gz"])
+def test_last_failure_needs_no_line_end(tmp_path: Path, source: Path, name: str) -> None:
+    text = "\n".join(json.dumps(failure(line)) for line in (2, 4)).encode()
+    errors = tmp_path / name
+    errors.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert lines(Dataset(source, retry_failed=errors)) == [2, 4]
+    errors.write_bytes(errors.read_bytes()[:-9])
+    found = [2] if name == "e.jsonl" else []  # A member of gzip is there as a whole or not.
+    with nullcontext() if found else pytest.raises(DatasetError, match="no failures"):
+        assert lines(Dataset(source, retry_failed=errors)) == found
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
+        ([{"custom_id": "a", "response": {"status_code": 200}, "error": None}], "no file of fail"),
         ([], "no failures"),
         ([{"id": 1, "line": 1, "result": 5}], "no file of failures"),
         ([failure(1, file="another")], "is it of another input"),
     ],
-    ids=["empty", "results", "another"],
+    ids=["answers", "empty", "results", "another"],
 )
 def test_file_in_another_form_is_refused(
     tmp_path: Path, source: Path, entries: list[Any], why: str

@@ -1,4 +1,6 @@
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,29 @@ def test_journal_continues_after_the_input_was_moved(tmp_path: Path, path: Path)
     journal = begin(path)
     path.rename(tmp_path / "moved.txt")
     assert journal.continued_by(begin(tmp_path / "moved.txt")).files == journal.files
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: "one"}, date(2026, 1, 2), Decimal("1.50")])
+def test_journal_continues_with_keywords_that_json_lacks(
+    tmp_path: Path, path: Path, value: Any
+) -> None:
+    settings = {"kwargs": {"given": value}}
+    begin(path, settings=settings).write(tmp_path / "j")
+    journal = Journal.read(tmp_path / "j")
+    assert journal is not None
+    assert journal.continued_by(begin(path, settings=settings)).run == journal.run
+    with pytest.raises(DatasetError, match="kwargs: "):
+        journal.continued_by(begin(path, settings={"kwargs": {"given": 5}}))
+
+
+def test_journal_refuses_another_format(path: Path) -> None:
+    one, other = (Dataset(path, format=name) for name in ("text", "csv"))
+    journal = begin(path, settings=one.settings)
+    assert journal.continued_by(begin(path, settings=Dataset(path).settings)).run == journal.run
+    with pytest.raises(
+        DatasetError, match=r"formats: \['csv'\] now, \['text'\] when the run began"
+    ):
+        journal.continued_by(begin(path, settings=other.settings))
 
 
 def test_journal_refuses_other_files(tmp_path: Path, path: Path) -> None:

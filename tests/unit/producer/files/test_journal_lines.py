@@ -1,7 +1,7 @@
 import math
 from datetime import UTC, date, datetime
 from decimal import Decimal
-from errno import ENOSPC
+from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,18 @@ def test_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
     first.close()
     assert list(second.resume()) == [{"n": 1}]
     second.close()
+
+
+@pytest.mark.parametrize("number", [ENOSYS, ENOLCK, EOPNOTSUPP])
+def test_file_is_written_where_a_filesystem_knows_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    write(tmp_path / "out.jsonl", [{"n": 1}])
+    assert entries(tmp_path / "out.jsonl") == [{"n": 1}]
 
 
 def test_file_ending_in_zeros_is_truncated(tmp_path: Path) -> None:

@@ -278,3 +278,24 @@ def test_a_vector_in_base64_is_cut_as_well() -> None:
 def test_a_vector_of_length_1_keeps_it() -> None:
     assert shortened([0.6, 0.0, 0.8], 1) == [1.0]
     assert shortened([3.0, 4.0], 1) == [3.0]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_requests_have_no_table_of_answers(tmp_path: Path, name: str) -> None:
+    dataset = Dataset(write(tmp_path / "in.jsonl", [request(1)]))
+    with pytest.raises(DatasetError, match=rf"{name}: .* JSON lines"):
+        Output(dataset, tmp_path / name)
+
+
+@pytest.mark.parametrize("result", ["a text", {"label": 1}, ["a", "b"]])
+def test_chat_of_a_task_that_generates_nothing_has_its_result_as_it_is(
+    tmp_path: Path, result: Any
+) -> None:
+    row = {**request(1), "url": "/v1/chat/completions"}
+    dataset = Dataset(write(tmp_path / "in.jsonl", [row]))
+    with Output(dataset, tmp_path / "out.jsonl") as output:
+        output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        output.result(Record(1, "a", None, form={"url": row["url"]}), result)
+        output.finish(complete=True)
+    body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert body == (result if isinstance(result, dict) else {"result": result})

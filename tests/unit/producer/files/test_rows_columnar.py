@@ -59,6 +59,26 @@ def test_repeated_id_of_any_type_is_found(tmp_path: Path) -> None:
     assert [type(each) for each in found] == [Record, Record, Broken]
 
 
+TIMES = {
+    "nanoseconds": pyarrow.array([1, 1_700_000_000_123_456_789], pyarrow.timestamp("ns")),
+    "nanoseconds of a day": pyarrow.array([1, 2], pyarrow.time64("ns")),
+    "durations": pyarrow.array([1, 2], pyarrow.duration("ns")),
+    "years after 9999": pyarrow.array([1, 1 << 40], pyarrow.timestamp("s")),
+    "a zone that nobody knows": pyarrow.array([1, 2], pyarrow.timestamp("us", tz="Mars/Phobos")),
+}
+
+
+@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES.keys())
+def test_times_that_python_lacks_end_no_run(tmp_path: Path, times: Any) -> None:
+    table = pyarrow.table({"id": times, "text": ["a", "b"]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    one, other = Dataset(tmp_path / "d.parquet")
+    assert isinstance(one, Record)
+    assert isinstance(other, Record)
+    assert (one.item, other.item) == ("a", "b")
+    assert one.id != other.id
+
+
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
 def test_file_that_is_no_table_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("no table at all, but long enough to be looked at")

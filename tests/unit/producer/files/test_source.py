@@ -2,11 +2,14 @@
 
 import bz2
 import gzip
+import io
+import itertools
 import json
 import lzma
 import random
 import sys
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import find_sources
-from batchery_producer.run.output import Output
+from batchery_producer.files.source import Source, find_sources
+from batchery_producer.run.output import Final, Output
 
 FOLDER = "memory://rows"
 
@@ -136,6 +139,60 @@ def test_url_fingerprint_changes_with_the_file(memory: Any) -> None:
     assert find_sources(url, None)[0].fingerprint() != before
 
 
+class Breaking(io.RawIOBase):
+    """A file of which only the first bytes can be read."""
+
+    def __init__(self, data: bytes, error: Exception) -> None:
+        self._parts = iter([data])
+        self._error = error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (part := next(self._parts, None)) is None:
+            raise self._error
+        buffer[: len(part)] = part
+        return len(part)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("local", OSError(EIO, "Input/output error")),
+        ("memory", TimeoutError("no answer")),
+        ("memory", RuntimeError("no answer")),
+    ],
+    ids=["disk", "network", "library"],
+)
+def test_input_that_cannot_be_read_any_more_is_not_taken_for_its_end(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    url = str(tmp_path / "in.txt") if place == "local" else f"{FOLDER}/in.txt"
+    fsspec.open(url, "wb").open().write(b"one\ntwo\n")
+    file = io.BufferedReader(Breaking(b"one\ntwo\n", error))
+    monkeypatch.setattr(Source, "open", lambda _: file)
+    rows = iter(Dataset(url))
+    assert [next(rows).line, next(rows).line] == [1, 2]
+    with pytest.raises(DatasetError, match=r"in\.txt: cannot be re(ad|ached): .*(error|answer)"):
+        next(rows)
+
+
+def test_url_fingerprint_changes_with_what_a_server_says_of_the_file(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, kind = f"{FOLDER}/in.txt", type(memory)
+    memory.pipe(url, b"one\n")
+    # As fsspec's filesystem of HTTP.
+    monkeypatch.setattr(kind, "ukey", lambda _, path: path)
+    found = set()
+    for size, etag in ((4, None), (5, None), (4, '"1"'), (4, '"2"')):
+        info = {"name": url, "type": "file", "size": size, "ETag": etag}
+        monkeypatch.setattr(kind, "info", lambda *_, info=info, **__: info)
+        found.add(find_sources(url, None)[0].fingerprint())
+    assert len(found) == 4
+
+
 def write_output(dataset: Dataset, url: str, **options: Any) -> None:
     with Output(dataset, url, **options) as output:
         output.open(Journal.of(dataset.sources, "embed", {}, 4))
@@ -190,6 +247,30 @@ def test_output_url_that_refuses_leaves_the_results_here(
         write_output(dataset, f"{FOLDER}/out.jsonl")
     (part,) = tmp_path.iterdir()
     assert b"ONE" in part.read_bytes()
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.zst", "out.parquet"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_output_url_has_all_results_or_none(
+    tmp_path: Path, memory: Any, place: str, name: str, error: type[BaseException]
+) -> None:
+    url = f"{FOLDER}/{name}" if place == "memory" else f"file://{tmp_path}/{name}"
+    part = tmp_path / "part"
+    part.write_text("".join(f'{{"id": {n}, "line": {n}, "result": "x"}}\n' for n in range(9999)))
+    seen = itertools.count()
+
+    def convert(entry: Any) -> Any:
+        if next(seen) == 15_000 - (name != "out.parquet") * 10_000:
+            raise error("in the middle")
+        return entry
+
+    final = Final(None, url=url)
+    with pytest.raises((DatasetError, KeyboardInterrupt), match="in the middle"):
+        final.write(part, ["in"], convert)
+    assert not final.is_there
+    final.write(part, ["in"], convert)
+    assert final.is_there
 
 
 def test_output_in_a_compression_that_is_only_read_is_refused(

@@ -131,6 +131,55 @@ def test_output_that_is_the_input_is_refused(tmp_path: Path, source: Dataset) ->
         Output(source, tmp_path / "in.txt", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "results", "errors"),
+    [
+        ("*.jsonl", "out.csv", None),
+        ("./*.jsonl", "out.jsonl", "bad.ndjson"),
+        ("**/*.jsonl", "deep/out.csv", "deep/bad.jsonl"),
+        ("i*", "in.jsonl", "bad.jsonl"),
+    ],
+)
+def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, results: str, errors: str | None
+) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("in.txt", "one.jsonl"):
+        (tmp_path / name).write_text('"one"\n')
+    monkeypatch.chdir(tmp_path)
+    for form in (pattern, tmp_path / pattern):
+        with pytest.raises(DatasetError, match=r"would read it.*name another"):
+            Output(Dataset(form), results, errors)
+    Output(Dataset(pattern), "deep/out.csv", "bad.ndjson")
+    Output(Dataset(pattern), "-", errors)  # Nobody can resume it.
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("out", b'{"notes": "in one line"}'), ("out.jsonl.gz", b"no gzip"), ("out.jsonl", b"\xff")],
+)
+def test_file_of_another_program_is_not_truncated_by_resume(
+    tmp_path: Path, source: Dataset, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with Output(source, tmp_path / name, resume=True) as output:
+        output.open(journal(source))
+        with pytest.raises(DatasetError, match="no journal"):
+            list(output.missing(source))
+    assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("results", ["out.jsonl", "out.csv"])
+def test_failures_of_another_run_are_not_removed_by_resume(
+    tmp_path: Path, source: Dataset, results: str
+) -> None:
+    errors = tmp_path / "out.errors.jsonl"
+    errors.write_text("of another run\n")
+    with pytest.raises(DatasetError, match=r"already there; name another with --errors"):
+        Output(source, tmp_path / results, resume=True)
+    assert errors.exists()
+
+
 def test_full_disk_fails_with_one_error() -> None:
     file = JsonLines(Path("/dev/full"))
     file.open()
@@ -147,3 +196,14 @@ def test_result_longer_than_a_line_is_refused(tmp_path: Path, source: Dataset) -
         assert refused is not None
         assert "the maximum is 16,777,216" in refused
         assert output.result(Record(1, 1, None), "x") is None
+
+
+def test_failure_longer_than_a_line_is_shortened(tmp_path: Path, source: Dataset) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+        output.failure(Record(1, 1, None), "ValueError", "no good: " + "\ud800" * MAX_LINE_BYTES)
+        output.failure(Record(2, "\ud800" * (MAX_LINE_BYTES // 4), None), "ValueError", "no")
+        output.flush()
+    one, other = lines(tmp_path / "out.errors.jsonl")
+    assert one["error"]["message"].startswith("no good: ")
+    assert (other["line"], other["error"]["type"]) == (2, "ValueError")

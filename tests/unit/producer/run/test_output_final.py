@@ -1,5 +1,6 @@
 import csv
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
     path = tmp_path / name
     entries = [entry(1, 'a "b"\n,\tc'), entry(2, {"label": "größer"}), entry(3, None)]
     entries += [entry(4, "ü\ud800"), entry(5, ["\ud800"])]
+    entries += [entry(6, "a\rb"), entry(7, "")]
     Final(path).write(part_of(path, entries), ["in"])
     data = path.read_bytes()
     if name.endswith(".gz"):
@@ -49,7 +51,7 @@ def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
     if name.endswith(".zst"):
         data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
     rows = list(
-        csv.reader(data.decode().splitlines(True), delimiter="\t" if "tsv" in name else ",")
+        csv.reader(io.StringIO(data.decode(), newline=""), delimiter="\t" if "tsv" in name else ",")
     )
     assert rows == [
         ["id", "line", "result"],
@@ -58,6 +60,8 @@ def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
         ["row-3", "3", "null"],
         ["row-4", "4", r"ü\ud800"],
         ["row-5", "5", r'["\ud800"]'],
+        ["row-6", "6", "a\rb"],
+        ["row-7", "7", ""],
     ]
 
 
@@ -127,6 +131,7 @@ def test_only_a_complete_output_is_written_to_a_url(tmp_path: Path) -> None:
         output.result(Record(1, 1, None), "A")
         output.finish(complete=False)
         part = Path(output.names[0])
+    assert part.stat().st_mode & 0o777 == 0o600  # Others may read the folder.
     assert json.loads(part.read_text())["result"] == "A"
     assert not path.exists()
     part.unlink()
