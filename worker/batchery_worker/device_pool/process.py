@@ -156,6 +156,8 @@ class DeviceProcess:
     is_hung: bool = False
     #: When it last gave a sign, or got work while it had none, on the monotonic clock.
     heard_s: float = 0.0
+    #: When the time limits of its batches are looked at next, on the monotonic clock.
+    look_s: float = inf
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
     #: Why it was given up, for people.
