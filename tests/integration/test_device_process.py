@@ -245,6 +245,18 @@ def test_a_device_that_cannot_start_says_why_in_one_line(
         assert process.process.wait(30) == 0
 
 
+def test_a_device_that_cannot_start_waits_for_no_thread_of_its_app(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    (tmp_path / "with_a_thread.py").write_text(code + "print('imported')\n")
+    changes = {"sys_path": (str(tmp_path), TESTS, *sys.path), "modules": ["with_a_thread"]}
+    with started(setup(load=["broken"], **changes)) as process:
+        assert isinstance(process.read(), NotReady)
+        assert process.process.wait(30) == 0
+    assert "imported" in capfd.readouterr().out
+
+
 # In this process
 
 
