@@ -19,6 +19,7 @@ from batchery_worker.device_pool.process import (
     State,
     start_process,
 )
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done, Setup, Work
@@ -111,6 +112,17 @@ def test_a_device_that_dies_is_replaced(
     assert device.pid != first
     assert crew.deaths == ["device process for cpu died: killed by signal 9"]
     assert not crew.lost
+
+
+def test_no_file_of_the_working_directory_hides_a_module_of_python(
+    crews: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The `celery` command finds the right one.
+    (tmp_path / "queue.py").write_text("raise LookupError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    assert crew.ready == 1
 
 
 def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> None:
@@ -233,3 +245,30 @@ def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> No
     crew.supervisor.stop_restarting()
     crew.supervisor.recycle([])
     assert [device.state for device in crew.supervisor.devices] == [State.READY]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 3", ""),
+        ("echo Traceback >&2; echo 'ImportError: libcudart' >&2; exit 1", "ImportError: libcudart"),
+        ("echo a greeting", "invalid literal for int"),
+    ],
+)
+def test_that_the_cpu_computes_beside_a_gpu_is_logged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    why: str,
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("batchery_worker.device_pool.startup.Path", lambda _: tmp_path)
+    monkeypatch.setattr(sys, "executable", str(python))
+    devices = choose_devices("auto")
+    assert devices == (["cpu"] if why else ["cuda:0", "cuda:1", "cuda:2"])
+    assert why in caplog.text
+    assert ("this worker computes on the CPU" in caplog.text) == bool(why)

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.batching.residency import DeviceModels
+from batchery_worker.device_pool.startup import python_command
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
@@ -486,7 +486,7 @@ def start_process(end: socket.socket) -> Process:
             try:
                 # Never a fork, which CUDA does not survive.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "batchery_worker.device", *map(str, ends)],
+                    [*python_command(), "-m", "batchery_worker.device", *map(str, ends)],
                     env={**_environment(), **os.environ},
                     pass_fds=ends,
                     stdin=subprocess.DEVNULL,
