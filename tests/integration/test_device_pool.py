@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -189,6 +190,24 @@ def test_a_device_that_cannot_be_spawned_is_given_up_too(
     crew.run_until(lambda: crew.lost)
     assert crew.lost == ["no device is left, the last one was cpu"]
     assert list(crew.supervisor.devices) == []
+
+
+def test_a_device_starts_once_there_is_a_thread_for_its_log(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [RuntimeError("can't start new thread") for _ in range(2)]
+    start = threading.Thread.start
+
+    def start_later(thread: threading.Thread) -> None:
+        if failures and thread.name == "batchery-log":
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    crew = crews()
+    crew.supervisor.attach(crew.hub)
+    crew.run_until(lambda: crew.ready)
+    assert not failures
 
 
 def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(

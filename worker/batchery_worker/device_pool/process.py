@@ -246,7 +246,9 @@ class DeviceProcess:
 
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, in seconds; 0 if it has none."""
-        excused_s = max((each.excused_until_s for each in self.batches.values()), default=inf)
+        # A copy, as threads look that answer probes.
+        batches = list(self.batches.values())
+        excused_s = max((each.excused_until_s for each in batches), default=inf)
         return max(0.0, now_s - max(self.heard_s, excused_s))
 
     def oldest_batch_s(self, now_s: float) -> float:
@@ -483,19 +485,15 @@ def start_process(end: socket.socket) -> Process:
         log, their_log = socket.socketpair()
         with their_log:
             ends = (end.fileno(), their_log.fileno())
-            try:
-                # Never a fork, which CUDA does not survive.
-                process = subprocess.Popen(
-                    [*python_command(), "-m", "batchery_worker.device", *map(str, ends)],
-                    env={**_environment(), **os.environ},
-                    pass_fds=ends,
-                    stdin=subprocess.DEVNULL,
-                )
-            except OSError:
-                log.close()
-                raise
-    follow_log(log)
-    return process
+            # First, as there may be no thread for it; if there is no process, this ends at once.
+            follow_log(log)
+            # Never a fork, which CUDA does not survive.
+            return subprocess.Popen(
+                [*python_command(), "-m", "batchery_worker.device", *map(str, ends)],
+                env={**_environment(), **os.environ},
+                pass_fds=ends,
+                stdin=subprocess.DEVNULL,
+            )
 
 
 def _wait_killed(process: Process) -> int:

@@ -154,7 +154,7 @@ def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str,
 def levels_of_loggers() -> dict[str, int]:
     """The levels that were set in this process, by name; the root logger has an empty name."""
     levels = {"": logging.getLogger().getEffectiveLevel()}
-    for name, found in logging.root.manager.loggerDict.items():
+    for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and found.level:
             levels[name] = found.level
     return levels
