@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from batchery_worker.device_pool.process import (
     State,
     start_process,
 )
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done, Setup, Work
@@ -113,6 +115,17 @@ def test_a_device_that_dies_is_replaced(
     assert not crew.lost
 
 
+def test_no_file_of_the_working_directory_hides_a_module_of_python(
+    crews: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The `celery` command finds the right one.
+    (tmp_path / "queue.py").write_text("raise LookupError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    assert crew.ready == 1
+
+
 def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
@@ -179,6 +192,24 @@ def test_a_device_that_cannot_be_spawned_is_given_up_too(
     assert list(crew.supervisor.devices) == []
 
 
+def test_a_device_starts_once_there_is_a_thread_for_its_log(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [RuntimeError("can't start new thread") for _ in range(2)]
+    start = threading.Thread.start
+
+    def start_later(thread: threading.Thread) -> None:
+        if failures and thread.name == "batchery-log":
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    crew = crews()
+    crew.supervisor.attach(crew.hub)
+    crew.run_until(lambda: crew.ready)
+    assert not failures
+
+
 def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
     crews: Callable[..., Crew],
 ) -> None:
@@ -233,3 +264,30 @@ def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> No
     crew.supervisor.stop_restarting()
     crew.supervisor.recycle([])
     assert [device.state for device in crew.supervisor.devices] == [State.READY]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 3", ""),
+        ("echo Traceback >&2; echo 'ImportError: libcudart' >&2; exit 1", "ImportError: libcudart"),
+        ("echo a greeting", "invalid literal for int"),
+    ],
+)
+def test_that_the_cpu_computes_beside_a_gpu_is_logged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    why: str,
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("batchery_worker.device_pool.startup.Path", lambda _: tmp_path)
+    monkeypatch.setattr(sys, "executable", str(python))
+    devices = choose_devices("auto")
+    assert devices == (["cpu"] if why else ["cuda:0", "cuda:1", "cuda:2"])
+    assert why in caplog.text
+    assert ("this worker computes on the CPU" in caplog.text) == bool(why)

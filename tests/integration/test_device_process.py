@@ -14,12 +14,14 @@ from celery import Celery
 from batchery import (
     DeviceUnavailable,
     Failed,
+    InvalidItem,
     Model,
     ModelLoadError,
     OutOfMemory,
     install,
     register,
 )
+from batchery.execution.bisect_failures import has_run_out
 from batchery_worker.device.loading import check_device, import_app, load_model
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
@@ -245,6 +247,18 @@ def test_a_device_that_cannot_start_says_why_in_one_line(
         assert process.process.wait(30) == 0
 
 
+def test_a_device_that_cannot_start_waits_for_no_thread_of_its_app(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    (tmp_path / "with_a_thread.py").write_text(code + "print('imported')\n")
+    changes = {"sys_path": (str(tmp_path), TESTS, *sys.path), "modules": ["with_a_thread"]}
+    with started(setup(load=["broken"], **changes)) as process:
+        assert isinstance(process.read(), NotReady)
+        assert process.process.wait(30) == 0
+    assert "imported" in capfd.readouterr().out
+
+
 # In this process
 
 
@@ -290,6 +304,37 @@ def test_an_error_of_ours_is_passed_on_as_it_is(app: Celery) -> None:
 
     with pytest.raises(ModelLoadError, match=r"^model x: use another one$"):
         load_model(register(app, "picky", Picky), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Failed("not a text"), "ItemFailed: not a text"),
+        (Failed(InvalidItem("too long")), "InvalidItem: too long"),
+        (None, "WrongLength: "),
+        (MemoryError("full"), "OutOfMemory: "),
+    ],
+)
+def test_a_model_that_refuses_its_own_warm_up_is_named(
+    app: Celery, outcome: Failed | MemoryError | None, words: str
+) -> None:
+    class Refusing(Model):
+        def load(self, device: str) -> None:
+            """Loads nothing."""
+
+        def warm_up(self) -> Sequence[str]:
+            return ["warm"]
+
+        def forward(self, batch: Sequence[str], **_: Any) -> list[Any]:
+            if isinstance(outcome, MemoryError):
+                raise outcome
+            return [] if outcome is None else [outcome for _ in batch]
+
+    task, why = register(app, "refusing", Refusing), f"^model 'refusing' cannot .* on cpu: {words}"
+    with pytest.raises(ModelLoadError, match=why) as raised:
+        load_model(task, "cpu")
+    # Then others make room for it.
+    assert has_run_out(raised.value) == (words == "OutOfMemory: ")
 
 
 def test_the_cpu_is_always_there_and_needs_no_torch() -> None:

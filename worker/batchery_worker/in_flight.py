@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -111,11 +112,14 @@ class DispatchedBatch:
         """For how long it has run, in seconds; 0 if it has not begun."""
         return 0.0 if self.began_s is None else max(0.0, now_s - self.began_s)
 
-    def left_s(self, now_s: float) -> float:
-        """How much of its hard limit is left; only for a batch that has one and has begun."""
-        assert self.began_s is not None
-        assert self.hard_limit_s is not None
-        return self.began_s + self.hard_limit_s - now_s
+    @property
+    def due_s(self) -> float:
+        """When it must have ended, or loaded its model; infinite while its time has no limit."""
+        if self.excused_until_s:
+            return self.excused_until_s
+        if self.began_s is None or self.hard_limit_s is None:
+            return inf
+        return self.began_s + self.hard_limit_s
 
     def interrupts(self, other: "DispatchedBatch") -> bool:
         """Whether it runs between the passes of another batch of its device."""

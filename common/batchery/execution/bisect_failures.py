@@ -153,7 +153,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def has_run_out(error: BaseException | None) -> bool:
     """Whether memory ran out, by an error or by one that it came from."""
     while error is not None:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, OutOfMemory):
             return True
         error = error.__cause__
     return False

@@ -566,7 +566,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         gc.set_threshold(*usual)
         if is_ready:
             _or_die(device.run)
-            end_process(has_app=setup.model is None)
+        end_process(has_app=is_ready and setup.model is None)
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:

@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import socket
+import sys
 import threading
 from typing import NoReturn
 
@@ -56,12 +57,15 @@ def end_process(*, has_app: bool) -> NoReturn:
     """Ends this process as Celery's pools end theirs; what hangs meanwhile, the parent kills.
 
     Args:
-        has_app: Whether it has an app, whose receivers of `worker_process_shutdown` are called.
+        has_app: Whether an app was started whose receivers of `worker_process_shutdown` are called.
     """
     try:
         if has_app:
             signals.worker_process_shutdown.send(sender=None, pid=os.getpid(), exitcode=0)
         # No more of the interpreter's end: it waits for all threads, and torch's may crash in it.
         atexit._run_exitfuncs()
+        # What was printed while the app was imported; None without a terminal or a file for it.
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
     finally:
         os._exit(0)

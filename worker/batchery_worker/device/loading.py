@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from celery import Celery
 
 from batchery.device_names import device_type, main_device
-from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
+from batchery.errors import AppNotImportable, ModelLoadError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
@@ -177,7 +177,7 @@ def _load(
             for outcome in _warm_up(model, items):
                 if isinstance(outcome, Failed):
                     raise outcome.exception
-    except BatcheryError:
+    except StartError:
         raise
     except Exception as error:
         logger.debug("loading %s", name, exc_info=True)

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.batching.residency import DeviceModels
+from batchery_worker.device_pool.startup import python_command
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
@@ -156,6 +156,8 @@ class DeviceProcess:
     is_hung: bool = False
     #: When it last gave a sign, or got work while it had none, on the monotonic clock.
     heard_s: float = 0.0
+    #: When the time limits of its batches are looked at next, on the monotonic clock.
+    look_s: float = inf
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
     #: Why it was given up, for people.
@@ -483,19 +485,15 @@ def start_process(end: socket.socket) -> Process:
         log, their_log = socket.socketpair()
         with their_log:
             ends = (end.fileno(), their_log.fileno())
-            try:
-                # Never a fork, which CUDA does not survive.
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "batchery_worker.device", *map(str, ends)],
-                    env={**_environment(), **os.environ},
-                    pass_fds=ends,
-                    stdin=subprocess.DEVNULL,
-                )
-            except OSError:
-                log.close()
-                raise
-    follow_log(log)
-    return process
+            # First, as there may be no thread for it; if there is no process, this ends at once.
+            follow_log(log)
+            # Never a fork, which CUDA does not survive.
+            return subprocess.Popen(
+                [*python_command(), "-m", "batchery_worker.device", *map(str, ends)],
+                env={**_environment(), **os.environ},
+                pass_fds=ends,
+                stdin=subprocess.DEVNULL,
+            )
 
 
 def _wait_killed(process: Process) -> int:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ from batchery.task import BatchTask
 from batchery_worker.batching.placement import PlacedModel, place_models
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.messages import Setup
+
+logger = logging.getLogger("batchery.pool")
 
 #: Counts the CUDA devices that torch will see, given the driver and CUDA_VISIBLE_DEVICES.
 _COUNT = "import torch; print(torch.cuda.device_count())"
@@ -150,7 +154,7 @@ def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str,
 def levels_of_loggers() -> dict[str, int]:
     """The levels that were set in this process, by name; the root logger has an empty name."""
     levels = {"": logging.getLogger().getEffectiveLevel()}
-    for name, found in logging.root.manager.loggerDict.items():
+    for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and found.level:
             levels[name] = found.level
     return levels
@@ -170,18 +174,39 @@ def choose_devices(devices: Literal["auto"] | Sequence[str]) -> list[str]:
     return [f"cuda:{index}" for index in range(_cuda_count())] or ["cpu"]
 
 
+def python_command() -> list[str]:
+    """This interpreter, with the working directory on its path only if it is on our own.
+
+    With `-c` or `-m` it would come first: files there, such as `queue.py`, would hide Python's own,
+    which the `celery` command finds.
+    """
+    with suppress(OSError):  # The directory is gone.
+        if not {"", os.getcwd()}.isdisjoint(sys.path):
+            return [sys.executable]
+    return [sys.executable, "-P"]
+
+
 def _cuda_count() -> int:
     # To ask torch takes seconds. Without a driver there is no device file, and nothing to ask.
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return 0
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _COUNT],
+            [*python_command(), "-c", _COUNT],
             capture_output=True,
             text=True,
             timeout=_COUNT_TIMEOUT_S,
             check=True,
         )
         return int(answer.stdout)
-    except (subprocess.SubprocessError, ValueError):
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        if find_spec("torch") is not None:
+            why: object = error
+            if isinstance(error, subprocess.CalledProcessError) and error.stderr:
+                why = error.stderr.strip().splitlines()[-1]
+            logger.error(
+                "torch cannot say which CUDA devices there are, so this worker computes on the CPU:"
+                " %s; name them in the setting devices",
+                why,
+            )
         return 0

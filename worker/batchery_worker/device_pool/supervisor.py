@@ -118,6 +118,7 @@ class DeviceSupervisor:
         """
         for device in self.devices:
             self._ignore(device)
+            device.look_s = inf
         self._hub = hub
         for device in self.devices:
             if device.link is not None:
@@ -172,7 +173,7 @@ class DeviceSupervisor:
         if not device.send(work, dispatched):
             self._await_room(device)
         if dispatched.in_slots:
-            self._begin(device, work.id, dispatched)
+            self._begin(device, dispatched)
         elif device.in_turn == [dispatched]:
             self._watch(device)
 
@@ -187,8 +188,7 @@ class DeviceSupervisor:
         ran_s = dispatched.ran_s(monotonic())
         end_s = ran_s + MAX_STEP_S
         dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
-        if dispatched.began_s is not None:
-            self._watch_limit(device, work_id, dispatched)
+        self._watch_limit(device, dispatched)
 
     def tell(self, device: DeviceProcess, message: Reload) -> None:
         """Sends a message that is no batch."""
@@ -324,39 +324,50 @@ class DeviceSupervisor:
 
     def _watch(self, device: DeviceProcess) -> None:
         """Starts the clock of the first batch, and its hard limit; the one behind has not begun."""
-        for work_id, dispatched in device.batches.items():
+        for dispatched in device.batches.values():
             if dispatched.urgent or dispatched.in_slots:
                 # The clock of an urgent one runs only once the device has said so.
-                if dispatched.began_s is not None:
-                    self._watch_limit(device, work_id, dispatched)
+                self._watch_limit(device, dispatched)
                 continue
-            self._begin(device, work_id, dispatched)
+            self._begin(device, dispatched)
             break
 
-    def _begin(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+    def _begin(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
         # Set only once: this runs again after a reconnect, which must not extend the time.
         if dispatched.began_s is None:
             dispatched.began_s = monotonic()
-        self._watch_limit(device, work_id, dispatched)
+        self._watch_limit(device, dispatched)
 
-    def _watch_limit(
-        self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch
-    ) -> None:
-        if dispatched.hard_limit_s is not None:
-            left_s = max(0.0, dispatched.left_s(monotonic()))
-            self._hub.call_later(left_s, self._expire, device, work_id)
+    def _watch_limit(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
+        """Plans a look for when a batch is due, unless one is planned that comes before."""
+        # One for each batch would stay with the loop for as long as the limit of the batch.
+        if dispatched.due_s < device.look_s:
+            device.look_s = due_s = dispatched.due_s
+            self._hub.call_later(max(0.0, due_s - monotonic()), self._look, device, due_s)
 
-    def _expire(self, device: DeviceProcess, work_id: int) -> None:
+    def _look(self, device: DeviceProcess, due_s: float) -> None:
         # The loop may have stood still, as while it reconnects: the answer may be here already.
         self.read()
-        dispatched = device.batches.get(work_id)
-        if dispatched is None or dispatched.hard_limit_s is None or dispatched.excused_until_s:
+        if device.look_s == due_s:
+            device.look_s = inf
+            for work_id, dispatched in list(device.batches.items()):
+                if work_id in device.batches:
+                    self._expire(device, dispatched)
+
+    def _expire(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
+        if dispatched.due_s > monotonic():
+            self._watch_limit(device, dispatched)
             return
-        if any(each.interrupts(dispatched) for each in device.batches.values()):
+        if dispatched.excused_until_s:
+            text = "device %s has not loaded a model after device_start_timeout_s = %g s: killed"
+            logger.error(text, device.name, self._start_timeout_s)
+            device.kill("as it did not load a model within device_start_timeout_s")
+            # At once, as for one that hangs.
+            self._on_process_death(device)
+            return
+        batches = device.batches.values()
+        if dispatched.expired or any(each.interrupts(dispatched) for each in batches):
             # The rest of the time counts after the urgent batch: then this is planned anew.
-            return
-        if dispatched.left_s(monotonic()) > 0:
-            self._watch_limit(device, work_id, dispatched)
             return
         if dispatched.is_unwanted:
             why = "as its jobs were revoked"
@@ -434,7 +445,7 @@ class DeviceSupervisor:
         elif isinstance(reply, ResultsWait):
             self._on_wait(device, reply)
         elif isinstance(reply, Began):
-            self._begin(device, reply.id, device.batches[reply.id])
+            self._begin(device, device.batches[reply.id])
             # The next urgent one can be prepared meanwhile.
             self._on_ready()
         elif isinstance(reply, Left):
@@ -465,12 +476,13 @@ class DeviceSupervisor:
             # A load has as much time as a start.
             dispatched.excused_until_s = now_s + self._start_timeout_s
             dispatched.excused_since_s, dispatched.began_s = now_s, now_s + reply.expected_s
+            self._watch_limit(device, dispatched)
             return
         dispatched.excused_until_s = 0.0
         if device.models is not None:
             device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
         dispatched.load_s, dispatched.began_s = now_s - dispatched.excused_since_s, now_s
-        self._watch_limit(device, reply.id, dispatched)
+        self._watch_limit(device, dispatched)
 
     def _on_wait(self, device: DeviceProcess, reply: ResultsWait) -> None:
         """Keeps the time in which Redis may be away out of the time of a batch."""
@@ -481,7 +493,7 @@ class DeviceSupervisor:
         dispatched.excused_until_s = 0.0
         if dispatched.began_s is not None:
             dispatched.began_s += now_s - max(dispatched.began_s, dispatched.excused_since_s)
-            self._watch_limit(device, reply.id, dispatched)
+            self._watch_limit(device, dispatched)
 
     def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
         """The time of an urgent batch does not count for the batch that it has interrupted."""

@@ -141,9 +141,17 @@ def follow_log(end: socket.socket) -> None:
 
     A thread does it: the event loop stands still while Celery waits for a broker that is away, and
     lines about that are wanted then.
+
+    Raises:
+        OSError: The system has no room for another thread.
     """
     fork_gate.keep_private(end)
-    threading.Thread(target=_follow, args=(end,), daemon=True, name="batchery-log").start()
+    thread = threading.Thread(target=_follow, args=(end,), daemon=True, name="batchery-log")
+    try:
+        thread.start()
+    except RuntimeError as error:
+        end.close()
+        raise OSError(str(error)) from error
 
 
 def _follow(end: socket.socket) -> None:

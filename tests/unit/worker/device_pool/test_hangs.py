@@ -1,8 +1,11 @@
 """A device that hangs: it is killed, its jobs go on, and at last the worker ends."""
 
+from unittest.mock import patch
+
 import pytest
 from celery.worker import state as worker_state
 
+from apps.batches import LIMITED
 from batchery_worker.device_pool.supervisor import MAX_HANGS
 from batchery_worker.ipc.messages import Loaded, Loads, ResultsWait, Stepped
 from support.fake_worker import StartPool
@@ -168,3 +171,19 @@ def test_only_the_event_loop_of_now_looks(start_pool: StartPool) -> None:
     worker.receive("a")
     worker.loop.sleep(LIMIT_S + 3.0)
     assert len(worker.devices.started) == 2
+
+
+def test_batches_that_have_ended_leave_no_timers_of_their_limits(start_pool: StartPool) -> None:
+    worker = start_pool()
+    with patch.object(worker.loop, "call_later", wraps=worker.loop.call_later) as call_later:
+        for number in range(20):
+            worker.receive(number, task=LIMITED)
+            worker.work_off()
+    assert len(worker.works()) == 20
+    assert [call.args[0] for call in call_later.call_args_list if call.args[0] > 4.5] == [5.0]
+    # The timer of the first one is there for the last one.
+    worker.receive("hangs", task=LIMITED)
+    worker.loop.sleep(4.9)
+    assert worker.device.code is None
+    worker.loop.sleep(0.2)
+    assert worker.devices.started[0].code == -9

@@ -273,3 +273,13 @@ def test_restarted_process_has_no_jobs_and_no_figures(
     device.spawn()
     assert device.pid != first
     assert (device.state, device.jobs, device.recycle_due) == (State.STARTING, 0, False)
+
+
+def test_a_probe_sees_how_long_a_device_is_silent_while_batches_come(device: DeviceProcess) -> None:
+    class Slow(DispatchedBatch):
+        """Meanwhile the thread of the event loop hands over another batch."""
+
+        excused_until_s = property(lambda _: device.batches.update({8: dispatched()}) or 0.0)
+
+    device.batches[7] = Slow.__new__(Slow)
+    assert device.silent_s(device.heard_s + 5.0) == 5.0

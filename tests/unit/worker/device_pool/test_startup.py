@@ -1,6 +1,7 @@
 """Import paths of apps and tasks, from real modules."""
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,11 @@ import pytest
 from celery import Celery
 
 from batchery import AppNotImportable, BatchTask
-from batchery_worker.device_pool.startup import app_path, task_modules
+from batchery_worker.device_pool.startup import (
+    app_path,
+    python_command,
+    task_modules,
+)
 
 
 @pytest.fixture
@@ -77,3 +82,16 @@ def test_a_task_of_main_is_refused_by_name() -> None:
     task = type("T", (BatchTask,), {"name": "lost", "__module__": "__main__"})()
     with pytest.raises(AppNotImportable, match="'lost' is defined in __main__"):
         task_modules([task])
+
+
+def test_the_working_directory_is_on_the_path_of_others_only_if_it_is_on_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert python_command() == [sys.executable, "-P"]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert python_command() == [sys.executable]
+    monkeypatch.setattr(sys, "path", ["", *sys.path[:-1]])
+    assert python_command() == [sys.executable]
+    tmp_path.rmdir()
+    assert python_command() == [sys.executable, "-P"]

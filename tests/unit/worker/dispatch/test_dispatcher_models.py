@@ -127,15 +127,25 @@ def test_time_limit_counts_from_the_end_of_a_load(start_pool: StartPool) -> None
         worker.result(request.id)
 
 
-def test_load_that_hangs_has_as_much_time_as_a_start(start_pool: StartPool) -> None:
-    worker = start(start_pool, {FOUR: LOAD_S})
-    worker.receive("a")
+@pytest.mark.parametrize("limit_s", [LIMIT_S, None])
+@pytest.mark.parametrize("task", [FOUR, LIMITED])
+def test_load_that_hangs_has_as_much_time_as_a_start(
+    start_pool: StartPool, caplog: pytest.LogCaptureFixture, task: str, limit_s: float | None
+) -> None:
+    worker = start_pool(max_pass_s=limit_s)
+    (job,) = worker.receive_each("a", task=task)
     device = worker.device
     device.say(Loads(last_work(worker).id, LOAD_S))
-    worker.loop.sleep(600.0)
+    worker.loop.sleep(300.0)
+    # What was planned on the loop before is lost.
+    worker.reconnect()
+    worker.loop.sleep(299.0)
     assert device.code is None
-    worker.loop.sleep(2 * LIMIT_S)
+    worker.loop.sleep(2.0)
     assert device.code == -9
+    assert "killed by its worker, as it did not load a model within" in caplog.text
+    worker.work_off()
+    assert worker.result(job.id) == "a"
 
 
 def test_device_that_dies_in_a_load_starts_anew_and_its_jobs_run_alone(
