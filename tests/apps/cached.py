@@ -7,10 +7,11 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, Failed, install
+from support.patience import patient
 
 app = install(Celery("cached", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
 def note(path: str, texts: list[Any]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from celery import Celery, signals
 
 from batchery import BatchTask, RetryAfter, install
+from support.patience import patient
 
 app = install(Celery("callbacks", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.0}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.0)}
 
 
 class Gated(BatchTask):

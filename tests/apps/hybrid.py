@@ -7,6 +7,7 @@ import time
 from celery import Celery
 
 from batchery import BatchTask, install
+from support.patience import patient
 
 app = install(Celery("hybrid", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
@@ -15,7 +16,7 @@ app.conf.task_routes = {
     "apps.hybrid.double": {"queue": "devices"},
     "apps.hybrid.device_pid": {"queue": "devices"},
 }
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
 @app.task(shared=False)

@@ -8,10 +8,11 @@ from pathlib import Path
 from celery import Celery
 
 from batchery import BatchTask, install
+from support.patience import patient
 
 app = install(Celery("killers", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)

@@ -10,9 +10,10 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, install
+from support.patience import patient
 
 #: Longer than a loaded machine holds up a thread, and short enough to wait for.
-EXPIRY_S = 1.5
+EXPIRY_S = patient(1.5)
 
 app = install(Celery("leases", set_as_current=False))
 app.conf.worker_hijack_root_logger = False

@@ -8,10 +8,11 @@ from celery.worker.request import Request
 
 from batchery import BatchTask, install
 from batchery_worker.request import BatchRequest
+from support.patience import patient
 
 app = install(Celery("lethal", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
 class Raising(Request):

@@ -7,10 +7,11 @@ from celery.exceptions import Reject
 
 from apps.leases import note
 from batchery import BatchTask, install
+from support.patience import patient
 
 app = install(Celery("redelivery", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
 def marks(request: Any) -> list[bool]:

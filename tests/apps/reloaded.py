@@ -9,10 +9,11 @@ from typing import Any
 from celery import Celery
 
 from batchery import Model, ModelLoadError, install, register
+from support.patience import patient
 
 app = install(Celery("reloaded", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 3}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(3)}
 
 
 class Text(Model):

@@ -9,10 +9,11 @@ from typing import Any
 from celery import Celery
 
 from batchery import Advance, BatchTask, Failed, InvalidItem, StepModel, install, register
+from support.patience import patient
 
 app = install(Celery("slots", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 app.conf.task_routes = {"apps.slots.upper": "upper", "apps.slots.double": "double"}
 
 #: How long a step takes, in seconds.

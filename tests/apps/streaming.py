@@ -18,10 +18,11 @@ from batchery import (
     install,
     register,
 )
+from support.patience import patient
 
 app = install(Celery("streaming", set_as_current=False), stream_grace_s=5, stream_max_pieces=1000)
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 #: How long a step takes, in seconds.
 STEP_S = 0.005

@@ -11,10 +11,11 @@ from celery import Celery
 
 from batchery import BatchTask, install
 from batchery_worker.commit.committer import RedisCommitter
+from support.patience import patient
 
 app = install(Celery("torn", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 #: What happens at the next commit is written in this file, if there is one.
 PLAN = Path(os.environ.get("TORN_PLAN", "no plan"))

@@ -52,7 +52,7 @@ class Restarted:
                 self._worker = self._start()
             return condition()
 
-        wait_for(done, what, 300)
+        wait_for(done, what, patient(300))
 
 
 def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(

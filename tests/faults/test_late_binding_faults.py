@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from apps import leases
 from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
-from support.held_jobs import run_short_batches
+from support.held_jobs import run_short_batches, send_at_once
 from support.own_redis import OwnRedis
 from support.patience import patient
 from support.roles import probing
@@ -48,19 +47,15 @@ def bare(redis_url: str) -> Iterator[Any]:
 def send(redis_url: str, directory: Path) -> list[str]:
     """Sends jobs of a batch task; their batches end when there is a gate."""
     options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
-    with Celery("sender", broker=redis_url, set_as_current=False) as app:
-        return [
-            app.send_task("apps.leases.batch", [number], options, queue="any").id
-            for number in range(JOBS)
-        ]
+    return send_at_once(redis_url, "any", range(JOBS), options)
 
 
-def hold_all(start_worker: StartWorker, redis_url: str, directory: Path) -> Any:
+def hold_all(start_worker: StartWorker, redis_url: str, directory: Path, **options: Any) -> Any:
     """Starts a worker that holds more jobs than it can begin; returns it, and their ids.
 
     Its batches are short at first, and so it takes some ahead; then all of them wait for the gate.
     """
-    worker = start_worker("apps.leases", *OPTIONS)
+    worker = start_worker("apps.leases", *OPTIONS, **options)
     run_short_batches(redis_url, directory, "any")
     jobs = send(redis_url, directory)
     wait_for(lambda: begun(directory) and unsettled(redis_url) == JOBS, "it holds all of them")
@@ -120,10 +115,12 @@ def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
 def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
-    _, jobs = hold_all(start_worker, redis_url, tmp_path)
+    # Nobody dies here: the other one is not to take over what is leased.
+    patiently: Any = {"env": {"LEASE_EXPIRY_S": "60"}}
+    _, jobs = hold_all(start_worker, redis_url, tmp_path, **patiently)
     # Nothing more begins there before the gate opens.
     first = len(begun(tmp_path))
-    start_worker("apps.leases", *OPTIONS, ready=False)
+    start_worker("apps.leases", *OPTIONS, ready=False, **patiently)
     wait_for(lambda: bare.hlen(KEYS.worker_info) == 2, "the other one is there", TIMEOUT_S)
     for kind in ("normal", "pubsub"):
         bare.client_kill_filter(_type=kind, skipme=True)

@@ -86,6 +86,7 @@ def test_a_device_that_is_killed_while_it_loads(start_worker: StartWorker, tmp_p
     (tmp_path / "version").write_text("v1")
     (tmp_path / "gate").touch()
     with SteadyCallers(call) as callers, ThreadPoolExecutor(1) as pool:
+        callers.wait_more(1)
         ordered = pool.submit(run, reload, "text")
         wait_for((tmp_path / "loading").exists, "the new version is being loaded", TIMEOUT_S)
         (device,) = worker.devices()

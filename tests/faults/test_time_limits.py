@@ -36,7 +36,7 @@ def test_the_hard_limit_kills_the_device_and_fails_one_job(worker: Worker) -> No
     with pytest.raises(TimeLimitExceeded):
         jobs[1].get(timeout=TIMEOUT_S)
     assert [jobs[n].get(timeout=TIMEOUT_S) for n in (0, 2, 3)] == [0.0] * 3
-    wait_for(lambda: worker.devices() and worker.devices()[0].pid != device.pid, "a new device")
+    wait_for(lambda: {each.pid for each in worker.devices()} - {device.pid}, "a new device")
     assert shop.stubborn.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
 
 

@@ -15,7 +15,7 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import Worker, queue_length, unsettled, wait_for
-from support.held_jobs import run_short_batches
+from support.held_jobs import run_short_batches, send_at_once
 from support.patience import patient
 from support.roles import probing
 
@@ -66,7 +66,7 @@ def finish(tmp_path: Path, bare: Any, jobs: list[str]) -> None:
     """Opens the gate; every job must have one result and one execution."""
     (tmp_path / "gate").touch()
     keys = [f"celery-task-meta-{job}" for job in jobs]
-    wait_for(lambda: bare.exists(*keys) == len(jobs), "all are answered", 60)
+    wait_for(lambda: bare.exists(*keys) == len(jobs), "all are answered", patient(60))
     book = tmp_path / "book"
     assert Counter(executions(book)) == Counter(str(number) for number in range(len(jobs)))
 
@@ -76,12 +76,13 @@ def waits(bare: Any, workers: int = 1) -> bool:
 
 
 def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_do(
-    start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
+    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
     busy = start_worker("apps.leases", *ONE, **PATIENT)
     # Batches are short at first, and so it takes some ahead; then all of them wait for the gate.
     run_short_batches(redis_url, tmp_path, "celery")
-    jobs = send("batch", range(3 * BATCH_SIZE))
+    options = {"book": str(tmp_path / "book"), "gate": str(tmp_path / "gate")}
+    jobs = send_at_once(redis_url, "celery", range(3 * BATCH_SIZE), options)
     wait_for(lambda: unsettled(redis_url) == len(jobs), "it holds all of them")
     wait_for(lambda: have_begun(tmp_path), "it has begun")
     # It may wait for ordinary jobs, but for no batch job.

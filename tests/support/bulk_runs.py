@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import PYTHONPATH, wait_for
+from support.own_redis import find_lasting_port
 from support.patience import patient
 from support.roles import as_command
 
@@ -65,7 +66,7 @@ class RestartableRedis:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.port = free_port()
+        self.port = find_lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.process = self._start()
 
@@ -87,7 +88,7 @@ class RestartableRedis:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(patient(20))
 
     def start(self) -> None:
         self.process = self._start()

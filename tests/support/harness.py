@@ -91,7 +91,7 @@ def device_busy(worker: "Worker", app: Celery, until: str, gate: Path) -> Iterat
         gate.touch()
 
 
-def wait_ended(processes: Iterable[psutil.Process], timeout_s: float = 30.0) -> None:
+def wait_ended(processes: Iterable[psutil.Process], timeout_s: float = patient(30.0)) -> None:
     """Waits until processes have ended, even if nobody has reaped them yet."""
     pids = [each.pid for each in processes]
     wait_for(lambda: all(map(has_ended, pids)), f"{pids} have ended", timeout_s)
@@ -183,7 +183,7 @@ class Worker:
     def inspect(self, app: Celery, command: str) -> Any:
         """This worker's answer to a `celery inspect` command."""
         # So it is asked again: a worker that has just become ready may not listen yet.
-        return wait_for(lambda: ask(app, command, [self.name]), f"an answer to {command}", 60)[
+        return wait_for(lambda: ask(app, command, [self.name]), f"an answer to {command}", START_S)[
             self.name
         ]
 

@@ -4,8 +4,10 @@ import contextlib
 import gc
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import warnings
@@ -16,7 +18,7 @@ from typing import Self
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import wait_for
 
 #: Names the one server of a test run: a path, or a key of `PACKAGED`. Without it, tests of scripts
@@ -69,6 +71,19 @@ def choose_server() -> None:
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
+def find_lasting_port() -> int:
+    """A free port for a server that ends and comes back to it.
+
+    Linux gives no port below 32,768 to whoever asks for any. So nobody takes it meanwhile.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            # Random numbers that no seed of the tests makes the same in all of their processes.
+            port = 20_000 + secrets.randbelow(12_000)
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class OwnRedis:
     """A server that writes to disk before it answers, so that a kill loses nothing.
 
@@ -81,7 +96,7 @@ class OwnRedis:
         self._options = {name.replace("_", "-"): value for name, value in options.items()}
         self._directory = directory
         self.binary = binary or find_redis_server()
-        self.port = free_port()
+        self.port = find_lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import redis_servers
+from support.patience import patient
 
 #: How a Sentinel calls the Redis that it watches.
 MASTER = "mymaster"
@@ -81,13 +82,13 @@ def behind_tls(port: int, certificate: Certificate) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(patient(30))
     try:
         options = f"ssl_cert_reqs=required&ssl_ca_certs={certificate.authority}"
         yield f"rediss://127.0.0.1:{own_port}/0?{options}"
     finally:
         loops[0].call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(patient(30))
 
 
 async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
