@@ -68,12 +68,13 @@ def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]]
     )
 
 
-def load_app(path: str, redis_url: str | None = None) -> Celery:
+def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = False) -> Celery:
     """Imports a Celery app, as `celery -A` does.
 
     Args:
         path: Such as `shop` or `shop.tasks:app`.
         redis_url: Overrides broker and result backend of the default app.
+        with_tasks: Also import the modules of its tasks, as a worker does: they name its queues.
 
     Raises:
         AppNotImportable: It cannot be imported, or is no Celery app.
@@ -94,6 +95,13 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
         use_redis(app, redis_url)
     elif path != DEFAULT_APP:
         _use_running(app, path)
+    if with_tasks:
+        try:
+            app.loader.import_default_modules()
+        except Exception as error:
+            raise AppNotImportable(
+                f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     return app
 
 
@@ -132,7 +140,7 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
         SettingsError: The URL is none that Celery can use.
         StartError: No other broker answers.
     """
-    with _url_errors("broker_url"):
+    with url_errors("broker_url"):
         connection = app.connection_for_read()
     with connection as broker:
         url = broker.as_uri(include_password=True)
@@ -154,7 +162,7 @@ def check_backend(app: Celery) -> None:
         RedisUnavailable: It does not answer.
         SettingsError: The app has none, or one that Celery cannot use.
     """
-    with _url_errors("result_backend"):
+    with url_errors("result_backend"):
         is_missing = isinstance(app.backend, DisabledBackend)
     if is_missing:
         raise SettingsError(
@@ -168,7 +176,7 @@ def check_backend(app: Celery) -> None:
 
 
 @contextmanager
-def _url_errors(setting: str) -> Iterator[None]:
+def url_errors(setting: str) -> Iterator[None]:
     """Raises that a URL is none, or that Celery has no class for it, or not what that imports."""
     try:
         yield
