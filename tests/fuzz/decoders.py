@@ -22,7 +22,7 @@ from celery.exceptions import InvalidTaskError
 from pydantic import ValidationError
 
 from batchery.cli import dead_letters as dead_letter_command
-from batchery.cli.console import render
+from batchery.cli.console import printable, render
 from batchery.cli.stats import dashboard
 from batchery.cli.survey import Survey
 from batchery.errors import DatasetError, InvalidItem
@@ -104,7 +104,7 @@ BODY = b'[["x"], {"a": 1}, {"callbacks": [{"task": "t"}], "chord": null, "chain"
 def read_message(data: bytes) -> object:
     """What a channel reads of a message, and what is kept of one that it cannot read."""
     dead_letters.readable_headers(data)
-    dead_letter_command.printable(data.decode(errors="backslashreplace"))
+    printable(data.decode(errors="backslashreplace"))
     letter = dead_letters.DeadLetter("1", "why", 1.5, "7", "t", "q")
     dead_letter_command.describe(letter, data)
     payload = inbox.read_json(data)
