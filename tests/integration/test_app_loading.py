@@ -48,6 +48,14 @@ def test_an_app_without_a_result_backend_is_one_error() -> None:
         check_backend(Celery("silent", set_as_current=False))
 
 
+@pytest.mark.parametrize("url", ["reddis://h", "no.such://h", "redis://h:99999", "redis://[::1"])
+def test_a_url_that_celery_cannot_use_is_one_error(url: str) -> None:
+    app = Celery(broker=url, backend=url, set_as_current=False)
+    for check, setting in ((check_broker, "broker_url"), (check_backend, "result_backend")):
+        with pytest.raises(SettingsError, match=f"^{setting} cannot be used: "):
+            check(app)
+
+
 def test_other_brokers_and_backends_are_left_to_celery() -> None:
     app = Celery(broker="memory://", backend="cache+memory://", set_as_current=False)
     check_broker(app)

@@ -12,7 +12,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 
 from batchery.access import ROLES, KeySpace, write_user
-from batchery.cli.app import REDIS_SCHEMES, with_app
+from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
@@ -42,7 +42,7 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 
 @click.command(help=HELP)
 @click.argument("roles", nargs=-1, metavar="[ROLE]...", type=click.Choice(list(ROLES)))
-@with_app
+@app_options
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
 @click.option(
     "--redis-version", type=click.Choice(["7", "6.2"]), default="7", help="6.2 knows coarser lists."
@@ -59,7 +59,8 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 def acl(
     *,
     roles: Sequence[str],
-    app: Celery,
+    app_path: str,
+    redis_url: str | None,
     queues: str | None,
     redis_version: str,
     file: Path | None,
@@ -69,6 +70,7 @@ def acl(
     """Runs the command; see `HELP`."""
     if any(map(str.isspace, prefix)):
         raise click.UsageError("--prefix has white space, which no name of a user can have")
+    app = load_app(app_path, redis_url, with_tasks=not queues)
     space = read_key_space(app, queues.split(",") if queues else None)
     names = {role: f"{prefix}{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())
@@ -88,14 +90,16 @@ def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpa
     Raises:
         SettingsError: Its broker is no Redis, or a setting is wrong.
     """
-    connection = app.connection_for_write()
+    with url_errors("broker_url"):
+        connection = app.connection_for_write()
     url = connection.as_uri()
     if not url.startswith((*REDIS_SCHEMES, "sentinel://")):
         raise SettingsError(f"access lists are Redis's, but the broker is {url}")
     options: dict[str, Any] = app.conf.broker_transport_options
     fanout = options.get("fanout_prefix", True)
     pattern = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
-    results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
+    with url_errors("result_backend"):
+        results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
     expiring = {name for name, queue in app.amqp.queues.items() if _expires(queue)}
     return KeySpace(
         queues=sorted({*(queues or app_queues(app)), JOBS_QUEUE}),

@@ -5,7 +5,8 @@ That is checked before anything is started or sent: a wrong URL costs one line.
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -13,6 +14,7 @@ import click
 from celery import Celery
 from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
+from celery.exceptions import ImproperlyConfigured
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
@@ -66,12 +68,13 @@ def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]]
     )
 
 
-def load_app(path: str, redis_url: str | None = None) -> Celery:
+def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = False) -> Celery:
     """Imports a Celery app, as `celery -A` does.
 
     Args:
         path: Such as `shop` or `shop.tasks:app`.
         redis_url: Overrides broker and result backend of the default app.
+        with_tasks: Also import the modules of its tasks, as a worker does: they name its queues.
 
     Raises:
         AppNotImportable: It cannot be imported, or is no Celery app.
@@ -92,6 +95,13 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
         use_redis(app, redis_url)
     elif path != DEFAULT_APP:
         _use_running(app, path)
+    if with_tasks:
+        try:
+            app.loader.import_default_modules()
+        except Exception as error:
+            raise AppNotImportable(
+                f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     return app
 
 
@@ -127,9 +137,12 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
 
     Raises:
         RedisUnavailable: No Redis answers.
+        SettingsError: The URL is none that Celery can use.
         StartError: No other broker answers.
     """
-    with app.connection_for_read() as broker:
+    with url_errors("broker_url"):
+        connection = app.connection_for_read()
+    with connection as broker:
         url = broker.as_uri(include_password=True)
         if url.startswith(REDIS_SCHEMES):
             # Celery has moved the TLS options from the URL here, or found them in a setting.
@@ -147,9 +160,11 @@ def check_backend(app: Celery) -> None:
 
     Raises:
         RedisUnavailable: It does not answer.
-        SettingsError: The app has none.
+        SettingsError: The app has none, or one that Celery cannot use.
     """
-    if isinstance(app.backend, DisabledBackend):
+    with url_errors("result_backend"):
+        is_missing = isinstance(app.backend, DisabledBackend)
+    if is_missing:
         raise SettingsError(
             f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
         )
@@ -158,6 +173,15 @@ def check_backend(app: Celery) -> None:
         known: dict[str, Any] = getattr(app.backend, "connparams", {})
         tls = {name: value for name, value in known.items() if name.startswith("ssl_")}
         check_redis(_with_tls(url, tls), tls=tls)
+
+
+@contextmanager
+def url_errors(setting: str) -> Iterator[None]:
+    """Raises that a URL is none, or that Celery has no class for it, or not what that imports."""
+    try:
+        yield
+    except (LookupError, ValueError, ImportError, ImproperlyConfigured) as error:
+        raise SettingsError(f"{setting} cannot be used: {error.args[0]}") from error
 
 
 def _with_tls(url: str, tls: dict[str, Any]) -> str:

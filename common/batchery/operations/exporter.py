@@ -18,7 +18,7 @@ from batchery.cli.console import Interrupt, broker_errors
 from batchery.cli.first_seen import FirstSeen
 from batchery.cli.stray_queues import StrayQueues
 from batchery.cli.survey import Survey, app_queues, survey_registered
-from batchery.errors import AppNotImportable, StartError
+from batchery.errors import StartError
 from batchery.operations.port import Port
 
 if TYPE_CHECKING:
@@ -144,14 +144,7 @@ def exporter(
 ) -> None:
     """Runs the command; see `HELP`."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    app = load_app(app_path, redis_url)
-    try:
-        # As a worker does: which queues there are is said in its code.
-        app.loader.import_default_modules()
-    except Exception as error:
-        raise AppNotImportable(
-            f"app {app_path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    app = load_app(app_path, redis_url, with_tasks=True)
     queues = app_queues(app) | {name for name in names.split(",") if name}
     serve(app, host, port, queues, asks=workers)
 

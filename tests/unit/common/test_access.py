@@ -118,6 +118,19 @@ def test_queues_of_single_workers_are_known_where_the_app_has_them() -> None:
     assert "*.dq2" in list_patterns(read_key_space(app, ["q"]))["queues"]
 
 
+def test_queues_are_those_of_modules_that_only_a_worker_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = "Celery('shop', broker='redis://h', include=['acl_tasks'], set_as_current=False)"
+    routes = "app.conf.task_routes = {'acl_tasks.*': 'mails'}"
+    (tmp_path / "acl_shop.py").write_text(f"from celery import Celery\napp = {app}\n{routes}\n")
+    task = "@acl_shop.app.task\ndef mail(): ..."
+    (tmp_path / "acl_tasks.py").write_text(f"import acl_shop\n{task}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = CliRunner().invoke(acl, ["producer", "-A", "acl_shop"])
+    assert (done.exit_code, "~mails" in done.stdout.split()) == (0, True), done.output
+
+
 def test_a_queue_with_a_space_is_refused() -> None:
     space = KeySpace(queues=["my queue"])
     for has_selectors in (True, False):
