@@ -54,6 +54,18 @@ def autoscaling_queries(queues: list[str], *, pod_monitor: bool = False) -> list
     return [each["query"] for each in triggers]
 
 
+def queue(name: str, waiting: int, leased: int, age_s: int) -> dict[str, str]:
+    """What exporter and gateway say of a queue for nine minutes."""
+    labels = f'{{queue="{name}",job="exporter"}}'
+    again = labels.replace("exporter", "gateway")
+    return {
+        f"batchery_queue_waiting_jobs{labels}": f"{waiting}x9",
+        f"batchery_queue_waiting_jobs{again}": f"{waiting}x9",
+        f"batchery_queue_leased_jobs{labels}": f"{leased}x9",
+        f"batchery_queue_oldest_job_seconds{labels}": f"{age_s}x9",
+    }
+
+
 def promtool(*arguments: str, folder: Path = MONITORING) -> None:
     done = subprocess.run(
         ["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False
@@ -136,16 +148,6 @@ def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_pa
                 }
                 for query, value in expected.items()
             ],
-        }
-
-    def queue(name: str, waiting: int, leased: int, age_s: int) -> dict[str, str]:
-        labels = f'{{queue="{name}",job="exporter"}}'
-        again = labels.replace("exporter", "gateway")
-        return {
-            f"batchery_queue_waiting_jobs{labels}": f"{waiting}x9",
-            f"batchery_queue_waiting_jobs{again}": f"{waiting}x9",
-            f"batchery_queue_leased_jobs{labels}": f"{leased}x9",
-            f"batchery_queue_oldest_job_seconds{labels}": f"{age_s}x9",
         }
 
     up = {"batchery_broker_up": "1x9"}
