@@ -230,7 +230,7 @@ class AsyncTask:
         """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
         Args:
-            items: Are read as the window has space for them.
+            items: Are read as the window has space for them; meanwhile no outcome is yielded.
             ordered: Whether outcomes come in the order of the items, or as they are done.
             keywords: Keyword arguments of all jobs.
             per_job: Number of items in one message, as in `TaskClient.as_completed`.
@@ -261,6 +261,8 @@ class AsyncTask:
                     task = asyncio.create_task(call)
                     task.add_done_callback(ended.put_nowait)
                     running.add({task: None})
+                    if not ended.empty():
+                        break
                 if running:
                     try:
                         async with asyncio.timeout(timeout_s):

@@ -3,10 +3,10 @@
 Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, Self
 
 from celery import Celery, uuid
@@ -31,7 +31,7 @@ from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
 from batchery_producer.publisher import Publisher, route_unknown
-from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.stream import SLOW_INPUT_S, NewJob, Stream, Window
 from batchery_producer.template import uuids
 
 #: Items in flight: some batches for each of several devices, and still little memory.
@@ -219,7 +219,7 @@ class TaskClient:
         When the iterator is closed before its end, jobs that were not begun are revoked.
 
         Args:
-            items: Are read as the window has space for them.
+            items: Are read as the window has space for them; meanwhile no outcome is yielded.
             ordered: Whether outcomes come in the order of the items, or as they are done.
             keywords: Keyword arguments of all jobs.
             per_job: Number of items in one message. Workers form batches of items, whatever
@@ -315,8 +315,15 @@ class ItemSource:
 
     def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
         """As `JobSource.take`."""
-        arguments = list(islice(self._arguments, maximum))
-        self.exhausted = len(arguments) < maximum
+        arguments: list[Any] = []
+        end_s = time.monotonic() + SLOW_INPUT_S
+        for argument in self._arguments:
+            arguments.append(argument)
+            # What was read of a slow input is sent, and answers are looked for.
+            if len(arguments) >= maximum or time.monotonic() > end_s:
+                break
+        else:
+            self.exhausted = True
         jobs = []
         for task_id, argument in zip(uuids(len(arguments)), arguments, strict=True):
             count = len(argument) if self.per_job else 0
