@@ -290,6 +290,26 @@ def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
     assert play(scene) == [f"TEXT {number}" for number in range(100)]
 
 
+def test_items_that_wait_for_room_hold_up_no_other_call(play: Scene, store: Any) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        async def is_full() -> None:
+            while store.llen("nobody") < 2:
+                await asyncio.sleep(0.01)
+
+        items = client.task("nobody", max_waiting=2).as_completed(range(5))
+        many = asyncio.create_task(anext(items))
+        await is_full()
+        value = await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=30)("a")
+        store.delete("nobody")
+        await is_full()  # The next ones have followed.
+        many.cancel()
+        await asyncio.wait([many])
+        return value
+
+    assert play(scene) == "A"
+    store.delete("nobody")
+
+
 def test_outcomes_come_as_they_are_done(play: Scene) -> None:
     async def scene(client: AsyncClient) -> Any:
         moody = client.task(f"{APP}.moody", queue=QUEUE)
