@@ -233,7 +233,8 @@ class TaskClient:
         Raises:
             NoResult: None came for `timeout_s`.
             GaveUp: Redis stays away for `timeout_s`, or for two minutes.
-            BrokerRefused: It takes no jobs for this queue, or not from this user.
+            QueueFull: The class of the jobs has had no room for `timeout_s`.
+            BrokerRefused: Redis takes no jobs for this queue, or not from this user.
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
             InvalidItem: For one whose message is larger than a worker reads.
@@ -243,7 +244,9 @@ class TaskClient:
         # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
         retries = RetryPolicy.within(timeout_s)
         broker = BrokerConnection(app, retries, persistent=True)
-        publisher = Publisher(app, self.name, keywords=keywords, broker=broker, **self._options)
+        options = {**self._options, "keywords": keywords, "wait_s": timeout_s}
+        publisher = Publisher(app, self.name, broker=broker, **options)
+        publisher.waits_anew = True
         source = ItemSource(items, size)
         stream = Stream(
             collector_for(app, retries),
