@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from celery import Celery
 
-from batchery.errors import NoResult, counted
+from batchery.errors import NoResult, QueueFull, counted
 from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.retry import AWAY_S
 from batchery.task import check_options
@@ -73,7 +73,8 @@ class AsyncClient:
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name. Also `max_waiting` and `wait_s`, as for a `Publisher`. A call does not wait
-                for space in the queue unless `wait_s` says so, as it would delay all others.
+                for space in the queue unless `wait_s` says so, as it would delay all others; `map`
+                and `as_completed` wait for it, and delay none.
 
         Raises:
             InvalidItem: The tenant is no name.
@@ -230,7 +231,7 @@ class AsyncTask:
         """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
         Args:
-            items: Are read as the window has space for them.
+            items: Are read as the window has space for them; meanwhile no outcome is yielded.
             ordered: Whether outcomes come in the order of the items, or as they are done.
             keywords: Keyword arguments of all jobs.
             per_job: Number of items in one message, as in `TaskClient.as_completed`.
@@ -261,6 +262,8 @@ class AsyncTask:
                     task = asyncio.create_task(call)
                     task.add_done_callback(ended.put_nowait)
                     running.add({task: None})
+                    if not ended.empty():
+                        break
                 if running:
                     try:
                         async with asyncio.timeout(timeout_s):
@@ -287,7 +290,17 @@ class AsyncTask:
         terms: Terms,
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
-        answer = await self._session.call(terms, item, count, keywords)
+        # Whoever gives no `wait_s` waits here, as the thread that sends would hold up all others.
+        is_patient = "wait_s" not in terms.options
+        terms = terms._replace(options={"wait_s": 0, **terms.options})
+        while True:
+            try:
+                answer = await self._session.call(terms, item, count, keywords)
+                break
+            except QueueFull as error:
+                if not is_patient:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
         return read_outcomes(answer, indexes, are_many, self._session.app.backend)
 
 

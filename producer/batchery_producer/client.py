@@ -3,10 +3,10 @@
 Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, Self
 
 from celery import Celery, uuid
@@ -31,7 +31,7 @@ from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
 from batchery_producer.publisher import Publisher, route_unknown
-from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.stream import SLOW_INPUT_S, NewJob, Stream, Window
 from batchery_producer.template import uuids
 
 #: Items in flight: some batches for each of several devices, and still little memory.
@@ -220,7 +220,7 @@ class TaskClient:
         When the iterator is closed before its end, jobs that were not begun are revoked.
 
         Args:
-            items: Are read as the window has space for them.
+            items: Are read as the window has space for them; meanwhile no outcome is yielded.
             ordered: Whether outcomes come in the order of the items, or as they are done.
             keywords: Keyword arguments of all jobs.
             per_job: Number of items in one message. Workers form batches of items, whatever
@@ -234,7 +234,8 @@ class TaskClient:
         Raises:
             NoResult: None came for `timeout_s`.
             GaveUp: Redis stays away for `timeout_s`, or for two minutes.
-            BrokerRefused: It takes no jobs for this queue, or not from this user.
+            QueueFull: The class of the jobs has had no room for `timeout_s`.
+            BrokerRefused: Redis takes no jobs for this queue, or not from this user.
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
             InvalidItem: For one whose message is larger than a worker reads.
@@ -244,7 +245,9 @@ class TaskClient:
         # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
         retries = RetryPolicy.within(timeout_s)
         broker = BrokerConnection(app, retries, persistent=True)
-        publisher = Publisher(app, self.name, keywords=keywords, broker=broker, **self._options)
+        options = {**self._options, "keywords": keywords, "wait_s": timeout_s}
+        publisher = Publisher(app, self.name, broker=broker, **options)
+        publisher.waits_anew = True
         source = ItemSource(items, size)
         stream = Stream(
             collector_for(app, retries),
@@ -316,8 +319,15 @@ class ItemSource:
 
     def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
         """As `JobSource.take`."""
-        arguments = list(islice(self._arguments, maximum))
-        self.exhausted = len(arguments) < maximum
+        arguments: list[Any] = []
+        end_s = time.monotonic() + SLOW_INPUT_S
+        for argument in self._arguments:
+            arguments.append(argument)
+            # What was read of a slow input is sent, and answers are looked for.
+            if len(arguments) >= maximum or time.monotonic() > end_s:
+                break
+        else:
+            self.exhausted = True
         jobs = []
         for task_id, argument in zip(uuids(len(arguments)), arguments, strict=True):
             count = len(argument) if self.per_job else 0

@@ -146,6 +146,8 @@ class Publisher:
         self._room = Room(self._where.queue, max_waiting)
         #: Number of jobs sent so far.
         self.sent = 0
+        #: Whether `wait_s` begins anew with each job that finds space.
+        self.waits_anew = False
         self._backpressure = Backpressure()
 
     def __enter__(self) -> Self:
@@ -274,6 +276,8 @@ class Publisher:
                 if pushed:
                     deadline_s = self._deadline_s()
                 if part:
+                    if pushed and self.waits_anew:
+                        deadline_s = self._deadline_s()
                     self._wait_for_space(len(part), length, deadline_s)
 
     def _wait_for_space(self, count: int, length: int, deadline_s: float | None) -> None:

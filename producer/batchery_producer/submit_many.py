@@ -119,9 +119,10 @@ def send_many(
     app, options = task.app, {"wait_s": 0, **options}
     ignored = options.get("ignore_result", task.ignore_result)
     trails = options.pop("add_to_parent", True)
+    away_s = SEND_AWAY_S if options.pop("retry", None) is not False else 0.0
     collector = None
     if not ignored and type(task.backend) is RedisBackend:
-        collector = _MetaCollector(task.backend, RetryPolicy(away_s=SEND_AWAY_S))
+        collector = _MetaCollector(task.backend, RetryPolicy(away_s=away_s))
         options["headers"] = {**collector.headers, **(options.get("headers") or {})}
     ids = uuids(len(items))
     try:
@@ -131,7 +132,7 @@ def send_many(
             app,
             task.name,
             keywords=keywords,
-            outage_policy=RetryPolicy(away_s=SEND_AWAY_S),
+            outage_policy=RetryPolicy(away_s=away_s),
             **options,
         ) as publisher:
             publisher.send(list(zip(ids, items, strict=True)))

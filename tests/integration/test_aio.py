@@ -5,6 +5,7 @@ import json
 import os
 from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -289,6 +290,26 @@ def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
     assert play(scene) == [f"TEXT {number}" for number in range(100)]
 
 
+def test_items_that_wait_for_room_hold_up_no_other_call(play: Scene, store: Any) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        async def is_full() -> None:
+            while store.llen("nobody") < 2:
+                await asyncio.sleep(0.01)
+
+        items = client.task("nobody", max_waiting=2).as_completed(range(5))
+        many = asyncio.create_task(anext(items))
+        await is_full()
+        value = await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=30)("a")
+        store.delete("nobody")
+        await is_full()  # The next ones have followed.
+        many.cancel()
+        await asyncio.wait([many])
+        return value
+
+    assert play(scene) == "A"
+    store.delete("nobody")
+
+
 def test_outcomes_come_as_they_are_done(play: Scene) -> None:
     async def scene(client: AsyncClient) -> Any:
         moody = client.task(f"{APP}.moody", queue=QUEUE)
@@ -299,6 +320,24 @@ def test_outcomes_come_as_they_are_done(play: Scene) -> None:
     outcomes = sorted(play(scene), key=lambda each: each.index)
     assert [each.value for each in outcomes] == [0, 1, 2, 3, None, 5, 6, 7, 8, 9]
     assert str(outcomes[4].error) == "no good"
+
+
+def test_outcomes_of_a_slow_input_come_while_it_is_read(play: Scene) -> None:
+    read: list[int] = []
+
+    async def items() -> AsyncIterator[str]:
+        for number in range(100):
+            read.append(number)
+            await asyncio.sleep(0.1)
+            yield "text"
+
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        async with aclosing(shout.as_completed(items())) as outcomes:
+            return await anext(outcomes)
+
+    assert play(scene).value == "TEXT"
+    assert len(read) < 100
 
 
 def test_silence_ends_a_stream(play: Scene, store: Any) -> None:

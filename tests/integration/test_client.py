@@ -3,7 +3,9 @@
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -113,6 +115,20 @@ def test_items_are_read_as_there_is_room_for_them(shop: Client) -> None:
         next(results)
         assert len(read) <= taken + 10
     results.close()
+
+
+def test_outcomes_of_a_slow_input_come_while_it_is_read(shop: Client) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[str]:
+        for number in range(100):
+            read.append(number)
+            time.sleep(0.1)
+            yield "text"
+
+    with closing(shop.task(f"{APP}.shout", queue=QUEUE).as_completed(items())) as outcomes:
+        assert next(outcomes).value == "TEXT"
+    assert len(read) < 100
 
 
 @pytest.mark.parametrize("per_job", [None, 8])

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, chain, chord, group, uuid
 from kombu.exceptions import OperationalError
 
-from batchery import AsyncClient, BatchTask, BrokerRefused, QueueFull, install
+from batchery import AsyncClient, BatchTask, BrokerRefused, Client, QueueFull, install
 from batchery_producer.publisher import Publisher
 from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
@@ -127,6 +127,29 @@ def test_a_publisher_waits_for_room(
     assert len(pauses) >= 2
     assert publisher.sent == 5
     assert bare.llen("celery") == 3
+
+
+def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, bare: Any) -> None:
+    raised: list[BaseException] = []
+    limit_s = patient(2)
+
+    def call() -> None:
+        try:
+            list(Client(app).task("echo").as_completed(range(5), timeout_s=limit_s))
+        except QueueFull as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    wait_for(lambda: bare.llen("celery") == 3, "the class is full")
+    # The time begins anew with each item that finds room.
+    time.sleep(limit_s / 2)
+    bare.rpop("celery")
+    wait_for(lambda: bare.llen("celery") == 3, "the class is full again")
+    began_s = time.monotonic()
+    caller.join(5 * limit_s)
+    assert len(raised) == 1
+    assert time.monotonic() - began_s > 0.7 * limit_s
 
 
 def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:

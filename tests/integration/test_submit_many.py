@@ -117,5 +117,7 @@ def test_without_a_broker_it_is_celerys_error(monkeypatch: pytest.MonkeyPatch) -
         return items
 
     task: Any = app.task(base=BatchTask, shared=False, name="same")(same)
-    with pytest.raises(OperationalError):
+    with pytest.raises(OperationalError, match=r"tried for 0\.2 s"):
         task.submit_many(range(COUNT))
+    with pytest.raises(OperationalError, match="tried for 0 s"):
+        task.submit_many(range(COUNT), retry=False)
