@@ -60,6 +60,9 @@ CHUNK = 256
 #: How long workers may take to name their active jobs, in seconds.
 ASK_S = 1.0
 
+#: How long Redis may take for one command, in seconds; then it hangs.
+COMMAND_S = 30.0
+
 #: Errors after which to retry.
 ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
 
@@ -137,10 +140,12 @@ class InFlightRecovery:
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
     with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        if not isinstance(channel, kombu_redis.Channel):
+        if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
             # The queues of other brokers cannot be searched, so their jobs are sent again.
             return
+        limits: Any = connection.transport_options
+        limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
+        channel: Any = connection.default_channel
         for message in _messages(channel, queue):
             yield from (found.decode() for found in pattern.findall(message))
     # Jobs of ordinary tasks are in no list of Redis while they run.
@@ -270,7 +275,7 @@ class FileRun:
         self._app = app
         self._dataset = dataset
         self._options = options
-        self._retries = RetryPolicy(options.stop)
+        self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
         self._collector = collector_for(app, self._retries)
         self._publisher = Publisher(
             app,
