@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import redis
 from celery import Celery
 
 from batchery import DatasetError, SettingsError, install
+from batchery.retry import RetryPolicy
 from batchery_producer import Ending, Snapshot, submit_file
+from batchery_producer.collector import RedisCollector
 from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
@@ -302,3 +305,35 @@ def test_a_queue_that_is_none_ends_it_at_once(
     code, _, stderr = command.end()
     assert code == 3
     assert "a value under this key that is not a queue" in stderr
+
+
+def test_a_redis_that_hangs_is_given_up_like_one_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RestartableRedis(tmp_path)
+    app = Celery("hung", broker=server.url, backend=server.url, set_as_current=False)
+    monkeypatch.setattr("batchery_producer.run.file_run.COMMAND_S", 0.5)
+    monkeypatch.setattr(
+        "batchery_producer.run.file_run.RetryPolicy", partial(RetryPolicy, away_s=1)
+    )
+    expect = RedisCollector.expect
+
+    def hang(*arguments: Any) -> None:
+        expect(*arguments)
+        server.process.send_signal(signal.SIGSTOP)  # The jobs are still to be sent.
+
+    monkeypatch.setattr(RedisCollector, "expect", hang)
+    again = threading.Timer(patient(20), server.process.send_signal, [signal.SIGCONT])
+    again.start()
+    try:
+        source = write_rows(tmp_path / "in.jsonl", 10)
+        output = tmp_path / "out.jsonl"
+        summary = submit_file(source, "x", output, app=app, queue="nobody", timeout_s=patient(60))
+        is_hung = again.is_alive()
+    finally:
+        again.cancel()
+        server.process.send_signal(signal.SIGCONT)
+        app.close()
+        server.stop()
+    assert (summary.ending, is_hung) == (Ending.GAVE_UP, True)
+    assert "retried for 1 s: Timeout" in summary.message

@@ -457,9 +457,10 @@ def describe(summary: Summary, output: str = "") -> str:
     if ended_early and Path(f"{output}.journal").exists():
         lines.append("the same command with --resume goes on from here")
     if is_url(output) and summary.results != output:
+        begins = "begins anew with --overwrite" if summary.errors else "begins anew"
         lines.append(
-            f"nothing was written to {output}, as some rows are not done: the same command begins"
-            " anew; -o FILE writes to a file, with which --resume can go on"
+            f"nothing was written to {output}, as some rows are not done: the same command"
+            f" {begins}; -o FILE writes to a file, with which --resume can go on"
         )
     return "\n".join(lines)
 

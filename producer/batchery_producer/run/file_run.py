@@ -5,6 +5,7 @@ one way only: from its queue to a worker, then to a result. A search in this ord
 it may find a job twice that moves meanwhile.
 """
 
+import base64
 import json
 import re
 import time
@@ -21,7 +22,7 @@ from celery import Celery, states
 from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult
 from celery.utils.functional import chunks
-from kombu.exceptions import OperationalError
+from kombu.exceptions import EncodeError, OperationalError
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import NoPermissionError
 
@@ -31,11 +32,13 @@ from batchery.errors import (
     BrokerRefused,
     DatasetError,
     GaveUp,
+    InvalidItem,
     QueueFull,
     RedisUnavailable,
     SettingsError,
 )
 from batchery.retry import Interrupted, RetryPolicy
+from batchery.transport.dead_letters import check_size
 from batchery.transport.redis_schema import Keys, find_tenant_lists
 from batchery_producer.answers import Answer, joined
 from batchery_producer.collector import collector_for
@@ -44,17 +47,22 @@ from batchery_producer.files.dataset import Dataset, Feed, begin_reading
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.rows import TABLES
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.run.output import Output
 from batchery_producer.run.report import Figures, Report
 from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.template import encode_item
 
 #: Number of messages that are read from Redis at a time.
 CHUNK = 256
 
 #: How long workers may take to name their active jobs, in seconds.
 ASK_S = 1.0
+
+#: How long Redis may take for one command, in seconds; then it hangs.
+COMMAND_S = 30.0
 
 #: Errors after which to retry.
 ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
@@ -133,10 +141,12 @@ class InFlightRecovery:
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
     with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        if not isinstance(channel, kombu_redis.Channel):
+        if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
             # The queues of other brokers cannot be searched, so their jobs are sent again.
             return
+        limits: Any = connection.transport_options
+        limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
+        channel: Any = connection.default_channel
         for message in _messages(channel, queue):
             yield from (found.decode() for found in pattern.findall(message))
     # Jobs of ordinary tasks are in no list of Redis while they run.
@@ -266,7 +276,7 @@ class FileRun:
         self._app = app
         self._dataset = dataset
         self._options = options
-        self._retries = RetryPolicy(options.stop)
+        self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
         self._collector = collector_for(app, self._retries)
         self._publisher = Publisher(
             app,
@@ -380,15 +390,28 @@ class FileRun:
         """As `JobSource.take`; rows that cannot become jobs fail here."""
         jobs = []
         for row in self._feed.take(maximum, wait_s):
-            if isinstance(row, Broken):
-                self._fail(row, INVALID_LINE, row.reason)
+            if reason := row.reason if isinstance(row, Broken) else self._refuse(row):
+                self._fail(row, INVALID_LINE, reason)
                 continue
+            assert isinstance(row, Record)
             self._figures.read(row.item if row.item_count else [row.item])
             task_id = self._journal.task_id(row.source, row.line)
             # The window holds no items, which may be large.
             itemless = replace(row, item=None)
             jobs.append(NewJob(task_id, row.item, row.item_count, itemless))
         return jobs
+
+    def _refuse(self, row: Record) -> str:
+        """Why no message can have an item, which only a table can hold; empty if one can."""
+        known = self._app.tasks.get(self.task)
+        serializer = getattr(known, "serializer", None) or self._app.conf.task_serializer
+        if serializer != "json" or self._dataset.sources[row.source].format not in TABLES:
+            return ""
+        try:
+            check_size(base64.b64encode(encode_item(row.item).encode()))
+        except (EncodeError, InvalidItem) as error:
+            return str(error)
+        return ""
 
     def _to_be_sent(self, task_ids: Sequence[str]) -> Sequence[str]:
         missing = self._missing(task_ids)

@@ -455,7 +455,8 @@ class Output:
         assert self.journal is not None
         self.results.open()
         final = self._final.path if self._final.needs_part else None
-        for path in (self._journal_path, self.errors.path, self._final_errors.path, final):
+        journal = get_journal_path(self._final.path)  # A stream has none, but replaces a file's.
+        for path in (journal, self.errors.path, self._final_errors.path, final):
             if path is not None and path.is_file():
                 path.unlink()
         if self._journal_path is not None:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_failures_of_another_run_are_not_removed_by_resume(
     with pytest.raises(DatasetError, match=r"already there; name another with --errors"):
         Output(source, tmp_path / results, resume=True)
     assert errors.exists()
+
+
+def test_output_that_a_stream_overwrites_cannot_be_gone_on_with_as_that_of_a_file(
+    tmp_path: Path, source: Dataset
+) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+    os.mkfifo(tmp_path / "pipe.txt")
+    stream = Dataset(tmp_path / "pipe.txt")
+    with Output(stream, tmp_path / "out.jsonl", overwrite=True) as output:
+        output.open(journal(stream))
+        output.result(Record(1, 1, None), "of the stream")
+        output.finish(complete=True)
+    assert not Output(source, tmp_path / "out.jsonl", resume=True).is_begun
 
 
 def test_full_disk_fails_with_one_error() -> None:
