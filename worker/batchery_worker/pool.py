@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -233,7 +234,9 @@ class HybridPool:
         if self._dispatcher is not None and pid in (each.pid for each in self._dispatcher.devices):
             logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
         else:
-            self._ordinary.terminate_job(pid, signal)
+            # A solo pool refuses. The process may be one that died, and its job waits for another.
+            with suppress(NotImplementedError):
+                self._ordinary.terminate_job(pid, signal)
 
     def cancel_job(self, job_id: str) -> None:
         """Ends what a job that was terminated while it runs has for itself: slots, or a batch."""

@@ -3,10 +3,12 @@
 import pytest
 from celery.app import trace
 from celery.backends.cache import CacheBackend
-from celery.exceptions import BackendStoreError
+from celery.concurrency.solo import TaskPool as SoloPool
+from celery.exceptions import BackendStoreError, TaskRevokedError
 from celery.worker import state as worker_state
 
 from apps.batches import double, late
+from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS
 from support.fake_worker import StartPool
 
@@ -109,3 +111,21 @@ def test_an_ordinary_job_whose_on_failure_is_broken_fails_and_does_not_run_again
     assert worker.channel.rejected == []
     assert ordinary not in worker_state.active_requests
     assert isinstance(late.AsyncResult(ordinary.id).result, OSError)
+
+
+def test_a_suspect_beside_a_solo_pool_can_be_terminated(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OrdinaryThreads, "terminate_job", SoloPool.terminate_job)
+    worker = start_pool()
+    suspect, mate = worker.receive_each("suspect", "mate")
+    worker.loop.settle()
+    worker.device.die()
+    worker.loop.sleep(1.0)
+    assert worker.works() == [["suspect"]]
+    # Celery knows the process that has died.
+    suspect.terminate(worker.pool)
+    worker.work_off()
+    with pytest.raises(TaskRevokedError):
+        worker.result(suspect.id)
+    assert worker.result(mate.id) == "mate"

@@ -246,9 +246,8 @@ class DeviceProcess:
 
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, in seconds; 0 if it has none."""
-        # Probes ask on threads of their own, while batches come and go.
-        batches = tuple(self.batches.values())
-        excused_s = max((each.excused_until_s for each in batches), default=inf)
+        # Of a copy, as threads look that answer probes.
+        excused_s = max((each.excused_until_s for each in [*self.batches.values()]), default=inf)
         return max(0.0, now_s - max(self.heard_s, excused_s))
 
     def oldest_batch_s(self, now_s: float) -> float:

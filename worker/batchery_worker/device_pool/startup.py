@@ -201,12 +201,7 @@ def _cuda_count() -> int:
         return int(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         if find_spec("torch") is not None:
-            why: object = error
-            if isinstance(error, subprocess.CalledProcessError) and error.stderr:
-                why = error.stderr.strip().splitlines()[-1]
-            logger.error(
-                "torch cannot say which CUDA devices there are, so this worker computes on the CPU:"
-                " %s; name them in the setting devices",
-                why,
-            )
+            said = str(getattr(error, "stderr", None) or error).splitlines()[-1]
+            text = "torch finds no GPU, and this worker computes on the CPU: %s; set devices"
+            logger.error(text, said)
         return 0

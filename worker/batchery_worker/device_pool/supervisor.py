@@ -359,8 +359,6 @@ class DeviceSupervisor:
             self._watch_limit(device, dispatched)
             return
         if dispatched.excused_until_s:
-            text = "device %s has not loaded a model after device_start_timeout_s = %g s: killed"
-            logger.error(text, device.name, self._start_timeout_s)
             device.kill("as it did not load a model within device_start_timeout_s")
             # At once, as for one that hangs.
             self._on_process_death(device)

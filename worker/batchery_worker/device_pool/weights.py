@@ -12,6 +12,10 @@ from batchery.settings import ModelSettings
 #: optimum write it.
 ONNX_FILES = ("onnx/model.onnx", "model.onnx")
 
+#: Files with the weights of a model; only those of the first pattern that fits are loaded. Others
+#: beside them have the same weights in another form, as `consolidated.safetensors` of Mistral has.
+WEIGHTS_FILES = ("model.safetensors", "model-*.safetensors", "*.safetensors")
+
 #: Ends of the names of files beside it, which have its weights where they are large.
 ONNX_WEIGHTS = ("_data", ".data")
 
@@ -45,7 +49,8 @@ def estimate_bytes(settings: ModelSettings | None, device: str) -> int | None:
         if settings.engine == "onnx":
             files = find_onnx_files(settings.onnx_file, partial(_find_file, folder))
             return sum_file_bytes(files) or None
-        numbers = [count_weights(path) for path in sorted(folder.glob("*.safetensors"))]
+        found = map(sorted, map(folder.glob, WEIGHTS_FILES))
+        numbers = [count_weights(path) for path in next(filter(None, found), ())]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return WEIGHT_BYTES.get(settings.dtype, usual) * sum(numbers) or None

@@ -146,9 +146,8 @@ def follow_log(end: socket.socket) -> None:
         OSError: The system has no room for another thread.
     """
     fork_gate.keep_private(end)
-    thread = threading.Thread(target=_follow, args=(end,), daemon=True, name="batchery-log")
     try:
-        thread.start()
+        threading.Thread(target=_follow, args=(end,), daemon=True, name="batchery-log").start()
     except RuntimeError as error:
         end.close()
         raise OSError(str(error)) from error

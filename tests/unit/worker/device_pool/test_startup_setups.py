@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -115,6 +116,13 @@ def test_memory_is_estimated_by_the_table_of_contents_of_the_files(tmp_path: Pat
     assert 0.9 * written < estimated <= written
     assert estimate_bytes(settings, "cuda:0") == estimated / 2
     assert estimate_bytes(settings.model_copy(update={"dtype": "fp32"}), "cuda:0") == estimated
+    # The same weights in another form, which nobody loads.
+    whole = (tmp_path / "model" / "model.safetensors").rename(tmp_path / "whole")
+    for name in ("consolidated", "model-00001-of-00002", "model-00002-of-00002"):
+        shutil.copy(whole, tmp_path / "model" / f"{name}.safetensors")
+    assert estimate_bytes(settings, "cpu") == 2 * estimated
+    shutil.copy(whole, tmp_path / "model" / "model.safetensors")
+    assert estimate_bytes(settings, "cpu") == estimated
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x01" * 20])
