@@ -13,6 +13,7 @@ from celery import Celery, Task, current_task, signals
 from redis import Redis
 
 from batchery import BatchTask, install
+from support.patience import patient
 
 STOCK = "LISTENED_STOCK" in os.environ
 URL = os.environ.get("BATCHERY_REDIS_URL", "redis://127.0.0.1:1/0")
@@ -106,7 +107,7 @@ def work(task: Any, word: str, mark: str) -> Any:
         raise LookupError(f"asked to {word}")
     if word == "again":
         # Long enough for what listens to the first attempt.
-        raise task.retry(countdown=1.0, exc=KeyError(word))
+        raise task.retry(countdown=patient(1.0), exc=KeyError(word))
     if word == "nap":
         time.sleep(0.2)
     return word.upper() + mark

@@ -11,6 +11,10 @@ from celery import Celery, current_task
 from celery.exceptions import Ignore, Reject
 
 from batchery import BatchTask, Failed, RetryAfter, install
+from support import patience
+
+#: Of functions that sleep for far longer, or not at all.
+SOFT_LIMIT_S, HARD_LIMIT_S = int(patience.patient(1)), int(patience.patient(2))
 
 app = install(Celery("shop", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
@@ -135,7 +139,7 @@ def double(number: int) -> int:
     return 2 * number
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, soft_time_limit=1)
+@app.task(shared=False, base=BatchTask, max_batch_size=64, soft_time_limit=SOFT_LIMIT_S)
 def lazy(seconds: list[float]) -> list[float]:
     """A function with a soft time limit."""
     for each in seconds:
@@ -143,14 +147,14 @@ def lazy(seconds: list[float]) -> list[float]:
     return seconds
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, soft_time_limit=1)
+@app.task(shared=False, base=BatchTask, max_batch_size=64, soft_time_limit=SOFT_LIMIT_S)
 async def lazy_asynchronous(seconds: list[float]) -> list[float]:
     for each in seconds:
         await asyncio.sleep(each)
     return seconds
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=2)
+@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=HARD_LIMIT_S)
 def stubborn(seconds: list[float]) -> list[float]:
     """A function with a hard time limit."""
     for each in seconds:

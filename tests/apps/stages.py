@@ -9,6 +9,7 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, Model, install, register
+from support.patience import patient
 
 app = install(Celery("stages", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
@@ -82,7 +83,7 @@ def gated(items: list[Any], *, gate: str) -> list[int]:
     return [os.getpid() for _ in items]
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=2)
+@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=int(patient(2)))
 def limited(seconds: list[float]) -> list[float]:
     for each in seconds:
         time.sleep(each)

@@ -39,7 +39,8 @@ def start(start_worker: StartWorker, folder: Path, devices: str = "cpu") -> Work
 
 def run(command: Any, *arguments: str) -> Result:
     with acting_as(reloaded.app, "operator"):
-        return CliRunner().invoke(command, [*arguments, "-A", "apps.reloaded"])
+        options = ["-A", "apps.reloaded", "--timeout", str(patient(1))]
+        return CliRunner().invoke(command, [*arguments, *options])
 
 
 def call() -> list[str]:

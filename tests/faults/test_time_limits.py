@@ -22,7 +22,7 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 
 @pytest.mark.parametrize("task", [shop.lazy, shop.lazy_asynchronous], ids=["plain", "async"])
 def test_the_soft_limit_is_raised_in_the_function(worker: Worker, task: BatchTask) -> None:
-    jobs = task.submit_many([0.0, 10.0, 0.0])
+    jobs = task.submit_many([0.0, patient(10.0), 0.0])
     first, slow, last = (jobs[number] for number in range(3))
     with pytest.raises(SoftTimeLimitExceeded):
         slow.get(timeout=TIMEOUT_S)

@@ -18,6 +18,9 @@ from support.patience import patient
 TASK = "apps.tally.tally"
 TIMEOUT_S = patient(60)
 
+#: Seconds of a call in which it is surely sent, and that are no two.
+SENT_S = 1.0
+
 #: Seconds that results are kept in these tests.
 KEEP_S = 777
 
@@ -109,9 +112,9 @@ def test_only_results_of_calls_with_a_time_limit_are_of_no_use_later(
     async def give_up() -> None:
         async with AsyncClient(redis_url) as client:
             with pytest.raises(NoResult):
-                await client.task("nobody", queue="limited", timeout_s=0.3)("item")
+                await client.task("nobody", queue="limited", timeout_s=SENT_S)("item")
             with pytest.raises(NoResult):
-                await client.task("nobody", queue="limited", timeout_s=0.3).outcomes(["a", "b"])
+                await client.task("nobody", queue="limited", timeout_s=SENT_S).outcomes(["a", "b"])
             call = asyncio.ensure_future(client.task("nobody", queue="unlimited")("item"))
             while not store.llen("unlimited"):
                 await asyncio.sleep(0.01)

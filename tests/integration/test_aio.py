@@ -16,6 +16,7 @@ from batchery import BrokerRefused, InvalidItem, ItemFailed, NoResult, QueueFull
 from batchery.transport import dead_letters
 from batchery_producer import AsyncClient, publisher
 from support.harness import Worker, wait_for
+from support.patience import patient
 
 APP = "apps.shop"
 QUEUE = "celery"
@@ -33,7 +34,7 @@ def play(redis_url: str, worker: Worker) -> Scene:
             async with AsyncClient(redis_url) as client:
                 return await scene(client)
 
-        return asyncio.run(asyncio.wait_for(whole(), 90))
+        return asyncio.run(asyncio.wait_for(whole(), patient(90)))
 
     return run
 
@@ -52,7 +53,9 @@ def test_calls_with_deadlines_share_what_sends_them(play: Scene) -> None:
 
     async def scene(client: AsyncClient) -> Any:
         values = [
-            await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=60, deadline_s=60)("hello")
+            await client.task(
+                f"{APP}.shout", queue=QUEUE, timeout_s=patient(60), deadline_s=patient(60)
+            )("hello")
             for _ in range(3)
         ]
         return values, len(client._session._publishers)
@@ -284,7 +287,7 @@ def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
 
     async def scene(client: AsyncClient) -> Any:
         shout = client.task(f"{APP}.shout", queue=QUEUE)
-        stream = shout.map(numbers(), window=20, per_job=per_job, timeout_s=60)
+        stream = shout.map(numbers(), window=20, per_job=per_job, timeout_s=patient(60))
         return [value async for value in stream]
 
     assert play(scene) == [f"TEXT {number}" for number in range(100)]
@@ -315,7 +318,7 @@ def test_outcomes_come_as_they_are_done(play: Scene) -> None:
         moody = client.task(f"{APP}.moody", queue=QUEUE)
         items: list[Any] = [{"answer": "value", "value": number} for number in range(10)]
         items[4] = {"answer": "failed", "why": "no good"}
-        return [each async for each in moody.as_completed(items, timeout_s=60)]
+        return [each async for each in moody.as_completed(items, timeout_s=patient(60))]
 
     outcomes = sorted(play(scene), key=lambda each: each.index)
     assert [each.value for each in outcomes] == [0, 1, 2, 3, None, 5, 6, 7, 8, 9]

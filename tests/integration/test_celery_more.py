@@ -52,7 +52,7 @@ def settled(redis_url: str, job_id: str, kinds: list[str]) -> dict[str, list[dic
         return len(trace(redis_url, job_id)) >= len(kinds)
 
     with contextlib.suppress(AssertionError):
-        wait_for(all_there, "hooks and signals", 10)
+        wait_for(all_there, "hooks and signals", patient(10))
     lines = trace(redis_url, job_id)
     assert sorted(line["kind"] for line in lines) == sorted(kinds)
     return {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
@@ -331,5 +331,6 @@ def test_a_call_of_the_users_class_comes_first_once_per_job(worker: Worker, redi
     assert {each["pid"] for (each,) in found} == {worker.process.pid}
     assert worker.process.pid not in device_pids
     with probing(redis_url) as redis:
-        first = json.loads(redis.lrange(more.TRACE, 0, 0)[0])
-    assert first["kind"] == "ran"
+        kinds = [json.loads(line)["kind"] for line in redis.lrange(more.TRACE, 0, -1)]
+    # Those of an earlier test may come late.
+    assert next(kind for kind in kinds if kind in ("ran", "called")) == "ran"

@@ -19,6 +19,7 @@ from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, Redis
 from batchery_worker.ipc.messages import CommitContext
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 from support.publishing import bulk_app
 
 APP = "apps.shop"
@@ -39,7 +40,7 @@ def collector(app: Celery) -> Iterator[Any]:
         yield made
 
 
-def collect(collector: Any, count: int, timeout_s: float = 60) -> dict[str, Answer]:
+def collect(collector: Any, count: int, timeout_s: float = patient(60)) -> dict[str, Answer]:
     """Collects until so many jobs have ended."""
     answers: dict[str, Answer] = {}
 

@@ -160,6 +160,9 @@ def test_an_entry_that_is_no_dead_letter_is_listed_in_a_line_behind_the_others(
 def test_message_that_is_kept_has_one_line_of_the_log(
     worker: Worker, redis: "Redis", spoiled: dict[str, Any]
 ) -> None:
+    # Lines of earlier tests may come late, but before this one's.
+    first = killers.count.delay([])
+    wait_for(lambda: f"[{first.id}] succeeded" in worker.log, "the log of a job")
     before = len(worker.log)
     letter = refused(redis, {**decode_message(redis), **spoiled})
     wait_for(lambda: f"see `batchery dead show {letter.token}`" in worker.log, "a line of the log")

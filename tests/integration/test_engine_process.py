@@ -91,7 +91,7 @@ def test_entering_starts_the_process_and_leaving_ends_it(tmp_path: Path) -> None
 
 def test_each_caller_gets_its_own_outcome(engine: Engine) -> None:
     futures = [engine.submit(each) for each in (1, "bad", "two parts", "a function", 5)]
-    errors = [each.exception(60) for each in futures]
+    errors = [each.exception(patient(60)) for each in futures]
     assert [futures[0].result(), futures[4].result()] == [2, 10]
     assert isinstance(errors[1], InvalidItem)
     assert isinstance(errors[2], ItemFailed)
@@ -114,7 +114,7 @@ def test_full_batches_are_sent_before_their_turn_and_answered_in_order() -> None
         for each in futures[10:50]:
             each.cancel()
         done = [each for each in futures if not each.cancelled()]
-        assert [each.result(60) for each in done] == [
+        assert [each.result(patient(60)) for each in done] == [
             2 * number for number, each in enumerate(futures) if not each.cancelled()
         ]
 
@@ -123,7 +123,7 @@ def test_batches_larger_than_the_pipe_go_both_ways_at_once() -> None:
     items = [str(each) * 500_000 for each in range(1, 9)]
     with Engine(Obedient(), device="cpu", process=True, max_batch_size=2) as engine:
         futures = [engine.submit(each) for each in items * 2]
-        assert [each.result(60) for each in futures] == [2 * each for each in items * 2]
+        assert [each.result(patient(60)) for each in futures] == [2 * each for each in items * 2]
 
 
 def test_a_process_that_died_between_batches_is_replaced_and_nobody_notices(
@@ -160,7 +160,7 @@ def test_the_item_that_ends_the_context_of_a_device_fails_alone_and_the_engine_g
 def kill_when_it_computes(pid: int) -> None:
     process = psutil.Process(pid)
     started_s = process.cpu_times().user
-    wait_for(lambda: process.cpu_times().user > started_s + 1.5, "it computes", 60)
+    wait_for(lambda: process.cpu_times().user > started_s + 1.5, "it computes", patient(60))
     process.kill()
 
 
@@ -171,9 +171,13 @@ def test_a_call_that_is_killed_from_outside_fails_and_the_engine_goes_on(engine:
     kill_when_it_computes(pid)
     # The first one may have died of something else, so the item has another one.
     device: Any = engine._device
-    wait_for(lambda: device.pid not in (None, pid) and engine.figures, "another one is ready", 60)
+    wait_for(
+        lambda: device.pid not in (None, pid) and engine.figures,
+        "another one is ready",
+        patient(60),
+    )
     kill_when_it_computes(device.pid)
-    assert isinstance(future.exception(60), DeviceDied)
+    assert isinstance(future.exception(patient(60)), DeviceDied)
     assert engine.call(2) == 4
 
 
@@ -305,5 +309,5 @@ def test_the_process_ends_with_the_one_that_started_it(ending: str) -> None:
         pid = int(owner.stdout.readline())
         if ending == "wait":
             owner.kill()
-        assert owner.wait(60) == (-signal.SIGKILL if ending == "wait" else 0)
-    wait_for(lambda: not psutil.pid_exists(pid), "the device process ends", 60)
+        assert owner.wait(patient(60)) == (-signal.SIGKILL if ending == "wait" else 0)
+    wait_for(lambda: not psutil.pid_exists(pid), "the device process ends", patient(60))

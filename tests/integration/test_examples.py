@@ -16,6 +16,7 @@ from celery import Celery
 from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.harness import TESTS, Worker, queue_length, unsettled, wait_for
+from support.patience import patient
 
 #: How many callers there are at a time.
 CALLERS = 300
@@ -51,7 +52,7 @@ class Web:
             assert self.process.poll() is None, self.log
             return "Uvicorn running" in self.log
 
-        wait_for(ready, "the web server listens", 60)
+        wait_for(ready, "the web server listens", patient(60))
         return self
 
     def connections(self, store: Any) -> list[Any]:
@@ -66,10 +67,10 @@ class Web:
         async def whole() -> Any:
             limits = httpx2.Limits(max_connections=None)
             url = f"http://127.0.0.1:{self.port}"
-            async with httpx2.AsyncClient(base_url=url, timeout=90, limits=limits) as http:
+            async with httpx2.AsyncClient(base_url=url, timeout=patient(90), limits=limits) as http:
                 return await scene(http)
 
-        return asyncio.run(asyncio.wait_for(whole(), 90))
+        return asyncio.run(asyncio.wait_for(whole(), patient(90)))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ async def ask(http: httpx2.AsyncClient, text: str, **others: Any) -> httpx2.Resp
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    await asyncio.to_thread(wait_for, condition, what, 60)
+    await asyncio.to_thread(wait_for, condition, what, patient(60))
 
 
 async def hold(http: httpx2.AsyncClient, gate: Path, trace: Path) -> "asyncio.Task[Any]":

@@ -80,7 +80,7 @@ def test_model_without_worker_is_refused_at_once_until_one_starts(
     # Nothing was sent for them.
     assert queue_length(redis_url, "embed") == sent
     worker = start_worker(*SERVING, env=VECTORS)
-    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", LONG_S)
     stays(200, lambda: embed(gateway).status_code)
     worker.stop()
     assert "no worker" in wait_refused(gateway).json()["error"]["message"]
@@ -88,7 +88,7 @@ def test_model_without_worker_is_refused_at_once_until_one_starts(
 
 def test_dead_worker_counts_as_gone(gateway: GatewayProcess, start_worker: StartWorker) -> None:
     worker = start_worker(*SERVING, env=VECTORS)
-    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", LONG_S)
     worker.kill()
     # Nobody recovers it, so it stays in the list of workers. What waits is answered as well.
     wait_refused(gateway)
@@ -99,14 +99,14 @@ def test_worker_of_other_queues_serves_no_model(
 ) -> None:
     def control(*words: str) -> None:
         # Not this process, whose connection would look like that of a worker for a while.
-        command = ["celery", "-A", "batchery.app", "control", "--timeout", "2", *words]
+        command = ["celery", "-A", "batchery.app", "control", "--timeout", str(patient(2)), *words]
         env = {**os.environ, "BATCHERY_REDIS_URL": redis_url, "BATCHERY_MODELS": json.dumps(EMBED)}
         subprocess.run([sys.executable, "-m", *command], env=env, check=True)
 
     start_worker("apps.slow_vectors", "-Q", "other", env=VECTORS)
     wait_refused(gateway)
     control("add_consumer", "embed")
-    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", LONG_S)
     control("cancel_consumer", "embed")
     wait_refused(gateway)
 
@@ -122,7 +122,7 @@ def test_worker_with_celerys_transport_is_never_taken_for_absent(
 
     wait_for(lambda: answer() == 503, "it is refused", LONG_S)
     start_worker("apps.uninstalled", "-P", "solo", "--without-heartbeat")
-    wait_for(lambda: answer() == 200, "it is served", 60)
+    wait_for(lambda: answer() == 200, "it is served", LONG_S)
     stays(200, answer)
 
 
@@ -161,7 +161,7 @@ def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis
     def state() -> Any:
         return gateway.get(f"/v1/batches/{batch['id']}").json()["status"]
 
-    wait_for(lambda: state() == "in_progress", "the batch runs", 60)
+    wait_for(lambda: state() == "in_progress", "the batch runs", LONG_S)
     assert queue_length(redis_url, "embed") >= 1
 
 

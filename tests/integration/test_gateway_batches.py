@@ -120,7 +120,7 @@ def begin(api: openai.OpenAI, rows: Sequence[Any], window: str = "24h") -> Batch
     return created
 
 
-def end_of(api: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Batch:
+def end_of(api: openai.OpenAI, batch_id: str, timeout_s: float = patient(60)) -> Batch:
     def over() -> Batch | None:
         batch: Batch = api.batches.retrieve(batch_id)
         return batch if batch.status in OVER else None
@@ -400,7 +400,7 @@ def test_many_open_batches_of_one_key_keep_no_other_s_from_starting(
         waiting = [open_one() for _ in range(20)]
         with pytest.raises(openai.RateLimitError, match="max_open_batches"):
             waiting += [open_one() for _ in range(6)]
-        batch = end_of(other, begin(other, [request("a", "text")]).id, 90)
+        batch = end_of(other, begin(other, [request("a", "text")]).id, patient(90))
         assert (batch.status, counts(batch)) == ("completed", (1, 1, 0))
         # Another test may have cancelled its own, which are about to be over.
         ended = {*OVER, "cancelling"}
@@ -408,7 +408,7 @@ def test_many_open_batches_of_one_key_keep_no_other_s_from_starting(
         for each in open_ones:
             crowd.batches.cancel(each)
         for each in open_ones:
-            assert end_of(crowd, each, 90).status == "cancelled"
+            assert end_of(crowd, each, patient(90)).status == "cancelled"
 
 
 def test_limits_of_a_key_hold_for_each_line_of_its_files(keyed: GatewayProcess) -> None:
@@ -440,7 +440,7 @@ def test_line_of_many_texts_is_cut_into_jobs(
     texts[4_305] = ""
     with client_of(wide) as api:
         rows = [request("many", texts[:1200], "slow"), request("bad", texts, "slow")]
-        batch = end_of(api, begin(api, rows).id, 120)
+        batch = end_of(api, begin(api, rows).id, patient(120))
         assert (batch.status, counts(batch)) == ("completed", (2, 1, 1))
         (line,) = lines_of(api, batch.output_file_id)
         vectors = [each["embedding"] for each in line["response"]["body"]["data"]]
@@ -455,7 +455,7 @@ def test_line_of_many_texts_is_cut_into_jobs(
 
 def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> None:
     begun = begin(api, [request(f"r-{n}", "text", model="away") for n in range(3)], window="20s")
-    batch = end_of(api, begun.id, 120)
+    batch = end_of(api, begun.id, patient(120))
     assert batch.in_progress_at is not None
     assert (batch.status, counts(batch), batch.output_file_id) == ("expired", (3, 0, 3), None)
     assert batch.expired_at is not None

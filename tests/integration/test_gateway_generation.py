@@ -484,7 +484,9 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
 def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway, files: str) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    options = {"keys": {"shop": limits}, "files": files, "worker": True}
+    options: dict[str, Any] = {"keys": {"shop": limits}, "files": files, "worker": True}
+    # The long text must come to its end.
+    options["timeout_s"] = patient(60)
     keyed = start_gateway(models=models, gateway=options)
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}

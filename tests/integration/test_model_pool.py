@@ -27,6 +27,9 @@ from support.tiny_models import save_model
 
 TIMEOUT_S = patient(60)
 
+#: How long a worker may take to answer a command.
+LOOK = ("--timeout", str(patient(1)))
+
 NAMES = [f"bert{number}" for number in range(6)]
 
 
@@ -151,7 +154,7 @@ def test_model_that_can_never_fit_fails_its_jobs_with_the_sums(
 
 def order(name: str) -> Result:
     with acting_as(swapping.app, "operator"):
-        return CliRunner().invoke(reload, [name, "-A", "apps.swapping"])
+        return CliRunner().invoke(reload, [name, "-A", "apps.swapping", *LOOK])
 
 
 def test_models_above_the_limit_are_reloaded_under_load(
@@ -187,14 +190,15 @@ def test_models_above_the_limit_are_reloaded_under_load(
 def test_load_counts_for_no_time_limit(
     start_worker: StartWorker, client: Celery, tmp_path: Path
 ) -> None:
-    """A job with a hard limit of one second comes while its model takes longer than that."""
-    _, book = start_swapping(start_worker, tmp_path, BATCHERY_MAX_PASS_S="1")
+    """A job with a hard limit comes while its model takes longer than that."""
+    limit_s = int(patient(1))
+    _, book = start_swapping(start_worker, tmp_path, BATCHERY_MAX_PASS_S=str(limit_s))
     gate = tmp_path / "gate-three"
     gate.touch()
-    job = client.send_task("three", [1], queue="three", time_limit=1)
+    job = client.send_task("three", [1], queue="three", time_limit=limit_s)
     wait_for(lambda: any(line[0] == "three" for line in read_book(book)[3:]), "three is loading")
     with pytest.raises(NoAnswer):
-        job.get(timeout=2.5)
+        job.get(timeout=2.5 * limit_s)
     gate.unlink()
     assert job.get(timeout=TIMEOUT_S)["model"] == "three"
     assert len({pid for _, _, pid in read_book(book)}) == 1
@@ -294,4 +298,4 @@ def drain_device(device: str, redis_url: str, *options: str) -> Result:
     """Runs `batchery drain`."""
     swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     with acting_as(swapping.app, "operator"):
-        return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping"])
+        return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping", *LOOK])

@@ -109,7 +109,7 @@ def test_200_concurrent_callers_share_batches_and_get_their_own_vectors(
         main.suspend()
         try:
             calls = threads.map(call, texts)
-            wait_for(lambda: queue_length(redis_url, "embed") == 200, "all have called", 60)
+            wait_for(lambda: queue_length(redis_url, "embed") == 200, "all have called", TIMEOUT_S)
         finally:
             main.resume()
         results = list(calls)

@@ -390,13 +390,13 @@ def test_second_stream_goes_on_only_from_what_readers_have(
 def test_second_stream_may_take_its_time_with_what_readers_have(
     server: OpenAIServer, start: Start
 ) -> None:
-    driver = start(server_timeout_s=1, server_retry_s=patient(5))
+    driver = start(server_timeout_s=patient(1), server_retry_s=patient(5))
 
     async def slow(call: Call) -> None:
         await call.head()
         for word in call.asked.prompt.upper().split(" "):
             await call.words(word, finish=None)
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(patient(0.4))
         await call.words("END")
         await call.done()
 
@@ -526,7 +526,8 @@ def test_jobs_of_a_worker_get_texts_streams_and_errors_of_the_server(
         assert "".join(piece["text"] for piece in stream) == "ONE TWO "
         assert stream.result["text"] == "ONE TWO "
 
-    assert far.running == 1
+    # A result comes a moment before the end of its stream.
+    wait_for(lambda: far.running == 1, "only the slow one runs")
     slow.revoke(terminate=True)
     wait_for(lambda: far.running == 0, "the request of the revoked job is cancelled")
     with pytest.raises(TaskRevokedError):

@@ -44,10 +44,9 @@ def spans(redis_url: str, jobs: int) -> tuple[list[dict[str, Any]], list[dict[st
         with probing(redis_url) as redis:
             made = [json.loads(line) for line in redis.lrange(traced.SPANS, 0, -1)]
         of_jobs = [each for each in made if each["name"] == "run/traced.shout"]
-        return len(of_jobs) == jobs and (
-            of_jobs,
-            [each for each in made if each["name"] == "process traced.shout"],
-        )
+        of_batches = [each for each in made if each["name"] == "process traced.shout"]
+        links = sum(len(each["links"]) for each in of_batches)
+        return len(of_jobs) == links == jobs and (of_jobs, of_batches)
 
     of_jobs, of_batches = wait_for(found, f"the spans of {jobs} jobs")
     return of_jobs, of_batches

@@ -266,7 +266,7 @@ def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
 def test_readers_who_could_not_renew_as_redis_hung_have_not_gone(
     own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_pieces, "RETURN_S", 1.0)
+    monkeypatch.setattr(device_pieces, "RETURN_S", patient(1.0))
     pen = Pen(own_redis.url)
     pen.stream()
     work = pen.work()

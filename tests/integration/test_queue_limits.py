@@ -165,7 +165,7 @@ def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:
             calls = [asyncio.create_task(echo(number)) for number in range(5)]
             return await asyncio.gather(*calls[3:], return_exceptions=True)
 
-    refused = asyncio.run(asyncio.wait_for(scene(), 30))
+    refused = asyncio.run(asyncio.wait_for(scene(), patient(30)))
     assert [type(each) for each in refused] == [QueueFull, QueueFull]
 
 
@@ -186,7 +186,7 @@ def test_a_stream_that_is_refused_leaves_nothing_in_redis(
                     await anext(each)
             await asyncio.to_thread(wait_for, lambda: not left_of_streams(bare), "no keys are left")
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), patient(30)))
 
 
 def left_of_streams(bare: Any) -> list[bytes]:

@@ -392,9 +392,9 @@ def test_results_wait_while_redis_is_away(
         statuses: list[Any] = []
         thread = threading.Thread(target=lambda: statuses.append(house.commit(("t1", "kept"))))
         thread.start()
-        assert gate.wait(30)
+        assert gate.wait(patient(30))
         mortal.start()
-        thread.join(30)
+        thread.join(patient(30))
         assert statuses == [[COMMITTED]]
         assert house.waits == 1
         assert house.stored("t1")["result"] == "kept"

@@ -1,6 +1,6 @@
 """Models that are replaced while a real worker serves them, and devices that leave and return."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,14 @@ def run(command: Any, *arguments: object) -> Result:
         return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
 
 
-def load(name: str, *options: object) -> Result:
-    return run(reload, name, *options, "--timeout", 0.5)
+#: Replaces a model of the worker.
+Load = Callable[..., Result]
+
+
+@pytest.fixture
+def load(worker: Worker) -> Load:
+    # One that is named need not be looked for, which it must answer in time.
+    return lambda name, *options: run(reload, name, *options, "--worker", worker.name)
 
 
 def send(client: Celery, task: str, item: Any, **keywords: Any) -> Any:
@@ -111,7 +117,7 @@ def steady(worker: Worker, client: Celery) -> Iterator[SteadyCallers]:
 
 
 def test_a_model_is_replaced_under_load_again_and_again(
-    worker: Worker, client: Celery, folder: Path, steady: SteadyCallers
+    worker: Worker, client: Celery, folder: Path, load: Load, steady: SteadyCallers
 ) -> None:
     (device, *_) = worker.devices()
     sizes = []
@@ -132,7 +138,7 @@ def test_a_model_is_replaced_under_load_again_and_again(
 
 
 def test_a_version_that_does_not_fit_leaves_the_old_one(
-    worker: Worker, client: Celery, folder: Path, steady: SteadyCallers
+    worker: Worker, client: Celery, folder: Path, load: Load, steady: SteadyCallers
 ) -> None:
     before = version_after(load("mood", "--model", folder / "a"))
     done = load("mood", "--model", folder / "nowhere")
@@ -152,7 +158,9 @@ def test_a_version_that_does_not_fit_leaves_the_old_one(
     assert (done.exit_code, "not reloaded: " in done.output) == (1, True)
 
 
-def test_other_dimensions_must_be_meant(worker: Worker, client: Celery, folder: Path) -> None:
+def test_other_dimensions_must_be_meant(
+    worker: Worker, client: Celery, folder: Path, load: Load
+) -> None:
     def dimensions() -> int:
         return len(send(client, "embed", "x").get(timeout=TIMEOUT_S)["vector"])
 
@@ -164,7 +172,7 @@ def test_other_dimensions_must_be_meant(worker: Worker, client: Celery, folder: 
 
 
 def test_results_that_are_kept_are_those_of_their_version(
-    worker: Worker, client: Celery, folder: Path
+    worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
     for name in "abab":
         load("kept", "--model", folder / name)
@@ -174,7 +182,7 @@ def test_results_that_are_kept_are_those_of_their_version(
 
 
 def test_a_text_that_is_written_ends_before_its_model_leaves(
-    worker: Worker, client: Celery, folder: Path
+    worker: Worker, client: Celery, folder: Path, load: Load
 ) -> None:
     long = [send(client, "chat", "the cat", max_new_tokens=400, ignore_eos=True) for _ in range(3)]
     wait_for(lambda: queue_length(str(client.conf.broker_url), "chat") == 0, "they are taken")

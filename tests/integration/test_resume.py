@@ -102,10 +102,12 @@ def test_jobs_that_were_sorted_by_tenant_are_not_sent_again(
     source, output = write_rows(tmp_path / "in.jsonl", count), tmp_path / "out.jsonl"
     trace = tmp_path / "trace"
     arguments = [str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)]
-    arguments += ["--option", f'path="{trace}"', "--option", "pause_s=0.2", "--resume"]
+    # Long enough that most of them wait when the others come.
+    pause_s = patient(0.2)
+    arguments += ["--option", f'path="{trace}"', "--option", f"pause_s={pause_s}", "--resume"]
     first = Command(tmp_path, redis_url, *arguments)
     wait_for(lambda: output.exists() and output.stat().st_size, "the first results")
-    keywords = {"path": str(tmp_path / "others"), "pause_s": 0.2}
+    keywords = {"path": str(tmp_path / "others"), "pause_s": pause_s}
     for number in range(5):
         headers = {"batchery_tenant": "acme"}
         client.send_task(TASK, [f"{number}"], keywords, queue=QUEUE, headers=headers)

@@ -19,6 +19,7 @@ from batchery_producer.diagnosis import find_task
 from conftest import StartWorker
 from support.bulk_runs import APP, Command, write_rows
 from support.harness import Worker, wait_for
+from support.patience import patient
 from support.roles import acting_as
 
 
@@ -61,8 +62,13 @@ def test_models_lists_the_tasks_of_all_workers(
 
 
 def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(
-    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+    tmp_path: Path,
+    client: Celery,
+    worker: Worker,
+    store: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", patient(2))
     source = write_rows(tmp_path / "in.jsonl", 3)
     with pytest.raises(
         SettingsError, match=r"no worker that answers has a task 'apps\.shop\.shot': did you mean"
@@ -78,8 +84,15 @@ def test_an_unknown_model_of_an_openai_file_is_refused(
     body = {"model": "text-embedding-9", "input": "some text"}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    code, _, err = Command(tmp_path, redis_url, "in.jsonl", "-A", APP, "-o", "out.jsonl").end()
-    assert code == 2
+    arguments = ["in.jsonl", "-A", APP, "-o", "out.jsonl", "--overwrite", "--timeout", "0.5"]
+
+    def refusal() -> str:
+        """What it says; nothing if the worker did not answer in time, so that it was sent."""
+        store.delete("text-embedding-9")
+        code, _, said = Command(tmp_path, redis_url, *arguments).end()
+        return said if code == 2 else ""
+
+    err = wait_for(refusal, "the worker answers in time", patient(60))
     assert "no worker that answers has a task 'text-embedding-9'" in err
     assert not store.exists("text-embedding-9")
 

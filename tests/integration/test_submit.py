@@ -15,15 +15,16 @@ from celery import Celery
 from batchery import BatchTask, SettingsError, install
 from batchery_producer import Ending, Snapshot, SubmitOptions, submit_file
 from conftest import StartWorker
-from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
 
 
 def test_every_row_gets_its_own_result_and_nothing_stays_behind(
-    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+    tmp_path: Path, client: Celery, redis_url: str, worker: Worker, store: "redis.Redis"
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", 500)
+    wait_idle(redis_url)
     before = set(store.scan_iter("celery-task-meta-*"))
     # Clients of earlier tests in this process may still listen: only this run's count.
     listened_before = set(store.pubsub_channels("*celery-task-meta*"))
@@ -89,8 +90,9 @@ def test_jobs_share_batches_and_keywords_reach_them(
 
 
 def test_results_may_stay_in_the_backend(
-    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+    tmp_path: Path, client: Celery, redis_url: str, worker: Worker, store: "redis.Redis"
 ) -> None:
+    wait_idle(redis_url)
     before = set(store.scan_iter("celery-task-meta-*"))
     submit_file(
         write_rows(tmp_path / "in.jsonl", 5),

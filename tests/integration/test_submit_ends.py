@@ -51,7 +51,7 @@ def test_ctrl_c_while_waiting_for_stdin_ends_it(
     command.process.stdin.flush()
     wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first result")
     command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(20) == 130
+    assert command.process.wait(patient(20)) == 130
     _, _, stderr = command.end()
     assert "Fatal Python error" not in stderr
     assert "1 done" in stderr
@@ -124,17 +124,20 @@ def test_a_second_ctrl_c_ends_it_at_once(
 
 
 def test_without_a_worker_it_gives_up_and_says_why(
-    tmp_path: Path, redis_url: str, empty_queue: str, worker: Worker
+    tmp_path: Path, redis_url: str, empty_queue: str, worker: Worker, store: "redis.Redis"
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", 10)
-    command = Command(
-        tmp_path,
-        redis_url,
-        *[str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue],
-        *["-o", "out.jsonl", "--timeout", "0.5", "--window", "4"],
-    )
-    code, _, stderr = command.end()
-    assert code == 3
+    arguments = [str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue]
+    arguments += ["-o", "out.jsonl", "--overwrite", "--timeout", "0.5", "--window", "4"]
+
+    def give_up() -> str:
+        """What it says; nothing if the worker did not answer in time."""
+        store.delete(empty_queue)
+        code, _, said = Command(tmp_path, redis_url, *arguments).end()
+        assert code == 3
+        return said if worker.name in said else ""
+
+    stderr = wait_for(give_up, "the worker answers in time", patient(60))
     assert "no result for 0.5 s: 4 waiting in queue 'nobody'" in stderr
     assert f"{worker.name} answers, but consumes another queue" in stderr
     assert "4 jobs still in flight" in stderr
@@ -163,8 +166,9 @@ def test_a_queue_that_stays_full_ends_it_as_well(
 
 
 def test_a_task_that_no_worker_has_is_refused_at_once(
-    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+    tmp_path: Path, client: Celery, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", patient(2))
     source = write_rows(tmp_path / "in.jsonl", 3)
     with pytest.raises(SettingsError, match=r"'no\.such\.task': .* has no such task; it has apps"):
         submit_file(source, "no.such.task", tmp_path / "out.jsonl", app=client, queue=QUEUE)
@@ -247,7 +251,7 @@ def test_ctrl_c_before_the_first_row_makes_nothing(
     )
     wait_for(lambda: catches(command.process.pid, signal.SIGTERM), "it handles signals")
     command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(20) == 130
+    assert command.process.wait(patient(20)) == 130
     assert not list(tmp_path.iterdir())
     assert "results in" not in command.end()[2]
 

@@ -29,8 +29,8 @@ def worker(start_module_worker: Callable[..., Worker], redis_url: str) -> Worker
 def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> None:
     results: Any = shop.shout.submit_many([f"text {number}" for number in range(COUNT)])
     wanted = [f"TEXT {number}" for number in range(COUNT)]
-    assert getattr(results, method)(timeout=30) == wanted
-    assert getattr(results, method)(timeout=30) == wanted
+    assert getattr(results, method)(timeout=patient(30)) == wanted
+    assert getattr(results, method)(timeout=patient(30)) == wanted
     assert results.successful()
     last: AsyncResult[Any] = AsyncResult(results.results[-1].id, app=shop.app)
     assert last.get(timeout=patient(30)) == wanted[-1]
@@ -43,7 +43,7 @@ def test_results_wait_for_no_message(
 ) -> None:
     results: Any = shop.shout.submit_many(["text"] * count)
     monkeypatch.setattr(shop.app.backend, "iter_native", None)  # It waits half a second.
-    assert getattr(results, method)(timeout=30) == ["TEXT"] * count
+    assert getattr(results, method)(timeout=patient(30)) == ["TEXT"] * count
 
 
 def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:

@@ -115,13 +115,15 @@ class Up:
         app.close()
 
     def ask_flower(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.info['flower_url']}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"{self.info['flower_url']}{path}", timeout=patient(10)
+        ) as answer:
             return json.load(answer)
 
     def ask_gateway(self, path: str, body: bytes | None = None) -> Any:
         url = f"{self.info['gateway_url']}{path}"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=patient(60)) as answer:
             return json.load(answer)
 
     def ended(self) -> int:

@@ -31,9 +31,10 @@ import time
 
 import batchery
 from celery import Celery
+from support.patience import patient
 
 app = batchery.install(Celery("moving", set_as_current=False))
-app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 app.conf.worker_hijack_root_logger = False
 VERSION = "before" if "/before/" in batchery.__file__ else "now"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchery_worker.devstack.redis_server import find_redis_server
-from support.harness import PYTHONPATH, wait_for
+from support.harness import PYTHONPATH, queue_length, unsettled, wait_for
 from support.own_redis import find_lasting_port
 from support.patience import patient
 from support.roles import as_command
@@ -31,6 +31,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     text = gzip.decompress(data) if path.name.endswith(".gz") else data
     return [json.loads(line) for line in text.splitlines()]
+
+
+def wait_idle(redis_url: str) -> None:
+    """Waits until no job of an earlier run is left, whose result would come later."""
+    wait_for(
+        lambda: not queue_length(redis_url, QUEUE) and not unsettled(redis_url), "no job is left"
+    )
 
 
 class Command:

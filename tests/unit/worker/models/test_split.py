@@ -14,6 +14,7 @@ from batchery_worker.device.functions import soft_time_limit
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.generation.model import GenerationModel
 from batchery_worker.models.split.group import check_slices, undisturbed
+from support.patience import patient
 from support.tiny_models import CORPUS, Build, run
 from support.tiny_writers import Driver, PlainWriter, make_prompts, save_writer
 
@@ -101,10 +102,11 @@ def test_a_soft_time_limit_waits_for_the_end_of_a_pass() -> None:
 
     def compute() -> None:
         with undisturbed():
-            time.sleep(0.05)
+            time.sleep(patient(0.6))
             passes.append("whole")
         passes.append("next")
 
-    with pytest.raises(SoftTimeLimitExceeded), soft_time_limit(0.01):
+    # Long enough for the pass to begin.
+    with pytest.raises(SoftTimeLimitExceeded), soft_time_limit(patient(0.3)):
         compute()
     assert passes == ["whole"]
