@@ -17,16 +17,6 @@ from batchery.errors import BrokerRefused, QueueFull
 from batchery.settings import LOWEST_PRIORITY, PriorityClass
 from batchery.transport.redis_schema import Keys, transport_scripts
 
-__all__ = [
-    "Destination",
-    "QueueLimits",
-    "Waiting",
-    "find_destination",
-    "look_into",
-    "place",
-    "queue_full",
-]
-
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
 #: caller should not stay away for longer than a queue may take to recover.
 MIN_RETRY_AFTER_S = 0.01
