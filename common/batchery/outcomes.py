@@ -5,6 +5,7 @@ or Celery's `Ignore` and `Reject`. Anything else is a value. A function that is 
 yield a `Partial` at any time, which is no outcome.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -124,6 +125,18 @@ class Answered(Exception):
     def __init__(self, outcome: RetryAfter | Replace) -> None:
         super().__init__(f"the outcome of one item, not an error: {outcome!r:.200}")
         self.outcome = outcome
+
+
+def collect_outcomes(generator: Iterator[Any], take: Callable[[Any], bool]) -> Any:
+    """Runs a generator; its outcomes are what it yields and nobody takes, or else its return."""
+    outcomes: list[Any] = []
+    while True:
+        try:
+            each = next(generator)
+        except StopIteration as end:
+            return outcomes if outcomes or end.value is None else end.value
+        if not take(each):
+            outcomes.append(each)
 
 
 def __getattr__(name: str) -> Any:

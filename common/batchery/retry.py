@@ -254,12 +254,9 @@ class RetryPolicy:
         """
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
-            self._check()
+            if self._stop():
+                raise Interrupted("asked to stop")
             time.sleep(min(left_s, STOP_CHECK_S))
-
-    def _check(self) -> None:
-        if self._stop():
-            raise Interrupted("asked to stop")
 
 
 def _reason(error: BaseException) -> str:

@@ -285,10 +285,7 @@ class BatchTask(_Task):
 
     def replace(self, sig: Signature[Any]) -> Any:
         """As Celery's `replace`; inside the function on a device, the outcome `Replace`."""
-        if self._in_batch:
-            return self._answer(Replace(sig))
-        with allow_join_result():  # In eager mode Celery runs it, and waits for its result.
-            return super().replace(sig)
+        return self._answer(Replace(sig)) if self._in_batch else super().replace(sig)
 
     @property
     def _in_batch(self) -> bool:

@@ -99,7 +99,6 @@ class AsyncClient:
         Raises:
             BatchArgumentError: `after` is no such id.
             SettingsError: The app's result backend is no Redis.
-            NoResult: The client is closed, or was used before this process was forked.
         """
         self._session.check()
         reader = self._session.reader
@@ -138,8 +137,7 @@ class AsyncTask:
         """The result of one item. Cancelling the call revokes its job.
 
         Raises:
-            NoResult: None came within `timeout_s`; or the client is closed, or was used before this
-                process was forked.
+            NoResult: None came within `timeout_s`; or the client is closed, or a parent's.
             GaveUp: None came within `timeout_s`, as Redis does not answer.
             QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.
@@ -291,14 +289,13 @@ class AsyncTask:
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
         # Whoever gives no `wait_s` waits here, as the thread that sends would hold up all others.
-        is_patient = "wait_s" not in terms.options
-        terms = terms._replace(options={"wait_s": 0, **terms.options})
+        once = terms._replace(options={"wait_s": 0, **terms.options})
         while True:
             try:
-                answer = await self._session.call(terms, item, count, keywords)
+                answer = await self._session.call(once, item, count, keywords)
                 break
             except QueueFull as error:
-                if not is_patient:
+                if "wait_s" in terms.options:
                     raise
                 await asyncio.sleep(error.retry_after_s)
         return read_outcomes(answer, indexes, are_many, self._session.app.backend)

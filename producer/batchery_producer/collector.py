@@ -403,10 +403,9 @@ def read_stored(backend: Any, payload: bytes) -> Answer | None:
 
 def _batch_in(info: bytes) -> BatchSummary | None:
     """The batch in the stored fields before the value."""
-    found = BATCH.search(info)
-    if found is None:
-        return None
-    return BatchSummary(found[1].decode(), int(found[2]), float(found[3]), found[4].decode())
+    if found := BATCH.search(info):
+        return BatchSummary(found[1].decode(), int(found[2]), float(found[3]), found[4].decode())
+    return None
 
 
 def _after(entry_id: bytes) -> str:

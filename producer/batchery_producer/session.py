@@ -53,7 +53,7 @@ class Terms(NamedTuple):
     """What calls of a task have in common."""
 
     task: str
-    #: Of a `Publisher`.
+    #: Of a `Publisher`, as is the task.
     options: Mapping[str, Any]
     deadline_s: float | None = None
     #: How long a caller waits, and how long its result is kept if this client does not fetch it, in
@@ -75,8 +75,7 @@ class PendingSend(NamedTuple):
     def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
         """Key of the jobs that one publisher sends; with headers, of those that go together."""
         try:
-            key = [self.terms.task, self.keywords, self.terms.options, headers]
-            return json.dumps(key, default=repr)
+            return json.dumps([*self.terms[:2], self.keywords, headers], default=repr)
         except Exception:  # noqa: BLE001 - whatever is wrong with its keywords, it goes alone
             return self.job.id
 
@@ -99,6 +98,7 @@ class Session:
         self._revoked: set[str] = set()
         self._ended = False
         self._threads: list[threading.Thread] = []
+        #: Of the process that has the threads; 0 if they were not started.
         self._pid = 0
         self._retries = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
         sending = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
@@ -124,17 +124,9 @@ class Session:
     # The event loop
 
     def check(self) -> None:
-        """Makes sure that calls are served.
-
-        Raises:
-            NoResult: The client is closed, or its threads are in another process.
-        """
-        if self._ended:
-            raise NoResult("the client is closed, and takes no calls")
-        if self._threads and self._pid != os.getpid():
-            raise NoResult(
-                "the client was used before this process was forked; make it after the fork"
-            )
+        """Makes sure that calls are served; raises a `NoResult` where nobody would answer them."""
+        if self._ended or self._pid not in (0, os.getpid()):
+            raise NoResult("the client is closed, or was used before a fork; make another one")
 
     def stream(self, terms: Terms, item: Any, keywords: Mapping[str, Any]) -> AsyncPieceStream:
         """Sends one job whose partial results are read; raises as `check`."""

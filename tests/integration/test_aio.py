@@ -173,7 +173,7 @@ def test_a_forked_process_is_told_that_it_has_no_threads(redis_url: str, worker:
     os.close(writer)
     os.waitpid(child, 0)
     with os.fdopen(reader) as said:
-        assert said.read().endswith("make it after the fork")
+        assert said.read().endswith("used before a fork; make another one")
     asyncio.run(client.close())
 
 

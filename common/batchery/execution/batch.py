@@ -20,16 +20,10 @@ from kombu.utils import json
 from kombu.utils.compat import detect_environment
 
 from batchery.errors import ONE_JOB_EACH, BatchArgumentError, UnserialisableResult, counted
-from batchery.execution.bisect_failures import (
-    NON_VALUES,
-    as_failed,
-    collect_outcomes,
-    is_out_of_memory,
-    isolate,
-)
+from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
 from batchery.execution.item_models import ItemModels
 from batchery.model import Model
-from batchery.outcomes import Failed, Partial
+from batchery.outcomes import Failed, Partial, collect_outcomes
 
 #: Makes a context manager that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]

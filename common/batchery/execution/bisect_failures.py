@@ -1,7 +1,7 @@
 """Keeps one bad item from failing its batch mates: after an exception each half runs by itself."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -64,23 +64,6 @@ def isolate(
         *isolate(call, items[:middle], name=name, convert=convert),
         *isolate(call, items[middle:], name=name, convert=convert),
     ]
-
-
-def collect_outcomes(generator: Iterator[Any], take: Callable[[Any], bool]) -> Any:
-    """Runs a generator; its outcomes are what it yielded, or else what it returned.
-
-    Args:
-        generator: A batch function has made it.
-        take: Takes what is no outcome but a partial result, and says that it did.
-    """
-    outcomes: list[Any] = []
-    while True:
-        try:
-            each = next(generator)
-        except StopIteration as end:
-            return outcomes if outcomes or end.value is None else end.value
-        if not take(each):
-            outcomes.append(each)
 
 
 def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:

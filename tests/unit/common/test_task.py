@@ -21,7 +21,6 @@ from batchery import (
     Failed,
     InvalidItem,
     ItemFailed,
-    Replace,
     RetryAfter,
     UnserialisableResult,
     install,
@@ -86,14 +85,6 @@ def test_apply_and_always_eager_answer_like_a_worker(app: Celery) -> None:
     assert task.delay("a").get() == "A"
     assert task.apply_async(["a"], {"mark": "?"}).get() == "A?"
     assert [result.get() for result in task.submit_many(["a", "b"])] == ["A", "B"]
-
-
-def test_an_eager_job_becomes_another(app: Celery) -> None:
-    task = make(app, shout)
-    other = make(app, lambda items: [Replace(task.s(item)) for item in items], name="other")
-    app.conf.task_always_eager = True
-    assert other.delay("a").get() == "A"
-    assert (other.s("a") | task.s(mark="!")).delay().get() == "A!"
 
 
 @pytest.mark.parametrize("value", [object(), {"a set"}, lambda: None])

@@ -16,11 +16,10 @@ from batchery.errors import DeadlineExceeded, ItemFailed
 from batchery.execution.bisect_failures import (
     as_exception,
     as_failed,
-    collect_outcomes,
     is_out_of_memory,
     isolate,
 )
-from batchery.outcomes import Failed, Partial, Replace, RetryAfter
+from batchery.outcomes import Failed, Partial, Replace, RetryAfter, collect_outcomes
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
