@@ -39,7 +39,7 @@ def make():
     async def slow(items):
         return [item * 2 for item in items]
 
-    @app.task(base=BatchTask, shared=False, time_limit=1)
+    @app.task(base=BatchTask, shared=False, time_limit={int(patient(1))})
     def stuck(items):
         if items == ["stuck"]:
             ended.wait()
