@@ -247,7 +247,6 @@ class TaskClient:
         broker = BrokerConnection(app, retries, persistent=True)
         options = {**self._options, "keywords": keywords, "wait_s": timeout_s}
         publisher = Publisher(app, self.name, broker=broker, **options)
-        publisher.waits_anew = True
         source = ItemSource(items, size)
         stream = Stream(
             collector_for(app, retries),

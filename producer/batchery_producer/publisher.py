@@ -113,7 +113,8 @@ class Publisher:
             keywords: Keyword arguments of all jobs.
             max_waiting: Maximum number of jobs in the queue, including those of other clients, in
                 place of the limits of the job's class; 0 is no other limit. Only on Redis.
-            wait_s: How long to wait for space in the queue, in seconds; None waits for ever.
+            wait_s: How long to wait for space in the queue, from the last job that found some, in
+                seconds; None waits for ever.
             outage_policy: How long to retry when the broker is away.
             persistent: Whether to retry, too, when the broker takes no jobs for now.
             broker: A connection shared with others, with an outage policy of its own.
@@ -146,8 +147,6 @@ class Publisher:
         self._room = Room(self._where.queue, max_waiting)
         #: Number of jobs sent so far.
         self.sent = 0
-        #: Whether `wait_s` begins anew with each job that finds space.
-        self.waits_anew = False
         self._backpressure = Backpressure()
 
     def __enter__(self) -> Self:
@@ -276,8 +275,6 @@ class Publisher:
                 if pushed:
                     deadline_s = self._deadline_s()
                 if part:
-                    if pushed and self.waits_anew:
-                        deadline_s = self._deadline_s()
                     self._wait_for_space(len(part), length, deadline_s)
 
     def _wait_for_space(self, count: int, length: int, deadline_s: float | None) -> None:
