@@ -35,6 +35,7 @@ from batchery.protocol.pieces import (
     wake_key,
     woken_key,
 )
+from batchery.redis_scripts import packed
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.inbox import read_json
 from batchery_producer.answers import Answer
@@ -74,6 +75,9 @@ class StreamPiece(NamedTuple):
     id: str
     value: Any
 
+
+#: The words of a command.
+Command = tuple[Any, ...]
 
 #: What comes of a stream: pieces, then how its job ended, or why nothing more comes.
 Event = StreamPiece | Answer | Exception
@@ -153,8 +157,6 @@ class PieceReader:
         self.retries = self._new_retries()
         self._errors = (*backend.connection_errors, *REFUSALS)
         self._client: Any = backend._create_client(**backend.connparams)
-        # What redis-py makes of entries takes as long as all else that is done with them here.
-        self._client.set_response_callback("XREAD", lambda answer, **_: answer)
         timeout_s = backend.connparams.get("socket_timeout")
         self._block_ms = int(min(BLOCK_S, timeout_s / 2 if timeout_s else BLOCK_S) * 1000)
         self._kept_s = int(backend.expires or READER_S * 24)
@@ -179,19 +181,17 @@ class PieceReader:
             stream.is_known = True
         self._add(streams)
 
-        def make() -> None:
-            with self._client.pipeline(transaction=False) as pipe:
-                self._add_wake(pipe)
-                for stream in streams:
-                    # Made once, however often this is tried.
-                    pipe.delete(stream.key)
-                    pipe.xadd(stream.key, {b"begin": b""}, id=FIRST_ID)
-                    pipe.expire(stream.key, self._kept_s)
-                    pipe.set(reader_key(self.backend, stream.id), b"", ex=READER_S)
-                    self._add_woken(pipe, stream.id)
-                pipe.execute()
-
-        self.retries.call(make, self._errors)
+        commands = self._spell_wake()
+        for stream in streams:
+            # Made once, however often this is tried.
+            commands += [
+                ("DEL", stream.key),
+                ("XADD", stream.key, FIRST_ID, "begin", ""),
+                ("EXPIRE", stream.key, self._kept_s),
+                ("SET", reader_key(self.backend, stream.id), "", "EX", READER_S),
+                *self._spell_woken(stream.id),
+            ]
+        self.retries.call(partial(self._send, commands), self._errors)
 
     def follow(self, stream: Following) -> None:
         """Follows the stream of a job that was sent before; at once after `wake`."""
@@ -199,9 +199,8 @@ class PieceReader:
 
     def wake(self) -> None:
         """Has the thread look at once for streams that were added; it will do so in a moment."""
-        with suppress(*self._errors), self._client.pipeline(transaction=False) as pipe:
-            self._add_wake(pipe)
-            pipe.execute()
+        with suppress(*self._errors):
+            self._send(self._spell_wake())
 
     def drop(self, streams: Iterable[Following]) -> None:
         """Follows these streams no longer."""
@@ -254,15 +253,31 @@ class PieceReader:
                 )
                 self._thread.start()
 
-    def _add_wake(self, pipe: Any) -> None:
-        pipe.xadd(self._wake_key, {b"": b""}, maxlen=MAX_WAKES, approximate=False)
-        pipe.expire(self._wake_key, WAKE_S)
+    def _spell_wake(self) -> list[Command]:
+        """Wakes this reader, and keeps its wake stream."""
+        key = self._wake_key
+        return [("XADD", key, "MAXLEN", MAX_WAKES, "*", "", ""), ("EXPIRE", key, WAKE_S)]
 
-    def _add_woken(self, pipe: Any, task_id: str) -> None:
+    def _spell_woken(self, task_id: str) -> list[Command]:
         """Has this reader woken by what comes of a job from now on."""
         key = woken_key(self.backend, task_id)
-        pipe.sadd(key, self._wake_key)
-        pipe.expire(key, self._kept_s)
+        return [("SADD", key, self._wake_key), ("EXPIRE", key, self._kept_s)]
+
+    def _send(self, commands: Sequence[Command]) -> list[Any]:
+        """Sends commands in one round trip; their answers.
+
+        A pipeline of redis-py takes as long as all else that is done with the pieces here.
+        """
+        pool = self._client.connection_pool
+        connection = pool.get_connection()
+        try:
+            connection.send_packed_command((packed(*commands),))
+            return [connection.read_response() for _ in commands]
+        except BaseException:
+            connection.disconnect()  # There may be answers that were not read.
+            raise
+        finally:
+            pool.release(connection)
 
     def _list(self, keys: Iterable[bytes]) -> list[Following]:
         """Who reads these streams."""
@@ -341,25 +356,24 @@ class PieceReader:
     def _ask(self, question: Question) -> Reply:
         """Sends all that in one round trip; safe to repeat."""
         after, unknown, looked, renewed, block_ms = question
-        with self._client.pipeline(transaction=False) as pipe:
-            if renewed:
-                self._add_wake(pipe)
-            for task_id in renewed:
-                # It brings no key back that somebody has removed.
-                pipe.expire(reader_key(self.backend, task_id), READER_S)
-            # Before the stream is read: what comes then is in a wake.
-            for task_id in unknown:
-                self._add_woken(pipe, task_id)
-            ignored = len(pipe)
-            for task_id in unknown:
-                pipe.exists(pieces_key(self.backend, task_id))
-            # Results are looked for first: what was sent before them is read by now.
-            if looked:
-                pipe.mget([self.backend.get_key_for_task(task_id) for task_id in looked])
-            if after:
-                pipe.xread(after, count=COUNT)
-            pipe.xread({self._wake_key: self._woken}, block=block_ms)
-            answers = iter(pipe.execute()[ignored:])
+        commands = self._spell_wake() if renewed else []
+        for task_id in renewed:
+            # It brings no key back that somebody has removed.
+            commands.append(("EXPIRE", reader_key(self.backend, task_id), READER_S))
+        # Before the stream is read: what comes then is in a wake.
+        for task_id in unknown:
+            commands += self._spell_woken(task_id)
+        ignored = len(commands)
+        for task_id in unknown:
+            commands.append(("EXISTS", pieces_key(self.backend, task_id)))
+        # Results are looked for first: what was sent before them is read by now.
+        if looked:
+            commands.append(("MGET", *map(self.backend.get_key_for_task, looked)))
+        if after:
+            commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *after.values()))
+        block = () if block_ms is None else ("BLOCK", block_ms)
+        commands.append(("XREAD", *block, "STREAMS", self._wake_key, self._woken))
+        answers = iter(self._send(commands)[ignored:])
         return Reply(
             {task_id: next(answers) for task_id in unknown},
             dict(zip(looked, next(answers), strict=True)) if looked else {},
