@@ -125,9 +125,10 @@ class Reply(NamedTuple):
     #: By job id: whether it has a stream; and what is stored of it.
     exists: Mapping[str, Any]
     stored: Mapping[str, bytes | None]
-    #: By the key of a stream: its entries; and what wakes have of it.
+    #: By the key of a stream: its entries; and what wakes have of it, each the number of a piece,
+    #: it, and those after it. Whoever sends jobs may write other things there, too.
     entries: Mapping[bytes, Any]
-    wakes: Mapping[bytes, Sequence[bytes]]
+    wakes: Mapping[bytes, Sequence[Any]]
 
 
 class PieceReader:
@@ -382,13 +383,20 @@ class PieceReader:
             self._sort_wakes(dict(next(answers) or ()).get(self._wake_key, ())),
         )
 
-    def _sort_wakes(self, entries: Sequence[Any]) -> Mapping[bytes, Sequence[bytes]]:
+    def _sort_wakes(self, entries: Sequence[Any]) -> Mapping[bytes, Sequence[Any]]:
         """What the entries of the wake stream have, by the key of each piece stream."""
-        found = defaultdict[bytes, list[bytes]](list)
+        found = defaultdict[bytes, list[Any]](list)
         for id_, fields in entries:
             self._woken = id_.decode()
-            for key, text in zip(fields[::2], fields[1::2], strict=True):
-                found[key].append(text)
+            keys, texts = fields[::2], fields[1::2]
+            try:
+                # All at once, as each reading costs as much as a piece.
+                told = read_json(b"[%s]" % b",".join(text or b"0" for text in texts))
+            except (ValueError, RecursionError):
+                told = ()
+            # Streams whose texts cannot be read are read themselves.
+            for key, each in zip(keys, told if len(told) == len(keys) else keys, strict=True):
+                found[key].append(each)
         if len(entries) >= MAX_WAKES:
             self._look_at_s = 0.0  # There may have been more.
         return found
@@ -422,27 +430,24 @@ class PieceReader:
         return events
 
     def _take_wakes(
-        self, stream: Following, wakes: Sequence[bytes], room: int
+        self, stream: Following, wakes: Sequence[Any], room: int
     ) -> Sequence[StreamPiece]:
         """The pieces that wakes have of a stream; it is read where they are not the next ones.
 
         Args:
             stream: The stream.
-            wakes: As `pieces.lua` writes them.
+            wakes: Those of a `Reply`.
             room: Number of pieces for which its reader has room, less those that wait for it.
         """
         pieces: list[StreamPiece] = []
         number, _ = entry_order(stream.fetched)
-        for text in wakes:
-            try:
-                first, *values = read_json(text) if text else [0]
-                is_next = values and 0 < first <= number + 1 and type(first) is int
-            except (ValueError, TypeError, RecursionError):
-                is_next = False  # Whoever sends jobs may write there, too.
-            if not is_next or stream.backlog + len(pieces) + len(values) > room:
+        for told in wakes:
+            is_list = type(told) is list and len(told) > 1 and type(told[0]) is int
+            is_next = is_list and 0 < told[0] <= number + 1
+            if not is_next or stream.backlog + len(pieces) + len(told) - 1 > room:
                 self._behind.add(stream.key)
                 break
-            for value in values[number + 1 - first :]:
+            for value in told[number + 2 - told[0] :]:
                 number += 1
                 pieces.append(StreamPiece(f"{number}-0", value))
         if pieces:
