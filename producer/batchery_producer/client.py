@@ -162,8 +162,8 @@ class TaskClient:
 
         def cancel() -> None:
             with suppress(Exception):  # Nobody waits for it, and it ends after the grace time.
-                reader.give_up([task_id])
                 app.control.revoke(task_id)
+                reader.give_up([task_id])
 
         explain = partial(explain_stall, app, name, options)
         stream = PieceStream(reader, task_id, timeout_s=timeout_s, cancel=cancel, explain=explain)

@@ -145,9 +145,9 @@ def explain_stall(app: Celery, task: str, options: Mapping[str, Any]) -> str:
     try:
         workers = app.control.inspect(timeout=ASK_S).active_queues() or {}
         waiting = queue_depths(app, {queue})[queue]
+        return f"{waiting:,} waiting in queue {queue!r}; {_workers(app, workers, task, queue)}"
     except Exception as error:  # noqa: BLE001 (every transport has its own)
         return f"the broker cannot be asked about queue {queue!r}: {error}"
-    return f"{waiting:,} waiting in queue {queue!r}; {_workers(app, workers, task, queue)}"
 
 
 def _workers(

@@ -378,9 +378,10 @@ class Session:
         streamed = self._abandoned & task_ids
         self._abandoned -= streamed
         with suppress(Exception):  # This thread must go on, and no caller waits for the answer.
+            self._broker.revoke([*begun, *streamed])
+            # Last: where it fails, streams end after the grace time.
             if streamed:
                 self.reader.give_up(streamed)
-            self._broker.revoke([*begun, *streamed])
 
     # The collecting thread
 
