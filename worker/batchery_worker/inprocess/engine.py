@@ -193,7 +193,7 @@ def _find(
 ) -> tuple[str, ModelSettings | None, Any]:
     """The name of a model, its settings if it has some, and what makes it."""
     if isinstance(model, Model):
-        return type(model).__name__, None, lambda: model
+        return type(model).__name__, None, partial(_itself, model)
     if isinstance(model, ModelSettings):
         return model.model, model, partial(_make_builtin, model)
     if not isinstance(model, str):
@@ -212,6 +212,11 @@ def _make_builtin(settings: ModelSettings) -> Model:
     # By path: importing the class imports torch.
     made: Model = symbol_by_name(KINDS[settings.kind])(settings=settings)
     return made
+
+
+def _itself(model: Model) -> Model:
+    # A function of the module, as it is pickled for the device process.
+    return model
 
 
 def _options(
