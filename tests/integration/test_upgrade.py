@@ -169,6 +169,8 @@ def test_a_rolling_upgrade_under_load_loses_nothing(
         third.kill()
         assert fourth.stop() == 0
         wait_progress("before", "it was taken back")
+        with probing(versions.url) as store:
+            wait_for(lambda: store.zcard(Keys().workers) == 1, "the dead are forgotten", TIMEOUT_S)
         (versions.folder / "end").touch()
         assert [load.wait(TIMEOUT_S) for load in loads] == [0, 0]
         assert fifth.stop() == 0
