@@ -86,13 +86,10 @@ class WorkerWatch:
             and (opened or not getattr(channel, "leases", False))
         )
         self._store = store = opened or self._store
+        sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
         if store is None:
-            return self._policy.judge(
-                WorkerSight(sights, is_connected, still_s=self._find_still_s())
-            )
-        sight = WorkerSight(
-            *(sights, is_connected, store.beat_s, store.is_silent, self._find_still_s())
-        )
+            return self._policy.judge(sight)
+        sight = sight._replace(beat_s=store.beat_s, is_silent=store.is_silent)
         return self._policy.judge(sight, store.expiry_s / BEATS_PER_EXPIRY)
 
     def figures(self) -> dict[str, Any]:
