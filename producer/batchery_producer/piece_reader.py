@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import ref
 
@@ -25,11 +25,12 @@ from batchery.protocol.pieces import (
     END,
     FIRST_ID,
     MAX_WAKES,
-    NOTHING_READ,
     PIECE,
     READER_S,
     RENEW_S,
+    TOLD,
     WAKE_S,
+    WOKEN,
     pieces_key,
     reader_key,
     wake_key,
@@ -50,6 +51,10 @@ FULL_BLOCK_S = 0.02
 #: How often pieces and results are looked for of which no wake has told, in seconds.
 LOOK_S = 0.5
 
+#: How long whoever reads has the interpreter to itself before the next command is made, in seconds:
+#: what has come is more urgent, and the next step of a model is far.
+TURN_S = 0.0003
+
 #: Maximum number of pieces that one command fetches of each stream.
 COUNT = 1000
 
@@ -65,6 +70,9 @@ UNKNOWN = (
     " ended so long ago that both have expired"
 )
 
+#: The ids of what a reader has who has nothing, and of no entry.
+NOTHING_FETCHED, BEYOND_ALL = (0, 0), (2**64, 0)
+
 #: What `after` may be: the id of a piece.
 PIECE_ID = re.compile(r"\d{1,15}-0")
 
@@ -75,6 +83,9 @@ class StreamPiece(NamedTuple):
     id: str
     value: Any
 
+
+#: The id of a stream's entry, both its numbers, in their order.
+EntryId = tuple[int, int]
 
 #: The words of a command.
 Command = tuple[Any, ...]
@@ -92,7 +103,7 @@ class Following(Protocol):
     #: Where `give` must be called; None for any thread.
     loop: asyncio.AbstractEventLoop | None
     #: Id of the last entry that was fetched for it.
-    fetched: str
+    fetched: EntryId
     #: Whether the stream says that the result is stored.
     saw_end: bool
     #: Whether its job has been sent, for sure.
@@ -110,7 +121,7 @@ class Question(NamedTuple):
     """What is asked in one round trip."""
 
     #: After which entry to read streams, by key.
-    after: Mapping[bytes, str]
+    after: Mapping[bytes, EntryId]
     #: Ids of jobs that may not exist, of those whose results are looked for, and of those to renew.
     unknown: Sequence[str]
     looked: Sequence[str]
@@ -170,7 +181,7 @@ class PieceReader:
         self._look_at_s = self._renew_at_s = 0.0
         self._wake_key = wake_key(backend, uuid())
         #: Id of the last wake.
-        self._woken = NOTHING_READ
+        self._woken = "0-0"
 
     def open(self, streams: Sequence[Following]) -> None:
         """Makes the streams of jobs that are about to be sent, and follows them.
@@ -321,6 +332,8 @@ class PieceReader:
             if events:
                 came.append((stream, events))
         _give(came)
+        if came:
+            time.sleep(TURN_S)
 
     def _plan(self, now_s: float) -> Question:
         """What to ask, and how long to wait for it."""
@@ -337,7 +350,7 @@ class PieceReader:
             if now_s >= self._renew_at_s:
                 self._renew_at_s = now_s + RENEW_S
                 renewed_keys = list(self._streams)
-        after: dict[bytes, str] = {}
+        after: dict[bytes, EntryId] = {}
         is_full = False
         streams = self._list(behind)
         for stream in streams:
@@ -345,8 +358,8 @@ class PieceReader:
                 is_full = True
                 self._behind.add(stream.key)
             # Of two that follow one job, the one that has less of it.
-            elif stream.key not in after or is_beyond(after[stream.key], stream.fetched):
-                after[stream.key] = stream.fetched
+            else:
+                after[stream.key] = min(after.get(stream.key, stream.fetched), stream.fetched)
         unknown = list(dict.fromkeys(each.id for each in streams if not each.is_known))
         asked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
         looked = list(dict.fromkeys(asked))
@@ -371,7 +384,8 @@ class PieceReader:
         if looked:
             commands.append(("MGET", *map(self.backend.get_key_for_task, looked)))
         if after:
-            commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *after.values()))
+            ids = ("{}-{}".format(*each) for each in after.values())
+            commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *ids))
         block = () if block_ms is None else ("BLOCK", block_ms)
         commands.append(("XREAD", *block, "STREAMS", self._wake_key, self._woken))
         answers = iter(self._send(commands)[ignored:])
@@ -388,10 +402,11 @@ class PieceReader:
         found = defaultdict[bytes, list[Any]](list)
         for id_, fields in entries:
             self._woken = id_.decode()
-            keys, texts = fields[::2], fields[1::2]
+            entry = dict(zip(fields[::2], fields[1::2], strict=True))
+            keys = entry.get(WOKEN, b"").split(b"\n")
             try:
                 # All at once, as each reading costs as much as a piece.
-                told = read_json(b"[%s]" % b",".join(text or b"0" for text in texts))
+                told = read_json(b"[%s]" % entry.get(TOLD, b""))
             except (ValueError, RecursionError):
                 told = ()
             # Streams whose texts cannot be read are read themselves.
@@ -405,7 +420,7 @@ class PieceReader:
         """The events that have come of a stream itself, and of the result of its job."""
         # One that was added meanwhile may lack what came before this.
         is_new = not (stream.is_known or stream.id in reply.exists)
-        if is_new or is_beyond(question.after.get(stream.key), stream.fetched):
+        if is_new or question.after.get(stream.key, BEYOND_ALL) > stream.fetched:
             return []
         if not stream.is_known:
             # Whoever sends a job makes its stream first.
@@ -440,18 +455,18 @@ class PieceReader:
             room: Number of pieces for which its reader has room, less those that wait for it.
         """
         pieces: list[StreamPiece] = []
-        number, _ = entry_order(stream.fetched)
+        number, room = stream.fetched[0], room - stream.backlog
         for told in wakes:
             is_list = type(told) is list and len(told) > 1 and type(told[0]) is int
             is_next = is_list and 0 < told[0] <= number + 1
-            if not is_next or stream.backlog + len(pieces) + len(told) - 1 > room:
+            if not is_next or len(pieces) + len(told) - 1 > room:
                 self._behind.add(stream.key)
                 break
             for value in told[number + 2 - told[0] :]:
                 number += 1
                 pieces.append(StreamPiece(f"{number}-0", value))
         if pieces:
-            stream.fetched = pieces[-1].id
+            stream.fetched = number, 0
         return pieces
 
 
@@ -467,32 +482,24 @@ def reader_for(app: Celery) -> PieceReader:
     return found
 
 
-def check_after(after: str | None) -> str:
+def check_after(after: str | None) -> EntryId:
     """The id after which a stream is to be read.
 
     Raises:
         BatchArgumentError: It is no id of a piece.
     """
     if after is None:
-        return NOTHING_READ
+        return NOTHING_FETCHED
     if not isinstance(after, str) or not PIECE_ID.fullmatch(after):
         raise BatchArgumentError(
             f"after = {after!r:.80}: expected the id of a piece, as `last_id` gives it, such as"
             " '17-0'"
         )
-    return after
+    return parse_id(after)
 
 
-def is_beyond(one: str | None, other: str) -> bool:
-    """Whether the id of a stream's entry comes after another one; no id is beyond all."""
-    if one is None or one == other:
-        return one is None
-    return entry_order(one) > entry_order(other)
-
-
-@lru_cache(COUNT)
-def entry_order(entry_id: str) -> tuple[int, int]:
-    """Orders the ids of a stream's entries."""
+def parse_id(entry_id: str) -> EntryId:
+    """The numbers of an entry's id."""
     first, _, second = entry_id.partition("-")
     return int(first), int(second)
 
@@ -522,20 +529,19 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPie
     Raises:
         NoResult: Redis does not have them any more.
     """
-    last = entry_order(stream.fetched)
     for raw_id, (field, value, *_) in entries:
         id_ = raw_id.decode()
-        order = entry_order(id_)
-        if order <= last:
+        order = parse_id(id_)
+        if order <= stream.fetched:
             continue  # Somebody else who reads this stream has less of it.
         stream.saw_end = stream.saw_end or field == END
-        (number, _), (before, _) = order, last
+        (number, _), (before, _) = order, stream.fetched
         if field == PIECE and number > before + 1:
             raise NoResult(
                 f"job {stream.id}: its pieces {before + 1} to {number - 1} were dropped"
                 " before they were read; read faster, or raise stream_max_pieces, unless the"
                 " worker's log says that it could not write them"
             )
-        stream.fetched, last = id_, order
+        stream.fetched = order
         if field == PIECE:
             yield StreamPiece(id_, read_json(value))

@@ -10,9 +10,16 @@ import redis
 from celery import Celery
 
 from batchery.errors import NoResult
-from batchery.protocol.pieces import MAX_WAKES, NOTHING_READ, mark_ended
+from batchery.protocol.pieces import MAX_WAKES, mark_ended
 from batchery_producer import piece_reader
-from batchery_producer.piece_reader import MAX_BACKLOG, Event, PieceReader, Question, Reply
+from batchery_producer.piece_reader import (
+    MAX_BACKLOG,
+    NOTHING_FETCHED,
+    Event,
+    PieceReader,
+    Question,
+    Reply,
+)
 from support.harness import wait_for
 
 STREAMS = 20
@@ -26,7 +33,7 @@ class Caller:
     def __init__(self, task_id: str) -> None:
         self.id = task_id
         self.key = b""
-        self.fetched = NOTHING_READ
+        self.fetched = NOTHING_FETCHED
         self.saw_end = False
         self.is_known = True
         self.backlog = 0
@@ -78,9 +85,10 @@ class Device:
     def wake(self, texts: dict[str, Any]) -> None:
         """Adds an entry to the wake stream: JSON, or a text as it is."""
         (key,) = self.server.smembers(f"batchery-woken:{next(iter(texts))}")
+        told = (text if isinstance(text, str) else json.dumps(text) for text in texts.values())
         entry: dict[Any, Any] = {
-            f"batchery-pieces:{task_id}": text if isinstance(text, str) else json.dumps(text)
-            for task_id, text in texts.items()
+            "k": "\n".join(f"batchery-pieces:{task_id}" for task_id in texts),
+            "p": ",".join(told),
         }
         self.server.xadd(key, entry, maxlen=MAX_WAKES, approximate=False)
 
@@ -127,7 +135,7 @@ def test_what_a_step_has_made_comes_with_one_wake(
         reader.replies.clear()
         device.add({each.id: [number] for each in callers}, number)
         device.wake({each.id: [number, number] for each in callers})
-        wait_for(lambda: all(each.fetched == f"{number}-0" for each in callers), "all came")  # noqa: B023
+        wait_for(lambda: all(each.fetched == (number, 0) for each in callers), "all came")  # noqa: B023
         assert [len(each.wakes) for each in reader.replies if each.wakes] == [STREAMS]
         assert reader.looked_up == 0
     assert [each.values for each in callers] == [list(range(1, 11))] * STREAMS
@@ -167,7 +175,7 @@ def test_a_wake_without_the_next_piece_has_the_stream_read(
     assert (caller.values, other.values) == ([1, 2, 3], ["a"])
     device.wake({caller.id: [3, "again", 4]})
     wait_for(lambda: len(caller.events) >= 4, "the next one came")
-    assert (caller.values, caller.fetched) == ([1, 2, 3, 4], "4-0")
+    assert (caller.values, caller.fetched) == ([1, 2, 3, 4], (4, 0))
 
 
 def test_wakes_that_were_cut_off_cost_no_piece(rare: None, reader: Noting, device: Device) -> None:

@@ -69,7 +69,8 @@ class Pen:
 
     def wakes(self, reader: str = "me") -> list[str]:
         entries = [entry for _, entry in self.results.xrange(f"batchery-wake:{reader}")]
-        return [entry.get(b"batchery-pieces:job", b"none").decode() for entry in entries[1:]]
+        assert {entry[b"k"] for entry in entries[1:]} <= {b"batchery-pieces:job"}
+        return [entry[b"p"].decode() for entry in entries[1:]]
 
     def work(self, context: PieceContext = LEASED) -> Work:
         number = len(self._works) + 1
@@ -154,7 +155,7 @@ def test_readers_are_woken_with_what_has_come(pen: Pen) -> None:
     pen.write(work, "c")
     assert pen.wakes() == pen.wakes("other") == ['[1,"a",{"b":[1.5,null]}]', '[3,"c"]']
     pen.writer.end(work, ["committed"])
-    assert pen.wakes()[2:] == [""]
+    assert pen.wakes()[2:] == ["0"]
 
 
 def test_a_wake_has_no_piece_that_is_large_or_that_redis_has_from_an_earlier_run(pen: Pen) -> None:
@@ -167,7 +168,7 @@ def test_a_wake_has_no_piece_that_is_large_or_that_redis_has_from_an_earlier_run
     anew = pen.work()
     pen.writer.read(anew)
     pen.write(anew, "other", "b", "c")
-    assert pen.wakes() == ["", '[2,"b"]', ""]
+    assert pen.wakes() == ["0", '[2,"b"]', "0"]
     assert [number for number, _ in pen.written()] == ["1-0", "2-0", "3-0"]
 
 
@@ -358,7 +359,8 @@ def test_without_leases_pieces_are_written_all_the_same(pen: Pen) -> None:
 def test_a_piece_that_json_cannot_write_fails_its_job_alone(pen: Pen) -> None:
     pen.stream()
     good, bad = pen.work(), pen.work()
-    pen.writer.read(good)
+    for each in (good, bad):
+        pen.writer.read(each)
     refused = pen.writer.write({good.id: ["a"], bad.id: [object()]})
     (failed,) = refused.values()
     assert isinstance(failed, Failed)

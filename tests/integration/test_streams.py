@@ -345,7 +345,7 @@ def test_streams_are_bounded_and_expire(caller: Client, store: Any, tmp_path: Pa
     many = stream(caller, "flood", 20_000)
     with contextlib.suppress(NoResult):  # Whoever reads too slowly learns of it.
         assert list(many) == list(range(20_000))
-    assert caller.follow(many.id, "19999-0", timeout_s=TIMEOUT_S).fetched == "19999-0"
+    assert caller.follow(many.id, "19999-0", timeout_s=TIMEOUT_S).fetched == (19999, 0)
     late = caller.follow(many.id, timeout_s=TIMEOUT_S)
     with pytest.raises(NoResult, match="were dropped before they were read"):
         list(late)

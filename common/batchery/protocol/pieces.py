@@ -29,8 +29,12 @@ from batchery.protocol.headers import HEADER, backend_prefix, is_streamed
 #: Field of an entry with a piece, in JSON; and of the entry that says that a result is stored.
 PIECE, END = b"p", b"end"
 
-#: Id of the first entry, which makes the stream; and of what a reader has who has nothing.
-FIRST_ID, NOTHING_READ = "0-1", "0-0"
+#: Fields of an entry of a wake stream: keys of piece streams, and what is told of each; see
+#: pieces.lua.
+WOKEN, TOLD = b"k", b"p"
+
+#: Id of the first entry, which makes the stream.
+FIRST_ID = "0-1"
 
 #: To what time to live readers set the reader key, in seconds, and how often.
 READER_S = 3600
@@ -49,24 +53,29 @@ MAX_WAKES = 16
 MAX_WOKEN = 8
 
 
+def keys_begin(backend: Any) -> bytes:
+    """How all of these keys begin in a Redis backend."""
+    return backend_prefix(backend) + b"batchery-"
+
+
 def pieces_key(backend: Any, task_id: str) -> bytes:
-    """The key of a job's piece stream in a Redis backend."""
-    return backend_prefix(backend) + b"batchery-pieces:" + task_id.encode()
+    """The key of a job's piece stream."""
+    return keys_begin(backend) + b"pieces:" + task_id.encode()
 
 
 def reader_key(backend: Any, task_id: str) -> bytes:
     """The key that the readers of a job renew; its value is empty."""
-    return backend_prefix(backend) + b"batchery-reader:" + task_id.encode()
+    return keys_begin(backend) + b"reader:" + task_id.encode()
 
 
 def wake_key(backend: Any, reader_id: str) -> bytes:
     """The key of a process's wake stream; with no id, how all of them begin."""
-    return backend_prefix(backend) + b"batchery-wake:" + reader_id.encode()
+    return keys_begin(backend) + b"wake:" + reader_id.encode()
 
 
 def woken_key(backend: Any, task_id: str) -> bytes:
     """The key of the set of wake streams of those who read a job."""
-    return backend_prefix(backend) + b"batchery-woken:" + task_id.encode()
+    return keys_begin(backend) + b"woken:" + task_id.encode()
 
 
 def piece_number(entry_id: bytes | str) -> int:
@@ -83,7 +92,7 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
     """
     kept_s = min(int(backend.expires or KEEP_S), KEEP_S)
     keys = {task_id: pieces_key(backend, task_id) for task_id in task_ids}
-    begins, woken = wake_key(backend, ""), defaultdict[bytes, dict[bytes, bytes]](dict)
+    begins, woken = wake_key(backend, ""), defaultdict[bytes, list[bytes]](list)
     with client.pipeline(transaction=False) as pipe:
         for task_id in keys:
             pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
@@ -93,8 +102,9 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
             pipe.unlink(woken_key(backend, task_id))
             for wake in wakes:
                 if wake.startswith(begins):
-                    woken[wake][key] = b""
-        for wake, entry in woken.items():
+                    woken[wake].append(key)
+        for wake, ended in woken.items():
+            entry = {WOKEN: b"\n".join(ended), TOLD: b",".join([b"0"] * len(ended))}
             pipe.xadd(wake, entry, maxlen=MAX_WAKES, approximate=False, nomkstream=True)
         pipe.execute()
 

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -27,12 +27,10 @@ from batchery.protocol.pieces import (
     MAX_WOKEN,
     PIECE,
     READER_S,
+    keys_begin,
     mark_ended,
     piece_number,
     pieces_key,
-    reader_key,
-    wake_key,
-    woken_key,
 )
 from batchery_worker.commit.committer import (
     MAX_BYTES_PER_SCRIPT,
@@ -85,9 +83,8 @@ class StreamedJob:
         self, backend: Any, work_id: int, task_id: str, token: str, context: PieceContext
     ) -> None:
         self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
-        # Once for all pieces: Celery makes them anew each time.
-        keys = pieces_key, reader_key, woken_key
-        self.keys = [each(backend, task_id) for each in keys]
+        # Once for all pieces: Celery makes it anew each time.
+        self.key = pieces_key(backend, task_id)
         self.refusal = ""
         self.number = 0
         #: Number of the last piece that waits or was sent.
@@ -204,7 +201,7 @@ class PieceWriter:
         for job in self.open(work).values():
             if job.task_id not in job.context.resumed:
                 continue
-            entries, _ = self._read.attempt(partial(_read_all, job.keys[0]), "-")
+            entries, _ = self._read.attempt(partial(_read_all, job.key), "-")
             pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
             if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
                 job.skip(len(pieces))
@@ -227,7 +224,12 @@ class PieceWriter:
             def take(piece: Partial) -> None:
                 job = jobs[piece.index]
                 if job is not None:
-                    self._add([(job, [_encode(piece.piece)])])
+                    text = _encode(piece.piece)
+                    with self._changed:
+                        job.add(text)
+                        if job.waits:
+                            self._waiting[job.task_id] = job
+                        self._changed.notify_all()
 
             return take
 
@@ -244,19 +246,19 @@ class PieceWriter:
             `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
             failure where JSON cannot write a piece.
         """
-        refused: dict[int, Failed | CommitStatus] = {}
-        if self._refused:
-            with self._changed:
-                refused, self._refused = self._refused, {}
-        encoded: list[tuple[StreamedJob, Sequence[bytes]]] = []
-        for work_id, each in pieces.items():
-            try:
-                texts = list(map(_encode, each))
-                encoded += [(job, texts) for job in self._open.get(work_id, {}).values()]
-            except UnserialisableResult as error:
-                refused[work_id] = Failed(error)
-        if encoded:
-            self._add(encoded)
+        with self._changed:
+            refused, self._refused = self._refused, {}
+            for work_id, each in pieces.items():
+                for job in self._open.get(work_id, {}).values():
+                    try:
+                        for piece in each:
+                            job.add(_encode(piece))
+                    except UnserialisableResult as error:
+                        refused[work_id] = Failed(error)
+                    if job.waits:
+                        self._waiting[job.task_id] = job
+            if pieces:
+                self._changed.notify_all()
         return refused
 
     def find_refusal(self, work: Work) -> CommitStatus | None:
@@ -288,15 +290,6 @@ class PieceWriter:
         if stored:
             with suppress(redis.RedisError, OSError):  # Readers also look for results.
                 mark_ended(self._ended.client, self._backend, stored)
-
-    def _add(self, pieces: Iterable[tuple[StreamedJob, Sequence[bytes]]]) -> None:
-        with self._changed:
-            for job, each in pieces:
-                for piece in each:
-                    job.add(piece)
-                if job.waits:
-                    self._waiting[job.task_id] = job
-            self._changed.notify_all()
 
     def _run(self) -> None:
         looks = False
@@ -410,19 +403,20 @@ class PieceWriter:
         """
         if not taken:
             return ""
-        keys: list[Any] = [context.workers_key, context.lease_key]
-        args: list[Any] = [
+        keys = context.workers_key, context.lease_key, *(job.key for job in taken)
+        args = (
             context.worker,
             get_database(self._results.client),
             "" if broker_db is None else broker_db,
             context.max_pieces,
             int((READER_S - context.grace_s) * 1000) if looks else "",
-            *(wake_key(self._backend, ""), MAX_WAKES, MAX_WOKEN),
+            *(keys_begin(self._backend), MAX_WAKES, MAX_WOKEN),
+            # One text each, as both sides take each argument apart on its own.
             " ".join(job.token for job in taken),
-        ]
-        for job, (first, pieces) in taken.items():
-            keys += job.keys
-            args += (first, len(pieces), *pieces)
+            " ".join(str(first) for first, _ in taken.values()),
+            " ".join(str(len(pieces)) for _, pieces in taken.values()),
+            *(piece for _, pieces in taken.values() for piece in pieces),
+        )
         answer, _ = self._results.attempt(
             lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
         )

@@ -9,28 +9,31 @@
 --                   sends the job, with an entry 0-1; written here and, at the job's end, by whoever
 --                   stores its result; read by any number of readers; expires as the result does, and
 --                   at most an hour after the end.
---           STRING  and its <prefix>batchery-reader:<task id>. Made by who sends the job, its time to
+-- besides   STRING  its <prefix>batchery-reader:<task id>. Made by who sends the job, its time to
 --                   live is renewed by readers; goes when the sender gives the job up, or expires.
---           SET     and its <prefix>batchery-woken:<task id>: wake streams of those who read the job.
+--           SET     its <prefix>batchery-woken:<task id>: wake streams of those who read the job.
 --                   Made by them; goes when the result is stored, or expires as it does.
--- and       STREAM  each of these <prefix>batchery-wake:<id>: entries {key of a piece stream: JSON of
---                   the number of a piece, it, and those after it; or empty if that is too large, or
---                   the end}. Made by its reader; written here and by whoever stores a result;
---                   expires a minute after its reader has gone.
+--           STREAM  each of these <prefix>batchery-wake:<id>: entries {k: keys of piece streams, with
+--                   line ends between; p: for each, JSON of the number of a piece, it, and those
+--                   after it, with commas between; 0 if that is too large}, or at the end of a job
+--                   {k: its key; p: 0}. Made by its reader; written here and by whoever stores a
+--                   result; expires a minute after its reader has gone.
 -- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
 --           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
---           must have (empty where readers are not looked for), how names of wake streams begin,
---           the maximum of their entries, and of readers of a job who are woken; tokens with spaces
---           between; then for each job the number of its first piece, how many there are, and the
---           pieces.
+--           must have (empty where readers are not looked for), <prefix>batchery-, the maximum of
+--           entries of a wake stream, and of readers of a job who are woken; then with spaces between
+--           for each job: the tokens, the numbers of their first pieces, and how many there are; then
+--           all pieces.
 -- Returns   a digit for each job: 1 written, 0 fenced, 2 its readers have gone, 3 it has no stream.
 --           Nil if this server does not know the worker: the broker is another one, or the worker is
 --           fenced.
 local worker, backend, broker = ARGV[1], ARGV[2], ARGV[3]
 local workers, leases, most, least_ms = KEYS[1], KEYS[2], ARGV[4], tonumber(ARGV[5])
 local begins, most_wakes, most_woken = ARGV[6], ARGV[7], ARGV[8]
-local has_leases, tokens = broker ~= '', words(ARGV[9])
-local count, held = (#KEYS - 2) / 3, {}
+local readers, wokens, wakes_begin = begins .. 'reader:', begins .. 'woken:', begins .. 'wake:'
+local id_at = #begins + #'pieces:' + 1
+local tokens, firsts, counts = words(ARGV[9]), words(ARGV[10]), words(ARGV[11])
+local has_leases, count, held = broker ~= '', #KEYS - 2, {}
 if has_leases then
   if not use(broker, backend) or not is_known(workers, leases, worker) then
     return false
@@ -48,25 +51,29 @@ local wakes, bytes, most_bytes = {}, 0, 65536
 
 local function wake(stream, woken, text)
   if bytes + #text > most_bytes then
-    text = ''
+    text = '0'
   end
   bytes = bytes + #text
   for _, key in ipairs(redis.pcall('SRANDMEMBER', woken, most_woken)) do
+    local entry = wakes[key]
     -- Whoever sends jobs may have put any name there.
-    if string.sub(key, 1, #begins) == begins then
-      local entry = wakes[key] or {}
+    if not entry and string.sub(key, 1, #wakes_begin) == wakes_begin then
+      entry = {{}, {}}
       wakes[key] = entry
-      entry[#entry + 1] = stream
-      entry[#entry + 1] = text
+    end
+    if entry then
+      local last = #entry[1] + 1
+      entry[1][last], entry[2][last] = stream, text
     end
   end
 end
 
-local answers, at = {}, 10
+local answers, at = {}, 12
 for i = 1, count do
-  local stream, reader, woken = KEYS[3 * i], KEYS[3 * i + 1], KEYS[3 * i + 2]
-  local first, pieces = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
-  local left_ms = least_ms and redis.call('PTTL', reader) or -1
+  local stream = KEYS[2 + i]
+  local id = string.sub(stream, id_at)
+  local first, pieces = tonumber(firsts[i]), tonumber(counts[i])
+  local left_ms = least_ms and redis.call('PTTL', readers .. id) or -1
   if has_leases and not held[i] then
     answers[i] = 0
   elseif least_ms and redis.call('EXISTS', stream) == 0 then
@@ -77,9 +84,13 @@ for i = 1, count do
     answers[i] = 1
     local is_new = true
     for n = 0, pieces - 1 do
-      local id = string.format('%d-0', first + n)
-      local piece = ARGV[at + 2 + n]
-      local added = redis.pcall('XADD', stream, 'NOMKSTREAM', 'MAXLEN', '~', most, id, 'p', piece)
+      local number, piece, added = (first + n) .. '-0', ARGV[at + n]
+      -- Redis drops some hundred entries at a time, and each look costs a tenth of a piece.
+      if (first + n) % 100 == 0 then
+        added = redis.pcall('XADD', stream, 'NOMKSTREAM', 'MAXLEN', '~', most, number, 'p', piece)
+      else
+        added = redis.pcall('XADD', stream, 'NOMKSTREAM', number, 'p', piece)
+      end
       if not added then
         answers[i] = 3
         break
@@ -88,13 +99,14 @@ for i = 1, count do
       is_new = is_new and type(added) == 'string'
     end
     if pieces > 0 and answers[i] == 1 then
-      local text = is_new and table.concat(ARGV, ',', at + 2, at + 1 + pieces)
-      wake(stream, woken, text and '[' .. first .. ',' .. text .. ']' or '')
+      local text = is_new and table.concat(ARGV, ',', at, at + pieces - 1)
+      wake(stream, wokens .. id, text and '[' .. firsts[i] .. ',' .. text .. ']' or '0')
     end
   end
-  at = at + 2 + pieces
+  at = at + pieces
 end
 for key, entry in pairs(wakes) do
-  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', unpack(entry))
+  local keys, texts = table.concat(entry[1], '\n'), table.concat(entry[2], ',')
+  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', 'k', keys, 'p', texts)
 end
 return table.concat(answers)
