@@ -72,9 +72,9 @@ class Pen:
         assert {entry[b"k"] for entry in entries[1:]} <= {b"batchery-pieces:job"}
         return [entry[b"p"].decode() for entry in entries[1:]]
 
-    def work(self, context: PieceContext = LEASED) -> Work:
+    def work(self, context: PieceContext = LEASED, task_id: str = "job") -> Work:
         number = len(self._works) + 1
-        work = Work(number, "task", {}, [("job", ["item"], False)], 8, None, pieces=context)
+        work = Work(number, "task", {}, [(task_id, ["item"], False)], 8, None, pieces=context)
         self._works.append(work)
         return work
 
@@ -358,7 +358,7 @@ def test_without_leases_pieces_are_written_all_the_same(pen: Pen) -> None:
 
 def test_a_piece_that_json_cannot_write_fails_its_job_alone(pen: Pen) -> None:
     pen.stream()
-    good, bad = pen.work(), pen.work()
+    good, bad = pen.work(), pen.work(task_id="other")
     for each in (good, bad):
         pen.writer.read(each)
     refused = pen.writer.write({good.id: ["a"], bad.id: [object()]})
