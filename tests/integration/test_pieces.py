@@ -158,6 +158,22 @@ def test_readers_are_woken_with_what_has_come(pen: Pen) -> None:
     assert pen.wakes()[2:] == ["0"]
 
 
+def test_a_message_that_came_twice_holds_up_no_batch(pen: Pen) -> None:
+    """Both of its batches are on one device."""
+    pen.stream()
+    works = [pen.work(), pen.work()]
+    for each in works:
+        pen.writer.read(each)
+    assert pen.writer.write({work.id: ["a", "b"] for work in works}) == {}
+    flushes = [
+        threading.Thread(target=pen.writer.flush, args=[each], daemon=True) for each in works
+    ]
+    for each in flushes:
+        each.start()
+    wait_for(lambda: not any(each.is_alive() for each in flushes), "both have been written")
+    assert pen.written() == [("1-0", '"a"'), ("2-0", '"b"')]
+
+
 def test_a_wake_has_no_piece_that_is_large_or_that_redis_has_from_an_earlier_run(pen: Pen) -> None:
     pen.stream()
     pen.wake()

@@ -159,8 +159,9 @@ class PieceWriter:
         self._changed = threading.Condition()
         #: The streamed jobs of each batch, by their indexes in it.
         self._open: dict[int, dict[int, StreamedJob]] = {}
-        #: Jobs with pieces that wait, by task id; those of one worker id are written together.
-        self._waiting: dict[str, StreamedJob] = {}
+        #: Jobs with pieces that wait; those of one worker id are written together. Two of them have
+        #: the same task id where a message was published twice.
+        self._waiting: dict[StreamedJob, None] = {}
         #: Batches whose job the device must drop, and why; those that it does not know yet.
         self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
@@ -228,7 +229,7 @@ class PieceWriter:
                     with self._changed:
                         job.add(text)
                         if job.waits:
-                            self._waiting[job.task_id] = job
+                            self._waiting[job] = None
                         self._changed.notify_all()
 
             return take
@@ -256,7 +257,7 @@ class PieceWriter:
                     except UnserialisableResult as error:
                         refused[work_id] = Failed(error)
                     if job.waits:
-                        self._waiting[job.task_id] = job
+                        self._waiting[job] = None
             if pieces:
                 self._changed.notify_all()
         return refused
@@ -298,7 +299,7 @@ class PieceWriter:
                 # There may be more jobs than one script takes.
                 looks = looks and bool(self._waiting) and self._looked_s <= time.monotonic()
                 looks = looks or self._await()
-                context = next(iter(self._waiting.values())).context
+                context = next(iter(self._waiting)).context
                 taken = self._take(context)
             answers = self._write_and_look(context, taken, looks)
             with self._changed:
@@ -307,7 +308,7 @@ class PieceWriter:
                     if answer == LOST and pieces:
                         job.lose()
                         if job.waits:
-                            self._waiting[job.task_id] = job
+                            self._waiting[job] = None
                     elif answer in REFUSALS:
                         job.refuse(REFUSALS[answer])
                         if job.refusal != UNREAD:
@@ -325,21 +326,21 @@ class PieceWriter:
             jobs = [job for each in self._open.values() for job in each.values() if not job.refusal]
             if jobs and (left_s <= 0 or self._waiting):
                 self._looked_s = now_s
-                self._waiting = {job.task_id: job for job in jobs}
+                self._waiting = dict.fromkeys(jobs)
                 return True
             self._changed.wait(left_s if jobs else None)
 
     def _take(self, context: PieceContext) -> Taken:
         """Takes what waits of the jobs whose leases are those of this one."""
         left, left_bytes, taken = MAX_PIECES_PER_SCRIPT, MAX_BYTES_PER_SCRIPT, Taken()
-        same = [job for job in self._waiting.values() if job.context.worker == context.worker]
+        same = [job for job in self._waiting if job.context.worker == context.worker]
         for job in islice(same, MAX_JOBS_PER_SCRIPT):
             taken[job] = _, pieces = job.take(left, left_bytes)
             job.is_sending = True
             left -= len(pieces)
             left_bytes -= sum(map(len, pieces))
             if not job.waits:
-                del self._waiting[job.task_id]
+                del self._waiting[job]
             if not left or left_bytes <= 0:
                 break
         return taken
