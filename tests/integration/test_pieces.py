@@ -168,9 +168,9 @@ def test_a_message_that_came_twice_holds_up_no_batch(pen: Pen) -> None:
     flushes = [
         threading.Thread(target=pen.writer.flush, args=[each], daemon=True) for each in works
     ]
-    for each in flushes:
-        each.start()
-    wait_for(lambda: not any(each.is_alive() for each in flushes), "both have been written")
+    for flush in flushes:
+        flush.start()
+    wait_for(lambda: not any(flush.is_alive() for flush in flushes), "both have been written")
     assert pen.written() == [("1-0", '"a"'), ("2-0", '"b"')]
 
 
