@@ -204,7 +204,10 @@ def table(model: type[BaseModel], *, variables: bool) -> str:
     heads = ["Setting", *(["Variable"] if variables else []), "Value", "Default", "Meaning"]
     lines = [heads, ["---"] * len(heads)]
     schemas = model.model_json_schema()["properties"]
-    for name, field in model.model_fields.items():
+    # Fields of its own stand before those that it inherits: `kind` and `model` come first.
+    own = model.__annotations__
+    fields = sorted(model.model_fields.items(), key=lambda each: each[0] not in own)
+    for name, field in fields:
         variable = [f"`{PREFIX}{name.upper()}`"] if variables else []
         spelled = field.alias or name
         meaning = [values(schemas[spelled]), default(field), str(field.description)]

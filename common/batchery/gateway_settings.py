@@ -94,7 +94,7 @@ class GatewaySettings(BaseModel):
         int, Field(gt=0, description="Maximum characters of all texts of a request.")
     ] = 4_000_000
     max_body_bytes: Annotated[
-        int, Field(gt=0, description="Maximum bytes of a body, but for files.")
+        int, Field(gt=0, description="Maximum bytes of a body, except of files.")
     ] = 16_777_216
     max_file_bytes: Annotated[int, Field(gt=0, description="Maximum bytes of a file.")] = (
         209_715_200

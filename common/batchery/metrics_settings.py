@@ -12,7 +12,7 @@ class MetricsSettings(BaseModel):
 
     host: Annotated[
         str,
-        Field(min_length=1, description="Address to listen on; whoever reaches it may read all."),
+        Field(min_length=1, description="Address to listen on; there is no password."),
     ] = "127.0.0.1"
     port: Annotated[
         int | None,

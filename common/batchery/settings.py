@@ -365,7 +365,7 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             description="Memory of each device for models; others are loaded when they have jobs,"
-            " in the place of those not used for longest. If unset, nine tenths of what"
+            " instead of those not used for longest. If unset, nine tenths of what"
             " `memory_fraction` leaves of a CUDA device, and no limit on others.",
         ),
     ] = None
