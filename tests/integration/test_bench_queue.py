@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from batchery_worker.devstack.redis_server import free_port
 from support.bench_command import bench
 
 
@@ -22,6 +25,16 @@ def test_the_queue_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path
         slowest, fastest = row["spread"]
         assert 0 < slowest <= row["jobs_per_s"] <= fastest
     assert report["rows"][0]["call_p50_ms"] <= report["rows"][0]["call_p99_ms"]
+
+
+def test_a_broker_of_the_shell_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
+        monkeypatch.setenv(name, f"redis://127.0.0.1:{free_port()}/0")
+    options = ["--jobs=100", "--rounds=1", "--calls=2", "--systems", "celery solo"]
+    answer = bench("queue", *options)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_the_queue_benchmark_names_its_rows_when_asked_for_another() -> None:
