@@ -70,7 +70,7 @@ def main() -> None:
         texts = read_texts(options.workload, TEXTS, target.folder)
         cases = [(BARE, 1), *((name, count) for count in options.concurrency for name in QUEUES)]
         report = {
-            **about(target, options),
+            **about(target, options, {options.workload: texts}),
             "texts": options.workload,
             "rounds": options.rounds,
             "seconds": options.seconds,
