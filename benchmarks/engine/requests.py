@@ -120,7 +120,8 @@ def measure(
         system.wait_ready()
         message = system.message()
         for number in range(options.rounds):
-            for name, count in cases:
+            # To and fro, so that a machine that slows down slows all of them.
+            for name, count in cases if number % 2 == 0 else reversed(cases):
                 console.print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time")
                 if name == BARE:
                     request = {"loop": "single", "texts": texts}

@@ -25,7 +25,7 @@ def test_every_file_of_figures_says_on_which_hardware(path: Path) -> None:
 
 
 def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--model", "/srv/models/chat", "--vllm-python=/home/me/bin/python", "--seconds", "3"]
+    given = ["--model", "/srv/models/chat", "--vllm-python=/opt/vllm/bin/python", "--seconds", "3"]
     given += ["--venvs", "/tmp/venvs", "--json", "benchmarks/results/some.json"]
     monkeypatch.setattr(sys, "argv", ["benchmark", *given])
     assert command("some") == (
