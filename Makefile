@@ -63,7 +63,7 @@ demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read ans
 	$(PY) -m benchmarks.demo_chat $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
-	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
+	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(TESTS)
 
 # Only tests that use the session's Redis; the others say why they are skipped.
@@ -78,7 +78,7 @@ helm: $(INSTALLED) ## install Helm's library, 47 MB, which tests of the chart ne
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## run the tests of the engine vllm (ARGS=... are options of pytest)
-	TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(PY) -m pytest -p no:randomly $(ARGS) \
+	TEST_VLLM_PYTHON="$(CURDIR)/$(VLLM_VENV)/bin/python" $(PY) -m pytest -p no:randomly $(ARGS) \
 	  tests/integration/test_vllm_engine.py
 
 mutants: $(INSTALLED) ## change single operators, and say which change no unit test notices (ARGS=...)
@@ -129,10 +129,11 @@ clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) $(VLLM_VENV) $(AUDIT_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
+# torch first and alone: its builds differ in size by gigabytes, and the choice is yours. A .venv
+# without pip is one whose making was interrupted.
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) .ci/preflight.py check
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(PY) .ci/preflight.py torch-index $(TORCH_INDEX)) && \
 	  $(PY) -m pip install $${index:+--index-url $$index} $(or $(TORCH),torch)
 	$(PY) -m pip install -c constraints.txt -e '.[worker,monitor,embedded,demo]'

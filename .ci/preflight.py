@@ -107,7 +107,8 @@ def main(command: str, given: str = "") -> int:
             platform.libc_ver()[0],
             [name for name in names if importlib.util.find_spec(name)],
             shutil.disk_usage(".").free,
-            DISK_BYTES[has_nvidia_driver()],
+            # What is there needs little more.
+            0 if os.path.exists(".venv") else DISK_BYTES[has_nvidia_driver()],
         )
         for line in found:
             sys.stderr.write(f"preflight: {line}\n")

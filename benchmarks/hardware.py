@@ -3,8 +3,9 @@
 import json
 import platform
 import shlex
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,27 @@ def command(name: str) -> str:
     kept: list[str] = []
     is_path = False
     for each in sys.argv[1:]:
-        if each.startswith("--"):
-            option = each.partition("=")[0]
+        option, sign, value = each.partition("=") if each.startswith("--") else ("", "", each)
+        if option:
             is_path = option.startswith(("--venvs", "--write")) or option == "--keep"
         if not is_path:
-            kept.append(shlex.quote(each))
+            kept.append(shlex.quote(option + sign + without_folder(value)))
     return " ".join([f"python -m benchmarks.{name}", *kept])
+
+
+def without_folder(text: str) -> str:
+    """The last part of a path of this machine; anything else as it is."""
+    return Path(text).name if text.startswith(("/", "..")) else text
+
+
+def describe_lengths(lengths: Sequence[int]) -> dict[str, Any]:
+    """How long the items of a benchmark are."""
+    return {
+        "count": len(lengths),
+        "median": statistics.median(lengths),
+        "mean": round(statistics.mean(lengths), 1),
+        "longest": max(lengths),
+    }
 
 
 def write_report(target: Path | None, report: Mapping[str, Any]) -> None:

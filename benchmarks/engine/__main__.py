@@ -41,12 +41,14 @@ def main() -> None:
     console = Console(highlight=False, width=WIDTH + 20)
     with target_for(options, loop_tokens=options.loop_tokens) as target:
         rows: list[dict[str, Any]] = []
+        texts = {name: read_texts(name, options.texts, target.folder) for name in options.workloads}
+        about_it = about(target, options, texts)
         with running(target, chosen) as systems:
             for workload in options.workloads:
-                rows += measure(console, systems, target, workload, options)
+                rows += measure(console, systems, target, workload, texts[workload], options)
                 print_rows(console, [row for row in rows if row["workload"] == workload])
     report = {
-        **about(target, options),
+        **about_it,
         "texts": options.texts,
         "rounds": options.rounds,
         "max_batch_size": target.batch_size,
@@ -97,10 +99,10 @@ def measure(
     systems: Sequence[System],
     target: Target,
     workload: str,
+    texts: Sequence[str],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Runs one workload on all systems in turn, several rounds."""
-    texts = read_texts(workload, options.texts, target.folder)
     warm_up(systems, texts, target)
     samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
     busy: dict[str, list[float]] = {system.name: [] for system in systems}

@@ -20,6 +20,7 @@ def options_of(target: Target) -> dict[str, Any]:
         "--model": target.folder,
         "--device": target.device,
         "--dtype": target.dtype,
+        "--batch-size": target.peer_batch_size,
         "--padded-tokens": target.loop_tokens[0],
         "--packed-tokens": target.loop_tokens[1],
     }

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from benchmarks.engine.models import MODELS, VOCABULARY, model_folder
+from benchmarks.hardware import hardware, write_report
 
 #: Tokens of a chunk; 0 is the whole pass.
 CHUNKS = (0, 1024, 256)
@@ -62,9 +63,8 @@ def main() -> None:
             )
             rows.append({"chunk_tokens": chunk, **json.loads(done.stdout.splitlines()[-1])})
             print(rows[-1])
-    if options.json:
-        report = {"model": options.model, "tokens": options.tokens, "rows": rows}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    setup = {"model": options.model, "tokens": options.tokens}
+    write_report(options.json, {"hardware": hardware(), **setup, "rows": rows})
 
 
 def measure(folder: str, chunk: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -43,6 +43,9 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 MINILM = Shape(6, 384, 12, 1536)
 
+#: Its files; all models here have its tokenizer.
+MINILM_FOLDER = Path(str(get_model_path()))
+
 #: Names for `--model`.
 MODELS = ("minilm", *SHAPES)
 
@@ -59,7 +62,7 @@ def model_folder(name: str, folder: Path) -> Path:
         name: One of `MODELS`.
         folder: Where one with random weights is made.
     """
-    source = Path(str(get_model_path()))
+    source = MINILM_FOLDER
     if name not in SHAPES:
         return source
     target = folder / name

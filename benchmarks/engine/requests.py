@@ -70,7 +70,7 @@ def main() -> None:
         texts = read_texts(options.workload, TEXTS, target.folder)
         cases = [(BARE, 1), *((name, count) for count in options.concurrency for name in QUEUES)]
         report = {
-            **about(target, options),
+            **about(target, options, {options.workload: texts}),
             "texts": options.workload,
             "rounds": options.rounds,
             "seconds": options.seconds,
@@ -120,7 +120,8 @@ def measure(
         system.wait_ready()
         message = system.message()
         for number in range(options.rounds):
-            for name, count in cases:
+            # To and fro, so that a machine that slows down slows all of them.
+            for name, count in cases if number % 2 == 0 else reversed(cases):
                 console.print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time")
                 if name == BARE:
                     request = {"loop": "single", "texts": texts}

@@ -16,7 +16,11 @@ from benchmarks.venvs import python_of
 #: The same everywhere: a newer one would be another measurement, and gigabytes.
 TORCH = "torch==2.13.0"
 
-SENTENCE_TRANSFORMERS = (TORCH, "transformers==5.23.0", "sentence-transformers==6.2.0")
+#: Writes the vectors of all systems as JSON.
+ORJSON = "orjson==3.13.0"
+
+SENTENCE_TRANSFORMERS = (TORCH, "transformers==5.23.0", ORJSON, "sentence-transformers==6.2.0")
+INFINITY = (TORCH, ORJSON, "infinity_emb[torch]==0.0.78")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ LOOPS = [
 PEERS = [
     Row("sentence-transformers 6.2", "sentence_transformers_encode", {}, SENTENCE_TRANSFORMERS),
     Row("batched 0.1", "batched_encode", {}, (*SENTENCE_TRANSFORMERS, "batched==0.1.5")),
-    Row("infinity_emb 0.0.78", "infinity_embed", {}, (TORCH, "infinity_emb[torch]==0.0.78")),
+    Row("infinity_emb 0.0.78", "infinity_embed", {}, INFINITY),
 ]
 
 OURS: Mapping[str, Callable[[Target], System]] = {

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,16 @@ from typing import Any
 
 from benchmarks.engine.gpu import gpu_name
 from benchmarks.engine.models import model_folder
-from benchmarks.engine.texts import LONGEST
-from benchmarks.hardware import hardware
+from benchmarks.engine.texts import LONGEST, lengths_of
+from benchmarks.hardware import describe_lengths, hardware
 
 #: Tokens of a batch of the loops that have a budget, padded and packed, by kind of device. On a CPU
 #: the best of 128 to 1,024 and of 256 to 4,096 for MiniLM and log-normal lengths, on one thread;
 #: for other models, and on a GPU, where these are guesses, look for the best by `--loop-tokens`.
 LOOP_TOKENS = {"cpu": (384, 1_024), "cuda": (16_384, 16_384)}
+
+#: Texts of a batch of other projects on a CPU, which pad to the longest one.
+PEER_BATCH_SIZE = 64
 
 #: Number format where none is asked for.
 DTYPES = {"cpu": "fp32", "cuda": "bf16"}
@@ -39,6 +42,11 @@ class Target:
     #: Maximum tokens of a batch in the loops with a budget, padded and packed. Our device uses its
     #: default.
     loop_tokens: tuple[int, int]
+
+    @property
+    def peer_batch_size(self) -> int:
+        """Texts of a batch of other projects: on a CPU fewer, as they would pad more."""
+        return PEER_BATCH_SIZE if self.device == "cpu" else self.batch_size
 
 
 @contextmanager
@@ -107,12 +115,22 @@ def configure(target: Target, queues: Mapping[str, int], cuda_graphs: str = "aut
     )
 
 
-def about(target: Target, options: argparse.Namespace) -> dict[str, Any]:
-    """What both benchmarks write beside their rows; the options are those of either."""
+def about(
+    target: Target, options: argparse.Namespace, texts: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """What the benchmarks of a model write beside their rows, while its files are there.
+
+    Args:
+        target: What they run.
+        options: Those of any of them.
+        texts: Of each workload.
+    """
+    lengths = {name: lengths_of(each, target.folder) for name, each in texts.items()}
     return {
         "hardware": {**hardware(), "gpu": gpu_name(options.device)},
         "model": options.model,
         "device": options.device,
         "dtype": target.dtype,
         "threads": options.threads,
+        "tokens_per_text": {name: describe_lengths(each) for name, each in lengths.items()},
     }

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import MappingProxyType
+from typing import Any
 
 from tokenizers import Tokenizer
+
+from benchmarks.hardware import describe_lengths
 
 #: Tokens that every text has besides its words: the first and the last.
 SPECIAL_TOKENS = 2
@@ -60,6 +63,13 @@ def read_texts(workload: str, count: int, model: Path, longest: int = LONGEST) -
 def lengths_of(texts: Sequence[str], model: Path) -> list[int]:
     """Tokens of each text, special ones included."""
     return [len(each) for each in _tokenizer(model).encode_batch_fast(list(texts))]
+
+
+def describe_texts(
+    workload: str, count: int, model: Path, longest: int = LONGEST
+) -> Mapping[str, Any]:
+    """How long the texts are that `read_texts` draws, in tokens."""
+    return describe_lengths(lengths_of(read_texts(workload, count, model, longest), model))
 
 
 def reference_words() -> Sequence[str]:

@@ -24,7 +24,7 @@ from batchery_worker.batching.planner import plan
 from batchery_worker.cli.tune import paragraphs
 from batchery_worker.models.embedding import EmbeddingModel
 from benchmarks.engine.limited_memory import FITS_TOKENS, limited_rows
-from benchmarks.hardware import hardware, write_report
+from benchmarks.hardware import describe_lengths, hardware, write_report
 
 #: Items of a batch, and tokens of a micro-batch.
 WINDOWS = (64, 256)
@@ -99,11 +99,14 @@ def rows(options: argparse.Namespace, prepared: list[Any]) -> list[dict[str, Any
     rates: dict[Case, list[float]] = {case: [] for case in CASES}
     cpu_ms: dict[Case, list[float]] = {case: [] for case in CASES}
     waste = {}
-    for _ in range(options.rounds):
-        for case in CASES:
+    for number in range(options.rounds + 1):
+        # To and fro, so that a machine that slows down slows all of them.
+        for case in CASES if number % 2 else reversed(CASES):
             rate, cost_ms, waste[case] = measure(models[case.forward], prepared, case)
-            rates[case].append(rate)
-            cpu_ms[case].append(cost_ms)
+            # The first round warms up.
+            if number:
+                rates[case].append(rate)
+                cpu_ms[case].append(cost_ms)
     return [
         {
             **case._asdict(),
@@ -136,19 +139,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = load("padded")
     prepared = prepare(model, paragraphs()[: options.texts], {})
-    lengths = sorted(map(model.tokens, prepared))
-    texts = {
-        "count": len(lengths),
-        "tokens_median": statistics.median(lengths),
-        "tokens_mean": round(statistics.mean(lengths), 1),
-        "tokens_longest": lengths[-1],
-    }
+    lengths = list(map(model.tokens, prepared))
+    texts = describe_lengths(lengths)
     found = rows(options, prepared)
     fit = [each for each in prepared if model.tokens(each) <= FITS_TOKENS]
     limited = limited_rows(fit, options.rounds)
     report = {
         "hardware": {**hardware(), "torch_threads": options.threads},
-        "texts": texts,
+        "tokens_per_text": texts,
         "rows": found,
         "limited": limited,
     }

@@ -21,7 +21,7 @@ from batchery.cli.main import one_line_errors
 from benchmarks.engine.gpu import gpu_name
 from benchmarks.generation import live, resume, steps, streams, throughput
 from benchmarks.generation.models import MODELS, generation_folder
-from benchmarks.hardware import command, hardware
+from benchmarks.hardware import command, hardware, without_folder
 from benchmarks.queue.report import WIDTH
 
 #: Name of each part, and the module that measures it.
@@ -47,7 +47,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "hardware": {**hardware(), "gpu": gpu_name(options.device)},
         "command": command("generation"),
-        "model": options.model,
+        "model": without_folder(options.model),
         "device": options.device,
         "dtype": options.dtype,
         "threads": options.threads,

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,15 @@ from benchmarks.engine.child import Child
 from benchmarks.engine.sample import cpu_by_name, cpu_since
 from benchmarks.generation.served import Served
 from benchmarks.generation.workload import Text, draw_texts
+from benchmarks.hardware import describe_lengths
 from benchmarks.peers.vllm_generate import CACHE_BYTES as VLLM_CACHE_BYTES
 
 #: The name of our model in the worker, and its first job.
 CHAT = "chat"
 FIRST = ("The first", {"max_new_tokens": 4})
+
+#: New tokens of the texts that warm up all systems, as many texts as there are slots.
+WARM_TOKENS = 4
 
 #: Tokens of one step, in all systems that have one.
 STEP_TOKENS = 512
@@ -88,6 +92,11 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
     texts = draw_texts(options.texts, options.longest)
     samples: dict[str, list[Sample]] = {}
     with running(folder, options) as systems:
+        for system in systems:
+            console.print(f"warming up: {system.name}")
+            system.run(
+                [replace(text, max_new_tokens=WARM_TOKENS) for text in texts[: options.slots]]
+            )
         for number in range(options.rounds):
             # To and fro, so that a machine that slows down slows all of them.
             for system in systems if number % 2 == 0 else reversed(systems):
@@ -98,6 +107,8 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
     made: dict[str, Any] = {
         "texts": options.texts,
         "tokens": sum(text.max_new_tokens for text in texts),
+        "words_per_prompt": describe_lengths([len(text.prompt.split()) for text in texts]),
+        "new_tokens_per_text": describe_lengths([text.max_new_tokens for text in texts]),
         "rounds": options.rounds,
         "slots": options.slots,
         "rows": [row_for(name, samples) for name in NAMES if name in samples],
@@ -118,6 +129,8 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[Sequence[Syst
     }
     names = [name for name in NAMES if options.vllm_python or "vLLM" not in name]
     wanted = [name for name in names if name.startswith(tuple(options.systems or NAMES))]
+    if not wanted:
+        raise SystemExit(f"--systems: choose from {', '.join(names)}")
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
         for name in wanted:
@@ -154,7 +167,9 @@ def settings(
         "max_batch_tokens": STEP_TOKENS,
     }
     if engine == "vllm":
-        own = {"enforce_eager": True, "kv_cache_memory_bytes": VLLM_CACHE_BYTES}
+        # Without graphs only where there are none, as for vLLM alone.
+        is_eager = options.device == "cpu"
+        own = {"enforce_eager": is_eager, "kv_cache_memory_bytes": VLLM_CACHE_BYTES}
         return {**made, "engine_options": own, "engine_python": str(options.vllm_python)}
     return {**made, "cache_tokens": options.slots * options.max_length}
 

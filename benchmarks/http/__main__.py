@@ -23,8 +23,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.models import model_folder
-from benchmarks.engine.texts import read_texts
+from benchmarks.engine.models import MINILM_FOLDER, model_folder
+from benchmarks.engine.texts import describe_texts, read_texts
 from benchmarks.hardware import command, hardware, write_report
 from benchmarks.http.servers import BATCH_SIZE, HOST, Batchery, Infinity, Server
 from benchmarks.queue.report import WIDTH
@@ -55,6 +55,7 @@ def main() -> None:
         "max_batch_size": BATCH_SIZE,
         "torch_threads": TORCH_THREADS,
         "max_tokens": options.max_tokens,
+        "tokens_per_text": describe_texts("log-normal", TEXTS, MINILM_FOLDER, options.max_tokens),
         "encoding": options.encoding,
         "rows": rows,
     }
@@ -176,7 +177,7 @@ def row_of(
         name: round(statistics.median(run["cpu_us_per_request"][name] for run in runs), 1)
         for name in runs[0]["cpu_us_per_request"]
     }
-    row["wrong"] = sum(run["wrong"] + run["lost"] for run in runs)
+    row["wrong"] = sum(run["wrong"] + run["refused"] + run["lost"] for run in runs)
     row["statuses"] = [run["statuses"] for run in runs]
     row["rounds"] = [round(run["requests_per_s"], 1) for run in runs]
     return row

@@ -181,8 +181,10 @@ def measure(port: int, gateway: psutil.Process, options: argparse.Namespace) -> 
     phase("before")
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    bad = spawn.Process(target=attack, args=(port, options.connections, theirs))
+    # It ends with this process, whatever goes wrong here.
+    bad = spawn.Process(target=attack, args=(port, options.connections, theirs), daemon=True)
     bad.start()
+    theirs.close()
     assert ours.recv() == "begun"
     for number in range(PHASES - 2):
         phase(f"during {number + 1}")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Connection(asyncio.Protocol):
         self._sent_s = 0.0
         self._transport: Any = None
         self.is_open = False
+        self._is_running = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Waits for the start."""
@@ -50,12 +52,18 @@ class Connection(asyncio.Protocol):
         if self.is_open:
             self.is_open = False
             self._load.lost += 1
+            self._leave()
+
+    def start(self) -> None:
+        """Sends the first request."""
+        self._is_running = True
+        self.send()
 
     def send(self) -> None:
-        """Sends the next request, unless the time is over."""
+        """Sends the next request, unless the time is over, or nobody is there any more."""
         self._sent_s = time.perf_counter()
-        if self._sent_s >= self._load.end_s:
-            self._load.leave()
+        if not self.is_open or self._sent_s >= self._load.end_s:
+            self._leave()
             return
         self._number = (self._number + 1) % len(self._load.requests)
         self._parts.clear()
@@ -77,6 +85,11 @@ class Connection(asyncio.Protocol):
         self._load.answered(self._number, status, took_s, b"".join(self._parts))
         # Not at once: the parser is not done with this answer.
         asyncio.get_running_loop().call_soon(self.send)
+
+    def _leave(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            self._load.leave()
 
     def close(self) -> None:
         """Ends the connection."""
@@ -100,7 +113,11 @@ class Load:
         self._done: asyncio.Event | None = None
 
     async def run(self, connections: int, seconds: float) -> dict[str, Any]:
-        """Runs for so long; returns the figures."""
+        """Runs for so long; returns the figures.
+
+        Raises:
+            ConnectionError: There was no answer at all.
+        """
         loop = asyncio.get_running_loop()
         opened: list[Connection] = []
         async with asyncio.timeout(CONNECT_S):
@@ -112,11 +129,15 @@ class Load:
         self.end_s = began_s + seconds
         self._running, self._done = len(opened), asyncio.Event()
         for each in opened:
-            each.send()
+            each.start()
         await self._done.wait()
         took_s = time.perf_counter() - began_s
         for each in opened:
             each.close()
+        if not self._latencies_s:
+            raise ConnectionError(
+                f"none of {connections} connections had an answer: {self._statuses}"
+            )
         times = np.array(self._latencies_s) * 1e3
         return {
             "requests": len(times),
@@ -125,14 +146,16 @@ class Load:
             "p50_ms": float(np.percentile(times, 50)),
             "p99_ms": float(np.percentile(times, 99)),
             "statuses": self._statuses,
+            "refused": sum(self._statuses.values()) - len(times),
             "lost": self.lost,
         }
 
     def answered(self, number: int, status: int, took_s: float, body: bytes) -> None:
-        """Notes an answer."""
-        self._latencies_s.append(took_s)
+        """Notes an answer; one that is no vector counts as none, however quickly it came."""
         self._statuses[status] = self._statuses.get(status, 0) + 1
-        self.bodies[number] = body
+        if status == HTTPStatus.OK:
+            self._latencies_s.append(took_s)
+            self.bodies[number] = body
 
     def leave(self) -> None:
         """A connection has sent its last request."""

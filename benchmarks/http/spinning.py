@@ -123,7 +123,7 @@ def row_of(
     row["device_ms_per_request"] = round(
         statistics.median(run["cpu_us_per_request"]["device"] for run in runs) / 1e3, 2
     )
-    row["wrong"] = sum(run["wrong"] + run["lost"] for run in runs)
+    row["wrong"] = sum(run["wrong"] + run["refused"] + run["lost"] for run in runs)
     row["rounds"] = [round(run["requests_per_s"], 1) for run in runs]
     return row
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.engine.models import model_folder
-from benchmarks.engine.texts import read_texts
+from benchmarks.engine.models import MINILM_FOLDER
+from benchmarks.engine.texts import describe_texts, read_texts
 from benchmarks.hardware import command, hardware, write_report
 from benchmarks.inprocess.rows import Place, print_idle, print_rows, row_of
 from benchmarks.inprocess.systems import (
@@ -81,6 +81,7 @@ def main() -> None:
         "max_batch_size": BATCH_SIZE,
         "torch_threads": TORCH_THREADS,
         "max_tokens": options.max_tokens,
+        "tokens_per_text": describe_texts("log-normal", TEXTS, MINILM_FOLDER, options.max_tokens),
         "rounds": options.rounds,
         "seconds": options.seconds,
         "rows": rows,
@@ -173,11 +174,10 @@ def running(chosen: Sequence[System], options: argparse.Namespace) -> Iterator[l
 
 def minilm(folder: Path, max_tokens: int) -> dict[str, Any]:
     """What all systems are told of MiniLM: its files, its texts, and their right vectors."""
-    model = model_folder("minilm", folder)
     texts, vectors = folder / "texts.json", folder / "vectors.npy"
-    words = read_texts("log-normal", TEXTS, model, max_tokens)
+    words = read_texts("log-normal", TEXTS, MINILM_FOLDER, max_tokens)
     texts.write_text(json.dumps(words), encoding="utf-8")
-    given = {"--model": model, "--texts": texts, "--vectors": vectors}
+    given = {"--model": MINILM_FOLDER, "--texts": texts, "--vectors": vectors}
     # In a process of its own: this one never loads torch.
     line = [str(part) for pair in {**given, "--max-tokens": max_tokens}.items() for part in pair]
     script = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.inprocess_vectors"]

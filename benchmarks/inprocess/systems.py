@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from benchmarks.engine.child import Child
-from benchmarks.engine.systems import TORCH
+from benchmarks.engine.systems import INFINITY, TORCH
 from benchmarks.peers.inprocess_peer import ASYNCIO, THREADS
 from benchmarks.venvs import python_of
 
@@ -84,7 +84,7 @@ SYSTEMS = (
         modes=[ASYNCIO],
         workloads=[MINILM],
         # The environment that the engine's benchmark has, too.
-        requirements=(TORCH, "infinity_emb[torch]==0.0.78"),
+        requirements=INFINITY,
         venv="infinity_emb",
         has_own_model=True,
     ),

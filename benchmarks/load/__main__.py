@@ -47,6 +47,7 @@ def main() -> None:
     os.environ["BATCHERY_MAX_WAIT_MS"] = str(options.max_wait_ms)
     with target_for(options) as target:
         texts = read_texts(options.workload, TEXTS, target.folder)
+        about_it = about(target, options, {options.workload: texts})
         system = WholeSystem(target)
         try:
             system.wait_ready()
@@ -63,7 +64,7 @@ def main() -> None:
     for row, mib in zip(seen.memory, device_mib, strict=False):
         row["gpu"] = mib
     report = {
-        **about(target, options),
+        **about_it,
         "capacity_per_s": round(capacity, 1),
         "capacity_after_per_s": after,
         **report_of(seen, options),

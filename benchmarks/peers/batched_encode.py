@@ -13,11 +13,13 @@ from benchmarks.peers.text_peer import arguments, serve, timed
 class Batched:
     """sentence-transformers behind `batched`, asked for all texts at once, each by itself."""
 
-    def __init__(self, model: str, device: str, dtype: str) -> None:
+    def __init__(self, model: str, device: str, dtype: str, batch_size: int) -> None:
         # Its futures belong to the loop of its first call.
         self._loop = asyncio.new_event_loop()
-        encode = Encode(model, device, dtype)
-        self._call: Any = batched.aio.dynamically(encode.embed, batch_size=64, timeout_ms=5.0)
+        encode = Encode(model, device, dtype, batch_size)
+        self._call: Any = batched.aio.dynamically(
+            encode.embed, batch_size=batch_size, timeout_ms=5.0
+        )
 
     def embed(self, texts: Sequence[str]) -> Any:
         """Embeds all texts."""
@@ -29,4 +31,4 @@ class Batched:
 
 if __name__ == "__main__":
     options = arguments()
-    serve(timed(Batched(options.model, options.device, options.dtype)))
+    serve(timed(Batched(options.model, options.device, options.dtype, options.batch_size)))

@@ -15,7 +15,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class Infinity:
     """One engine on one event loop."""
 
-    def __init__(self, model: str, device: str, dtype: str) -> None:
+    def __init__(self, model: str, device: str, dtype: str, batch_size: int) -> None:
         self._loop = asyncio.new_event_loop()
         kind, _, number = device.partition(":")
         self._engine: Any = AsyncEmbeddingEngine.from_args(
@@ -25,7 +25,7 @@ class Infinity:
                 device=kind,
                 device_id=[int(number)] if number else [],
                 dtype=DTYPES[dtype],
-                batch_size=64,
+                batch_size=batch_size,
                 bettertransformer=False,
                 model_warmup=False,
             )
@@ -40,4 +40,4 @@ class Infinity:
 
 if __name__ == "__main__":
     options = arguments()
-    serve(timed(Infinity(options.model, options.device, options.dtype)))
+    serve(timed(Infinity(options.model, options.device, options.dtype, options.batch_size)))

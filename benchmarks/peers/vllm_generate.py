@@ -28,7 +28,8 @@ def load(options: argparse.Namespace) -> Any:
         max_num_seqs=options.slots,
         max_model_len=options.max_length,
         max_num_batched_tokens=options.step_tokens,
-        enforce_eager=True,
+        # On a GPU it has CUDA graphs, as ours has.
+        enforce_eager=options.device == "cpu",
         kv_cache_memory_bytes=CACHE_BYTES,
     )
 

@@ -67,8 +67,12 @@ def measure(url: str, name: str, count: int, messages: int, idle_s: float) -> di
     near, far = context.Pipe()
     with Redis.from_url(url) as client:
         client.flushall()
-        child = context.Process(target=consume, args=(url, TRANSPORTS[name], queues, far))
+        # It ends with this process, and where it ends before, `recv` says so.
+        child = context.Process(
+            target=consume, args=(url, TRANSPORTS[name], queues, far), daemon=True
+        )
         child.start()
+        far.close()
         near.recv()
         time.sleep(1.5)  # Until the first rounds are over.
         before = commands(client)

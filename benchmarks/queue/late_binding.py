@@ -214,8 +214,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="names of the cases; all of them if not given")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
+    known = cases(options.batch_s, options.short_s)
+    if unknown := set(options.cases or ()) - {case.name for case in known}:
+        parser.error(f"--cases: no {', '.join(unknown)}; {', '.join(case.name for case in known)}")
     rows = []
-    for case in cases(options.batch_s, options.short_s):
+    for case in known:
         if not options.cases or case.name in options.cases:
             is_short = case.batch_s[0] <= SHORT_S
             counts = [options.short_jobs] if is_short else options.jobs

@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
+    if options.jobs < WAVE:
+        parser.error(f"--jobs: expected at least {WAVE:,}, which are in the queue together")
     with EmbeddedRedis() as server:
         bench = Soak(server, options.jobs, calls=0)
         rows = bench.weigh(batchery("batchery", transport="batchery"), options.jobs)

@@ -91,6 +91,10 @@ class Profile(Bench):
             for at, (_, name, table) in enumerate(processes):
                 profilers[at].send_signal(signal.SIGINT)
                 profilers[at].wait()
+                if not stacks[at].is_file():
+                    raise SystemExit(
+                        "py-spy saw nothing: it may need root, or kernel.yama.ptrace_scope=0"
+                    )
                 # The profiler does not stop what it reads: a name may be half of another one.
                 text = stacks[at].read_text(encoding="utf-8", errors="replace")
                 samples = classify(text.splitlines(), table)

@@ -19,6 +19,10 @@ TASKIQ = ("-m", "taskiq", "worker")
 WORKER = ("worker", "-l", "ERROR", "--without-mingle", "--without-gossip")
 
 
+#: Reads Redis's answers for redis-py, as it does for Batchery and for Celery as it is.
+HIREDIS = "hiredis==3.5.0"
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """One row."""
@@ -84,45 +88,50 @@ def raw(batch: int) -> System:
     )
 
 
+def dramatiq(name: str, processes: int) -> System:
+    """A row of Dramatiq."""
+    peer = "benchmarks.peers.dramatiq_actors"
+    worker = ("-m", "dramatiq", peer, "--processes", str(processes), "--threads", "8")
+    return System(name, peer, worker, (HIREDIS, "dramatiq[redis]==2.2.1"))
+
+
+def saq(name: str, processes: int) -> System:
+    """A row of SAQ."""
+    peer = "benchmarks.peers.saq_tasks"
+    worker = ("-m", "saq", f"{peer}.settings", "--workers", str(processes))
+    # It needs typing_extensions and does not say so.
+    needs = (HIREDIS, "typing_extensions==4.16.0", "saq[redis]==0.26.4")
+    return System(name, peer, worker, needs)
+
+
+def taskiq(name: str, processes: int) -> System:
+    """A row of taskiq."""
+    peer = "benchmarks.peers.taskiq_tasks"
+    worker = (*TASKIQ, f"{peer}:broker", "--workers", str(processes), "--log-level", "ERROR")
+    # It runs on uvloop where that is installed.
+    needs = (HIREDIS, "uvloop==0.23.0", "taskiq-redis==1.2.4", "taskiq==0.13.0")
+    return System(name, peer, worker, needs)
+
+
 OTHERS = (
     System(
         "celery-batches 0.11",
         "benchmarks.peers.celery_batches_tasks",
         (*CELERY, "benchmarks.peers.celery_batches_tasks", *WORKER, "-P", "solo"),
-        ("celery[redis]==5.6.3", "celery-batches==0.11"),
+        (HIREDIS, "celery[redis]==5.6.3", "celery-batches==0.11"),
     ),
-    System(
-        "Dramatiq 2.2",
-        "benchmarks.peers.dramatiq_actors",
-        (
-            "-m",
-            "dramatiq",
-            "benchmarks.peers.dramatiq_actors",
-            "--processes",
-            "1",
-            "--threads",
-            "8",
-        ),
-        ("dramatiq[redis]==2.2.1",),
-    ),
-    System(
-        "SAQ 0.26",
-        "benchmarks.peers.saq_tasks",
-        ("-m", "saq", "benchmarks.peers.saq_tasks.settings"),
-        # It needs typing_extensions and does not say so.
-        ("typing_extensions==4.16.0", "saq[redis]==0.26.4"),
-    ),
-    System(
-        "taskiq 0.13",
-        "benchmarks.peers.taskiq_tasks",
-        (*TASKIQ, "benchmarks.peers.taskiq_tasks:broker", "--workers", "1", "--log-level", "ERROR"),
-        ("taskiq-redis==1.2.4", "taskiq==0.13.0"),
-    ),
+    dramatiq("Dramatiq 2.2", 1),
+    # As many processes as Batchery has, whose device is one of its own.
+    dramatiq("Dramatiq 2.2, 2 processes", 2),
+    saq("SAQ 0.26", 1),
+    saq("SAQ 0.26, 2 processes", 2),
+    taskiq("taskiq 0.13", 1),
+    taskiq("taskiq 0.13, 2 processes", 2),
     System(
         "RQ 3.0",
         "benchmarks.peers.rq_jobs",
         ("-m", "rq.cli", "worker", "--quiet", "--url", "{url}"),
-        ("rq==3.0.0",),
+        (HIREDIS, "rq==3.0.0"),
         weight=0.1,
         keys_per_job=2,
     ),
@@ -130,7 +139,7 @@ OTHERS = (
         "RQ 3.0 SimpleWorker",
         "benchmarks.peers.rq_jobs",
         ("-m", "rq.cli", "worker", "--quiet", "--url", "{url}", "-w", "rq.SimpleWorker"),
-        ("rq==3.0.0",),
+        (HIREDIS, "rq==3.0.0"),
         weight=0.5,
         keys_per_job=2,
     ),

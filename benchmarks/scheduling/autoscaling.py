@@ -12,7 +12,6 @@ published figures are with `--try 500,30,600 --try 64,10,600 --try 8,10,600`.
 """
 
 import argparse
-import json
 import math
 from array import array
 from bisect import bisect_right
@@ -34,6 +33,7 @@ from batchery_worker.simulator.engine import Fleet, ServiceTime, Simulation
 from batchery_worker.simulator.outcome import percentile
 from batchery_worker.simulator.policies import RealScheduler, SimulatedBatch, SimulatedJob
 from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, poisson_times
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.report import WIDTH
 from benchmarks.scheduling.keda import SYNC_S, Autoscaler, Scaling, read_scaling
 
@@ -370,12 +370,9 @@ def main() -> None:
     found = verdicts(rows)
     for each in found:
         console.print(f"{'yes' if each['holds'] else 'NO'}: {each['claim']}: {each['found']}")
-    if options.json:
-        taken = {
-            key: value for key, value in vars(options).items() if key not in ("json", "others")
-        }
-        report = {**taken, "device": asdict(DEVICE), "rows": rows, "verdicts": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    taken = {key: value for key, value in vars(options).items() if key not in ("json", "others")}
+    report = {**taken, "device": asdict(DEVICE), "rows": rows, "verdicts": found}
+    write_report(options.json, {"hardware": hardware(), **report})
 
 
 if __name__ == "__main__":

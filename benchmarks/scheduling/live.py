@@ -25,11 +25,21 @@ from rich.table import Table
 
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import about, target_for
+from benchmarks.engine.texts import read_texts
 from benchmarks.hardware import write_report
 from benchmarks.queue.report import WIDTH
 from benchmarks.scheduling.arrivals import Answer
 from benchmarks.scheduling.bulk import Ended, Seen
-from benchmarks.scheduling.side import FOLDERS, Plan, Round, run_round, streams_of
+from benchmarks.scheduling.side import (
+    FOLDERS,
+    LIVE_WORKLOAD,
+    TEXTS,
+    WORKLOAD,
+    Plan,
+    Round,
+    run_round,
+    streams_of,
+)
 
 PERCENTS = (50, 95, 99)
 
@@ -66,12 +76,14 @@ def main() -> None:
             streams=streams_of(options.device),
             seed=options.seed,
         )
+        texts = {name: read_texts(name, TEXTS, target.folder) for name in (WORKLOAD, LIVE_WORKLOAD)}
+        about_it = about(target, options, texts)
         for number in range(options.rounds):
             for name in list(checkouts)[:: 1 if number % 2 == 0 else -1]:
                 console.print(f"round {number + 1} of {options.rounds}: {name}")
                 rounds[name].append(run_round(checkouts[name], plan, number))
     report = {
-        **about(target, options),
+        **about_it,
         "streams": plan.streams,
         "seconds": options.seconds,
         "live_per_s": options.live_per_s,

@@ -38,6 +38,7 @@ from batchery_worker.simulator.policies import (
     SimulatedBatch,
 )
 from batchery_worker.simulator.workload import MS_PER_S, Arrival, poisson_times
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.systems import CELERY, WORKER
 from benchmarks.scheduling.sleeping_models import BATCH_SIZE
 from benchmarks.venvs import ROOT
@@ -312,11 +313,10 @@ def main() -> None:
     classes = [row for loads in CLASS_LOADS for row in simulate_classes(*loads)]
     for row in [*rows, *classes]:
         print(json.dumps(row))
-    if options.json:
-        setup = {"models": MODELS, "room": ROOM, "load_s": LOAD_S, "batch_size": BATCH_SIZE}
-        service = {"pass_ms": SERVICE.pass_ms, "item_ms": SERVICE.item_ms}
-        content = json.dumps({**setup, **service, "rows": rows, "classes": classes}, indent=1)
-        options.json.write_text(f"{content}\n", encoding="utf-8")
+    setup = {"models": MODELS, "room": ROOM, "load_s": LOAD_S, "batch_size": BATCH_SIZE}
+    service = {"pass_ms": SERVICE.pass_ms, "item_ms": SERVICE.item_ms}
+    report = {"hardware": hardware(), **setup, **service, "rows": rows, "classes": classes}
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

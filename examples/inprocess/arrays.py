@@ -32,9 +32,7 @@ class Encoder:
         """One vector per text: [texts, numbers]."""
         with torch.inference_mode():
             hidden = self.model(**features).last_hidden_state
-        mask = features["attention_mask"][:, :, None]
-        vectors: torch.Tensor = (hidden * mask).sum(1) / mask.sum(1)
-        return vectors
+        return mean(hidden, features["attention_mask"])
 
     @batched(pad={"input_ids": 0, "token_type_ids": 0}, mask="attention_mask", trim=True)
     def embed_tokens(self, features: Features) -> dict[str, torch.Tensor]:
@@ -49,7 +47,13 @@ class Encoder:
         with torch.inference_mode():
             hidden = self.model(**features).last_hidden_state
         await asyncio.sleep(0)
-        return hidden[:, 0], hidden.mean(1)
+        return hidden[:, 0], mean(hidden, features["attention_mask"])
+
+
+def mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of each text's own tokens: with padding, it would depend on the other texts."""
+    own = mask[:, :, None]
+    return (hidden * own).sum(1) / own.sum(1)
 
 
 async def ask(encoder: Encoder, items: list[Features]) -> tuple[Any, ...]:
@@ -66,9 +70,11 @@ def main(name: str) -> None:
     print([tuple(vector.shape) for vector in encoder.embed(items)])
     found = encoder.embed_tokens(items)
     print([len(each["vectors"]) == len(each["tokens"]) for each in found])
-    print([len(outputs) for outputs in asyncio.run(ask(encoder, items))])
+    pairs = asyncio.run(ask(encoder, items))
+    print([len(outputs) for outputs in pairs])
     alone = torch.stack([encoder.embed(item) for item in items])
-    print(torch.allclose(torch.stack(encoder.embed(items)), alone, atol=1e-5))
+    for together in (encoder.embed(items), [vector for _, vector in pairs]):
+        print(torch.allclose(torch.stack(together), alone, atol=1e-5))
 
 
 if __name__ == "__main__":

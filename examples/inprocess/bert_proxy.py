@@ -17,7 +17,8 @@ class BertProxy(Batcher):
     """Classifies texts."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(max_batch_size=64)
+        # Texts of like length go together: else all are padded to the longest one.
+        super().__init__(max_batch_size=64, length=len)
         self.name = name
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from batchery_worker.models.embedding import encoded_results
 from benchmarks.engine import gpu
+from benchmarks.peers.text_peer import encode
 from support.bench_command import bench
 from support.patience import patient
 
@@ -74,11 +77,21 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
         "whole system",
     ]
     assert {row["workload"] for row in rows.values()} == {"bimodal"}
+    lengths = json.loads(target.read_text())["tokens_per_text"]
+    assert lengths["bimodal"]["count"] == 40
+    assert 0 < lengths["bimodal"]["median"] < lengths["bimodal"]["longest"] <= 240
     naive, packed = rows["loop: arrival order"], rows["loop: packed"]
     assert packed["padding_waste"] == 0 < naive["padding_waste"]
     assert all(0 <= row["padding_waste"] <= naive["padding_waste"] for row in rows.values())
     assert naive["of_naive_loop"] == 1
     assert set(rows["whole system"]["cpu_ms_per_text"]) == {"worker", "device", "redis"}
+
+
+def test_other_systems_write_their_vectors_as_the_device_does() -> None:
+    vectors = np.random.default_rng(1).normal(size=(3, 384)).astype(np.float32)
+    heads = [{"tokens": count} for count in (4, 5, 6)]
+    expected = [each.json for each in encoded_results(heads, vectors)]
+    assert encode(vectors, [4, 5, 6]) == expected
 
 
 def test_the_load_benchmark_says_how_long_jobs_waited_and_what_memory_did(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_the_inprocess_benchmark_compares_vectors_of_minilm(tmp_path: Path) -> N
     options = ["--workloads=MiniLM", "--max-tokens=16", *few, f"--write={target}"]
     answer = bench("inprocess", *options, "--systems", "ours: batched, length=")
     assert answer.returncode == 0, answer.stderr
-    [row] = json.loads(target.read_text())["rows"]
+    report = json.loads(target.read_text())
+    assert report["tokens_per_text"]["longest"] == 16
+    [row] = report["rows"]
     assert (row["system"], row["wrong"]) == ("ours: batched, length=", 0)
     assert row["rounds"][0]["items"] >= 4
 

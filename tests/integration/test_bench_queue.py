@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from batchery_worker.devstack.redis_server import free_port
+from benchmarks.queue.systems import systems
 from support.bench_command import bench
 
 
@@ -22,6 +26,24 @@ def test_the_queue_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path
         slowest, fastest = row["spread"]
         assert 0 < slowest <= row["jobs_per_s"] <= fastest
     assert report["rows"][0]["call_p50_ms"] <= report["rows"][0]["call_p99_ms"]
+
+
+def test_others_may_have_as_many_processes_as_ours_and_what_reads_answers_for_ours() -> None:
+    rows = {row.name: row for row in systems("batchery") if row.requirements}
+    for name in ("Dramatiq 2.2", "SAQ 0.26", "taskiq 0.13"):
+        assert "2" in rows[f"{name}, 2 processes"].worker
+        assert "2" not in rows[name].worker
+    assert all(any("hiredis" in each for each in row.requirements) for row in rows.values())
+
+
+def test_a_broker_of_the_shell_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"):
+        monkeypatch.setenv(name, f"redis://127.0.0.1:{free_port()}/0")
+    options = ["--jobs=100", "--rounds=1", "--calls=2", "--systems", "celery solo"]
+    answer = bench("queue", *options)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_the_queue_benchmark_names_its_rows_when_asked_for_another() -> None:
