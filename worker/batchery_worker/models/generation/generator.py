@@ -194,7 +194,8 @@ class TextGenerator(StepModel):
         """A piece of a text; and the result of its job, if that has ended."""
         job = self._jobs[text.slot]
         piece = text.piece(released) if job.is_streamed else None
-        advances = [] if piece is None else [Advance(job.slot, piece)]
+        # Also where there is none: it says that the model does not hang.
+        advances = [Advance(job.slot, piece)]
         if text.finish_reason is not None:
             del self._texts[text.name]
             self._drop(text.name)

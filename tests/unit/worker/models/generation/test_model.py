@@ -11,6 +11,7 @@ import torch
 from batchery import Generation
 from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory
 from batchery.execution.steps import run_steps
+from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
 from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
@@ -87,6 +88,22 @@ def test_pieces_are_made_for_those_who_read_them(writer: Load) -> None:
         model.is_streamed = True
     assert read.pieces["one"]
     assert not unread.pieces["one"]
+
+
+def test_every_step_gives_a_sign_of_life_though_nobody_reads_pieces(writer: Load) -> None:
+    model, _ = writer("llama", max_batch_tokens=16)
+    # It is read in several steps.
+    (prepared,) = model.preprocess([" ".join(CORPUS)], max_new_tokens=5, ignore_eos=True)
+    model.is_streamed = False
+    try:
+        model.join(0, prepared, ())
+        told = [model.step()]
+        while told[-1][-1].outcome is GOES_ON:
+            told.append(model.step())
+    finally:
+        model.is_streamed = True
+    assert len(told) > 5
+    assert {(each.slot, each.piece) for step in told for each in step} == {(0, None)}
 
 
 def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> None:
