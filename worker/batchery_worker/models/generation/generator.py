@@ -156,8 +156,8 @@ class TextGenerator(StepModel):
 
     def join(self, slot: int, prepared: Prompt, pieces: Sequence[Any], **_: Any) -> None:
         """Takes a job in; see `StepModel.join`."""
-        # The cache may have become smaller.
-        self._prompt(prepared.tokens, prepared.options)
+        # The cache may have become smaller, and with it the text of a job that does not say.
+        prepared = self._prompt(prepared.tokens, prepared.options)
         job = TextJob(slot, next(self._serials), prepared, self._decode)
         job.is_streamed = self.is_streamed
         for text in job.texts:

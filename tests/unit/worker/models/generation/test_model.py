@@ -298,6 +298,19 @@ def test_memory_that_runs_out_in_a_step_costs_no_job(
     assert model._batch.cache_tokens < before
 
 
+def test_job_that_was_read_before_the_cache_became_smaller_fills_the_new_one(
+    load: Load, tmp_path: Path
+) -> None:
+    model = load("generation", save_writer(tmp_path / "writer"), cache_tokens=160)
+    (prepared,) = model.preprocess([CORPUS[0]], ignore_eos=True)
+    while model._batch.capacity > 64:
+        assert model._batch.shrink(64)
+        model._batch.build()
+    (result,) = run_steps(model, [prepared], {})
+    assert result["finish_reason"] == "length"
+    assert result["tokens_in"] + result["tokens_out"] == model._batch.capacity
+
+
 def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
     writer: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
