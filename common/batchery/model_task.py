@@ -72,7 +72,13 @@ class ModelTask(BatchTask):
         if isinstance(model, StepModel):
             with _loading:
                 # It has the items of one batch at a time.
-                return run_steps(model, prepared, keywords)
+                try:
+                    return run_steps(model, prepared, keywords)
+                except BaseException:
+                    # Some are still in its slots, and nothing is known of them.
+                    self._loaded = None
+                    model.unload()
+                    raise
         outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
 

@@ -42,8 +42,9 @@ from batchery.transport.inbox import read_json
 from batchery_producer.answers import Answer
 from batchery_producer.collector import read_stored
 
-#: How long one command waits for a wake, in seconds.
-BLOCK_S = 1.0
+#: How long one command waits for a wake, in seconds. Redis may answer 0.1 s later, and must not be
+#: taken for one that hangs: see `RetryPolicy.is_away`.
+BLOCK_S = 0.8
 
 #: How long it waits while a stream is full, in seconds: its reader goes on meanwhile.
 FULL_BLOCK_S = 0.02
@@ -241,7 +242,9 @@ class PieceReader:
         """Ends the thread; streams that are still read end with an error."""
         self._closed = True
         self._give_all(NoResult("the client was closed, and read no further"))
-        if (thread := self._thread) is not None and thread.is_alive():
+        # A Redis that hangs would answer nothing.
+        thread = None if self.retries.is_away else self._thread
+        if thread is not None and thread.is_alive():
             self.wake()
             thread.join(BLOCK_S)
         self._client.connection_pool.disconnect()

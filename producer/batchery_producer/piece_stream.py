@@ -150,7 +150,10 @@ class PieceStream(FollowedJob):
             came = self._arrived.wait_for(lambda: self._events, self._timeout_s)
         if not came:
             error = self._complain()
-            self.close()
+            if isinstance(error, GaveUp):
+                self.leave()  # To revoke its job would take until Redis answers.
+            else:
+                self.close()
             raise error
         piece = self._take()
         if piece is None:
@@ -216,6 +219,8 @@ class AsyncPieceStream(FollowedJob):
 
     async def _wait(self) -> None:
         """Waits until something has come, the stream is closed, or `timeout_s` is over."""
+        if self._arrived is not None:
+            raise RuntimeError(f"job {self.id}: its stream is read by another task already")
         loop = asyncio.get_running_loop()
         self._arrived = loop.create_future()
         if self._timeout_s is not None:

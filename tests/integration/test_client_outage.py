@@ -108,6 +108,16 @@ def test_an_async_call_says_that_redis_hangs(
         asyncio.run(asyncio.wait_for(scene(), patient(90)))
 
 
+def test_a_stream_says_within_its_timeout_that_redis_hangs(own_redis: OwnRedis) -> None:
+    client = Client(own_redis.url)
+    pieces = client.task("nobody").stream("item", timeout_s=TIMEOUT_S)
+    with suspended(own_redis):
+        began_s = time.monotonic()
+        with client, pieces, pytest.raises(GaveUp, match="within 2 s, as Redis does not answer"):
+            next(pieces)
+        assert time.monotonic() - began_s < SOON_S
+
+
 def test_an_async_client_closes_while_redis_is_away(own_redis: OwnRedis) -> None:
     async def scene() -> None:
         async with AsyncClient(own_redis.url) as client:

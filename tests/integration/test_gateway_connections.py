@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import httpx2
 import psutil
@@ -254,6 +255,18 @@ def test_callers_who_hang_up_are_499_wherever_they_are(
 
     wait_for(counted, "all are counted")
     assert "Traceback" not in gateway.log
+
+
+def test_job_of_a_caller_who_hangs_up_before_its_first_piece_is_cancelled(
+    start_gateway: StartGateway, store: Any
+) -> None:
+    writer = {"kind": "generation", "model": "nothing", "queue": "nobody"}
+    gateway = start_gateway(models={"chat": writer})
+    body = {"model": "chat", "prompt": "a", "stream": True}
+    with gateway.sent("/v1/completions", body):
+        wait_for(lambda: store.keys("batchery-reader:*"), "its job is sent")
+    # That would stay for the grace time, and then until it expires.
+    wait_for(lambda: not store.keys("batchery-reader:*"), "nobody wants it")
 
 
 def test_calls_longer_than_the_grace_are_sent_elsewhere_when_it_stops(

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from batchery import Client, Generation
+from batchery import Advance, Client, Generation
 from batchery.errors import (
     InvalidItem,
     ModelLoadError,
@@ -196,11 +196,23 @@ def test_tool_calls_and_log_probabilities_come_in_the_result(
     assert server.asked[-1].body["top_logprobs"] == 1
 
 
+def test_whole_calls_of_tools_get_an_index(server: OpenAIServer, driver: StepDriver) -> None:
+    calls: Any = [{"id": "a", "function": {}}, {"id": "b", "function": {}, "index": None}]
+    deltas = [{"choices": [{"delta": {"tool_calls": [each]}}]} for each in calls]
+    end = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}
+    server.replies["calls"] = [raw(*deltas, end, then=Call.done)]
+    message = driver.run([{"role": "user", "content": "calls"}])["message"]
+    assert [each["id"] for each in message["tool_calls"]] == ["a", "b"]
+    indexes = [piece["delta"]["tool_calls"][0]["index"] for piece in driver.pieces[0]]
+    assert indexes == [0, 1]
+
+
 def test_busy_and_failing_server_is_asked_again_as_late_as_it_says(
     server: OpenAIServer, driver: StepDriver
 ) -> None:
     server.replies["busy"] = [status(429, retry_after="1"), echo]
-    server.replies["broken"] = [status(500), status(503), echo]
+    never = "Fri, 31 Dec 99999999999999999999 23:59:59 GMT"
+    server.replies["broken"] = [status(500), status(503, retry_after=never), echo]
     server.replies["hung up"] = [cut_after("HUNG"), echo]
     server.replies["breaks off"] = [raw({"error": {"message": "overloaded", "code": 503}}), echo]
     slots = [driver.join(prompt) for prompt in server.replies]
@@ -210,6 +222,30 @@ def test_busy_and_failing_server_is_asked_again_as_late_as_it_says(
     assert driver.text(slots[2]) == "HUNG UP "
     first, second = (asked.at_s for asked in server.asked if asked.prompt == "busy")
     assert second - first >= 1
+
+
+def test_waiting_for_a_server_gives_a_sign_of_life(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    server.replies["slow"] = [pause_after("a", 600)]
+    driver.model.is_streamed = False
+    slot = driver.join("slow")
+    wait_for(lambda: server.running, "it is asked")
+    assert [list(driver.model.step()) for _ in range(3)] == [[Advance(slot)]] * 3
+    driver.model.leave(slot)
+    assert driver.model.step() == []
+
+
+def test_events_without_data_are_none(server: OpenAIServer, driver: StepDriver) -> None:
+    async def reply(call: Call) -> None:
+        await call.head()
+        await call.part(b"retry: 3000\n\n")
+        await call.words("a")
+        await call.part(b"event: ping\ndata:\n\nid: 7\n\n")
+        await call.done()
+
+    server.replies["pings"] = [reply]
+    assert driver.run("pings")["text"] == "a "
 
 
 def test_refusals_fail_at_once_and_say_why(server: OpenAIServer, driver: StepDriver) -> None:

@@ -5,6 +5,8 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -25,6 +27,7 @@ from support.openai_server import (
     raw,
     status,
 )
+from support.own_redis import OwnRedis
 from support.patience import patient
 from support.roles import as_role, probing
 from support.step_driver import StepDriver
@@ -105,26 +108,26 @@ def test_limits_hold_for_all_processes_together(
     assert set(Counter(asked.prompt.split()[0] for asked in server.asked)) == set(names)
 
 
-@pytest.fixture
-def limited(
-    server: OpenAIServer, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StepDriver]:
+@contextmanager
+def loaded(url: str, server: OpenAIServer, **settings: Any) -> Iterator[StepDriver]:
     """Asks for 10,000 tokens a minute at most."""
-    flush(redis_url)
-    app = install(Celery("limited", broker=as_role(redis_url, "worker"), set_as_current=False))
-    monkeypatch.setattr(f"{make_rate_limit.__module__}.app_or_default", lambda: app)
+    app = install(Celery("limited", broker=url, set_as_current=False))
+    fields = {"base_url": server.url, "max_tokens_per_minute": 10_000, **settings}
     model = OpenAIServerModel(
-        ModelSettings(
-            kind="generation",
-            engine="openai",
-            model="tiny",
-            base_url=server.url,
-            max_tokens_per_minute=10_000,
-        )
+        ModelSettings(kind="generation", engine="openai", model="tiny", **fields)
     )
-    model.load("cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(f"{make_rate_limit.__module__}.app_or_default", lambda: app)
+        model.load("cpu")
     yield StepDriver(model)
     model.unload()
+
+
+@pytest.fixture
+def limited(server: OpenAIServer, redis_url: str) -> Iterator[StepDriver]:
+    flush(redis_url)
+    with loaded(as_role(redis_url, "worker"), server) as driver:
+        yield driver
 
 
 def full_ms(redis_url: str) -> int:
@@ -172,3 +175,32 @@ def test_tokens_that_an_attempt_did_not_need_come_back(
     server.replies["uncounted"] = [raw(end, "[DONE]")]
     limited.run("uncounted", max_new_tokens=9_000)
     assert full_ms(redis_url) > 30_000
+
+
+def test_clock_of_redis_that_goes_back_holds_up_nobody(
+    server: OpenAIServer, limited: StepDriver, redis_url: str
+) -> None:
+    server.replies["takes all"] = [pause_after("a", 600)]
+    limited.join("takes all", max_new_tokens=1_000)
+    wait_for(lambda: server.asked, "it has taken them")
+    with probing(redis_url) as bare:
+        (key,) = bare.keys("*batchery:rate:*")
+        # Its end is a time of that clock, too.
+        bare.hincrby(key, "at", 3_600_000)
+        bare.pexpire(key, 3_600_000)
+    assert limited.run("modest", max_new_tokens=5)["text"] == "MODEST "
+
+
+def test_job_waits_for_its_turn_as_long_as_redis_is_away(
+    server: OpenAIServer, own_redis: OwnRedis
+) -> None:
+    with loaded(own_redis.url, server, server_retry_s=0) as driver:
+        own_redis.kill()
+        slot = driver.join("waits")
+        for _ in range(10):
+            driver.step()
+        assert not driver.outcomes
+        assert not server.asked
+        own_redis.start()
+        (outcome,) = driver.wait(slot)
+        assert outcome["text"] == "WAITS "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -211,6 +212,17 @@ def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
     (caller,) = open_streams(reader, device, 1)
     device.add({caller.id: ["a", "b"]})
     wait_for(lambda: caller.values == ["a", "b"], "they came")
+
+
+def test_a_reader_for_whom_nothing_comes_takes_redis_for_no_server_that_hangs(
+    reader: Noting, device: Device
+) -> None:
+    (caller,) = open_streams(reader, device, 1)
+    asked = len(reader.replies)
+    while len(reader.replies) < asked + 6:
+        assert not reader.retries.is_away
+        time.sleep(0.001)
+    assert not caller.events
 
 
 def test_whoever_stores_a_result_wakes_the_readers(

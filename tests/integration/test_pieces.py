@@ -363,6 +363,20 @@ def test_a_job_whose_first_pieces_were_dropped_begins_anew(pen: Pen) -> None:
     assert pen.writer.read(pen.work(replace(LEASED, resumed=["job"]))) == []
 
 
+@pytest.mark.parametrize(
+    "piece", ["{no json", "[" * 100_000, b"\xff", '{"__type__": "uuid", "__value__": 5}', None]
+)
+def test_a_stream_in_which_others_wrote_what_is_no_piece_is_that_of_a_new_job(
+    pen: Pen, piece: Any
+) -> None:
+    if piece is None:
+        pen.results.set("batchery-pieces:job", "no stream")
+    else:
+        pen.stream()
+        pen.results.xadd("batchery-pieces:job", {"p": piece}, id="1-0")
+    assert pen.writer.read(pen.work(replace(LEASED, resumed=["job"]))) == []
+
+
 def test_without_leases_pieces_are_written_all_the_same(pen: Pen) -> None:
     """As where the broker is RabbitMQ."""
     pen.stream()

@@ -36,7 +36,7 @@ KINDS = ("generation",)
 LAST_EVENT_HEADER = "last-event-id"
 
 #: Ids of events: that of the job, and that of the piece.
-EVENT_ID = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,15}-[0-9]{1,6})")
+EVENT_ID = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,15}-0)")
 
 
 def check_prompts(request: Request, items: Sequence[Mapping[str, Any]], texts: int = 1) -> None:
@@ -119,9 +119,11 @@ class PieceFeed:
                 # Before anybody learns the id.
                 await records.add(TaskRecord(self.job_id, name, caller))
         except BaseException as error:
-            self._gone.cancel()
             # Nobody knows its id, so nobody can come back.
             self._stream.close()
+            if not self._gone.cancel() and not self.is_resumed:
+                # The stream has ended with that its caller has hung up, and its job has not.
+                self._gateway.client.cancel(self.job_id)
             if isinstance(error, Exception):
                 raise build_problem(error) from error
             raise

@@ -76,3 +76,16 @@ def test_a_stream_that_is_dropped_goes_before_its_time() -> None:
         assert left() is None
 
     run(read())
+
+
+def test_a_second_task_that_reads_is_refused_and_the_first_goes_on() -> None:
+    async def read() -> list[int]:
+        stream = AsyncPieceStream(None, "job", timeout_s=10)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(1)
+        with pytest.raises(RuntimeError, match="job job: its stream is read by another task"):
+            await anext(stream)
+        stream.give([piece(1), piece(2)])
+        return [await first, await anext(stream)]
+
+    assert run(read()) == [1, 2]

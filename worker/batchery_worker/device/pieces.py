@@ -202,11 +202,13 @@ class PieceWriter:
         for job in self.open(work).values():
             if job.task_id not in job.context.resumed:
                 continue
-            entries, _ = self._read.attempt(partial(_read_all, job.key), "-")
-            pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
-            if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
-                job.skip(len(pieces))
-                return [json.loads(piece) for _, piece in pieces]
+            with suppress(Exception):  # Whoever sends jobs may have put anything there.
+                entries, _ = self._read.attempt(partial(_read_all, job.key), "-")
+                sent = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
+                if [number for number, _ in sent] == list(range(1, len(sent) + 1)):
+                    pieces = [json.loads(piece) for _, piece in sent]
+                    job.skip(len(pieces))
+                    return pieces
         return []
 
     def receive(self, work: Work | None) -> Receive:

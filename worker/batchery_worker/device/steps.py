@@ -185,7 +185,7 @@ class StepLoop:
         ended_s = time.perf_counter()
         self._steps += 1
         self._steps_s += ended_s - started_s
-        # A step of which nothing comes may be that of a server that hangs.
+        # A step of which nothing comes may be that of an engine that hangs.
         if told and ended_s - self._told_s >= SIGN_PAUSE_S:
             self._told_s = ended_s
             self._tell(Stepped())

@@ -1,11 +1,13 @@
 """Slots of a step model: joining, ending, making room."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 
-from batchery import Advance, Failed, StepModel
+from batchery import Advance, Failed, StepModel, register
 from batchery.execution.steps import SlotItem, Slots, run_steps
 from batchery.model import GOES_ON
 
@@ -120,3 +122,29 @@ def test_a_model_that_advances_an_empty_slot_is_an_error() -> None:
 
 def test_a_whole_batch_runs_to_its_end_in_order() -> None:
     assert run_steps(Letters(), ["ab", "", "c", "def"], {})[0::2] == ["done", "done"]
+
+
+class Interrupted(Letters):
+    """Its first step reaches a time limit."""
+
+    made: ClassVar[list["Interrupted"]] = []
+
+    def load(self, device: str) -> None:
+        self.made.append(self)
+        self.is_unloaded = False
+
+    def unload(self) -> None:
+        self.is_unloaded = True
+
+    def step(self) -> list[Advance]:
+        if len(self.made) == 1:
+            raise SoftTimeLimitExceeded(1)
+        return super().step()
+
+
+def test_a_batch_whose_steps_were_interrupted_leaves_nothing_to_the_next_one() -> None:
+    task = register(Celery("steps", set_as_current=False), "spell", Interrupted, slots=2)
+    with pytest.raises(SoftTimeLimitExceeded):
+        task.run(["abc", "def"])
+    assert task.run(["g"]) == ["done"]
+    assert [model.is_unloaded for model in Interrupted.made] == [True, False]

@@ -156,8 +156,8 @@ class TextGenerator(StepModel):
 
     def join(self, slot: int, prepared: Prompt, pieces: Sequence[Any], **_: Any) -> None:
         """Takes a job in; see `StepModel.join`."""
-        # The cache may have become smaller.
-        self._prompt(prepared.tokens, prepared.options)
+        # The cache may have become smaller, and with it the text of a job that does not say.
+        prepared = self._prompt(prepared.tokens, prepared.options)
         job = TextJob(slot, next(self._serials), prepared, self._decode)
         job.is_streamed = self.is_streamed
         for text in job.texts:
@@ -194,7 +194,8 @@ class TextGenerator(StepModel):
         """A piece of a text; and the result of its job, if that has ended."""
         job = self._jobs[text.slot]
         piece = text.piece(released) if job.is_streamed else None
-        advances = [] if piece is None else [Advance(job.slot, piece)]
+        # Also where there is none: it says that the model does not hang.
+        advances = [Advance(job.slot, piece)]
         if text.finish_reason is not None:
             del self._texts[text.name]
             self._drop(text.name)

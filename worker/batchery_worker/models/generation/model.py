@@ -274,6 +274,9 @@ class GenerationModel(TextGenerator):
             failure = str(error)
         else:
             self._batch.accept([max(token, 0) for token in tokens])
+            if not tokens:
+                # It has read a part of long prompts, and does not hang.
+                advances += map(Advance, self._jobs)
             for text, token in zip(texts, tokens, strict=True):
                 if token != NO_TOKEN:
                     advances += self._advance(text, token)

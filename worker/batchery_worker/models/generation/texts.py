@@ -163,12 +163,15 @@ class TextJob:
         self.texts = [SlotText(self, choice, decode) for choice in range(options.n)]
         #: How often it was in a step that was not finite, since its last token.
         self.doubts = 0
+        #: Number of tokens that came since it joined.
+        self._came = 0
         self._joined_s = time.perf_counter()
         self._first_token_s: float | None = None
 
     def note_token(self) -> None:
         """Remembers when the first token came, and that it goes on."""
         self.doubts = 0
+        self._came += 1
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter()
 
@@ -190,6 +193,6 @@ class TextJob:
             "timings": {
                 "first_token_ms": round(first_s * 1000, 3),
                 "total_ms": round(took_s * 1000, 3),
-                "tokens_per_s": round(tokens_out / took_s, 3),
+                "tokens_per_s": round(self._came / took_s, 3),
             },
         }

@@ -78,8 +78,10 @@ class ServerChoice:
             if value and name not in ("role", "content")
         }
         for call in delta.get("tool_calls", ()):
-            # Some servers send whole calls, without an index.
-            merge(self._calls.setdefault(call.get("index", len(self._calls)), {}), call)
+            # Some servers send whole calls without an index, which OpenAI's clients need.
+            if call.get("index") is None:
+                call["index"] = len(self._calls)
+            merge(self._calls.setdefault(call["index"], {}), call)
         merge(self._message, delta)
         self.finish_reason = event.finish_reason or self.finish_reason
         logprobs = list(read_logprobs(event.logprobs or {}))

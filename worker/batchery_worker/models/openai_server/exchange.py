@@ -181,7 +181,8 @@ class Exchange:
                 raise await read_refusal(response)
             self._used_tokens = prompt.tokens - prompt.max_tokens
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
-                if self._has_ended:
+                # One that has no data, but a time for retries, say, is none to the standard.
+                if self._has_ended or not event.data:
                     continue
                 now_s = asyncio.get_running_loop().time()
                 if event.data == "[DONE]":
@@ -280,6 +281,6 @@ def read_retry_after(text: str) -> float:
     """For how many seconds a server asks not to come again; 0 if it does not."""
     with suppress(ValueError):
         return max(0.0, float(text))
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     return 0.0

@@ -10,6 +10,7 @@ from celery.app import app_or_default
 from redis import RedisError
 
 from batchery.redis_scripts import RedisScripts
+from batchery.retry import is_away
 from batchery_worker.commit.committer import broker_client
 
 LUA = Path(__file__).parent / "lua"
@@ -19,6 +20,9 @@ BURST = 0.1
 
 #: Longest sleep before Redis is asked again, in seconds: others give back what they did not need.
 MAX_SLEEP_S = 5.0
+
+#: How often Redis is asked that is away, in milliseconds. Jobs wait for it, as for their turn.
+AWAY_MS = 1000
 
 
 def bucket(per_minute: int | None) -> tuple[float, float]:
@@ -55,7 +59,7 @@ class RateLimit:
         """Waits until a request with so many tokens may leave; it takes a minute's worth at most.
 
         Raises:
-            ConnectionError: Redis does not answer.
+            ConnectionError: Redis refuses, and is not away.
         """
         taken = min(tokens, self._max_tokens)
         if self._requests[0] or self._tokens[0]:
@@ -64,7 +68,11 @@ class RateLimit:
                     await asyncio.sleep(min(wait_ms / 1e3, MAX_SLEEP_S))
 
     async def correct(self, tokens: int, used: int) -> None:
-        """Takes what a request used in place of the tokens for which it came; errors as `take`."""
+        """Takes what a request used in place of the tokens for which it came.
+
+        Raises:
+            ConnectionError: Redis does not answer.
+        """
         if self._tokens[0]:
             # A server's count is not believed where it is more than could be.
             used = min(used, max(tokens, self._max_tokens))
@@ -79,6 +87,10 @@ class RateLimit:
         try:
             return int(self._scripts.run("take", [self._key], at_once, *taken))
         except (RedisError, OSError) as error:
+            # Another server may be at its address by then.
+            vars(self).pop("_scripts", None)
+            if is_away(error) and not at_once:
+                return AWAY_MS
             raise ConnectionError(f"Redis, which has its rate limit: {error}") from None
 
 

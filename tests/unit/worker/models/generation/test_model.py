@@ -11,6 +11,7 @@ import torch
 from batchery import Generation
 from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory
 from batchery.execution.steps import run_steps
+from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
 from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
@@ -87,6 +88,22 @@ def test_pieces_are_made_for_those_who_read_them(writer: Load) -> None:
         model.is_streamed = True
     assert read.pieces["one"]
     assert not unread.pieces["one"]
+
+
+def test_every_step_gives_a_sign_of_life_though_nobody_reads_pieces(writer: Load) -> None:
+    model, _ = writer("llama", max_batch_tokens=16)
+    # It is read in several steps.
+    (prepared,) = model.preprocess([" ".join(CORPUS)], max_new_tokens=5, ignore_eos=True)
+    model.is_streamed = False
+    try:
+        model.join(0, prepared, ())
+        told = [model.step()]
+        while told[-1][-1].outcome is GOES_ON:
+            told.append(model.step())
+    finally:
+        model.is_streamed = True
+    assert len(told) > 5
+    assert {(each.slot, each.piece) for step in told for each in step} == {(0, None)}
 
 
 def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> None:
@@ -250,7 +267,10 @@ def test_resumed_job_goes_on_behind_its_pieces(
     known = whole.pieces["one"][:after]
     again = Driver(model)
     result = again.one(CORPUS[2], known, max_new_tokens=12, **keywords)
-    del expected["timings"], result["timings"]
+    timings = result.pop("timings")
+    came = timings["tokens_per_s"] * timings["total_ms"] / 1e3
+    assert round(came) == result["tokens_out"] - sum(len(piece["tokens"]) for piece in known)
+    del expected["timings"]
     for each in [*expected.get("choices", ()), *result.get("choices", ())]:
         for token in each.pop("logprobs"):
             assert token["logprob"] <= 0
@@ -279,6 +299,19 @@ def test_memory_that_runs_out_in_a_step_costs_no_job(
     for prompt in prompts:
         assert outcomes[prompt]["text"] == plain.text(plain.write(prompt, 9))
     assert model._batch.cache_tokens < before
+
+
+def test_job_that_was_read_before_the_cache_became_smaller_fills_the_new_one(
+    load: Load, tmp_path: Path
+) -> None:
+    model = load("generation", save_writer(tmp_path / "writer"), cache_tokens=160)
+    (prepared,) = model.preprocess([CORPUS[0]], ignore_eos=True)
+    while model._batch.capacity > 64:
+        assert model._batch.shrink(64)
+        model._batch.build()
+    (result,) = run_steps(model, [prepared], {})
+    assert result["finish_reason"] == "length"
+    assert result["tokens_in"] + result["tokens_out"] == model._batch.capacity
 
 
 def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(

@@ -12,7 +12,12 @@
 local clock = redis.call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local known = redis.call('HMGET', KEYS[1], 'at', 'requests', 'tokens')
-local elapsed_ms = math.max(0, now_ms - (tonumber(known[1]) or now_ms))
+local at_ms = tonumber(known[1]) or now_ms
+if at_ms > now_ms then
+  -- The clock has gone back, as with a failover. Else nothing would come until that time is there.
+  redis.call('HSET', KEYS[1], 'at', now_ms)
+end
+local elapsed_ms = math.max(0, now_ms - at_ms)
 
 local wait_ms, full_ms = 0, 0
 local levels = {}
