@@ -194,14 +194,17 @@ class TextGenerator(StepModel):
         """A piece of a text; and the result of its job, if that has ended."""
         job = self._jobs[text.slot]
         piece = text.piece(released) if job.is_streamed else None
-        # Also where there is none: it says that the model does not hang.
-        advances = [Advance(job.slot, piece)]
+        advances = [] if piece is None else [Advance(job.slot, piece)]
         if text.finish_reason is not None:
             del self._texts[text.name]
             self._drop(text.name)
             if job.has_ended:
                 advances.append(self._end(job))
         return advances
+
+    def _sign(self) -> list[Advance]:
+        """Says that the model does not hang, although nothing has come for anybody."""
+        return [Advance(slot) for slot in itertools.islice(self._jobs, 1)]
 
     def _fail(self, job: TextJob, why: Any) -> Advance:
         self.leave(job.slot)

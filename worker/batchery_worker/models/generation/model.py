@@ -274,15 +274,12 @@ class GenerationModel(TextGenerator):
             failure = str(error)
         else:
             self._batch.accept([max(token, 0) for token in tokens])
-            if not tokens:
-                # It has read a part of long prompts, and does not hang.
-                advances += map(Advance, self._jobs)
             for text, token in zip(texts, tokens, strict=True):
                 if token != NO_TOKEN:
                     advances += self._advance(text, token)
             if NO_TOKEN in tokens:
                 advances += self._weed_out()
-            return advances
+            return advances or self._sign()
         return advances + self._shrink(failure)
 
     def _choose(self, texts: Sequence[SlotText], logits: Tensor) -> list[int]:

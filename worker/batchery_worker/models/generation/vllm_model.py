@@ -153,11 +153,12 @@ class VllmModel(TextGenerator):
             BatcheryError: The engine has died.
         """
         advances = self._end_resumed()
-        for event in self._engine.receive(0.0 if advances else STEP_S):
+        events = self._engine.receive(0.0 if advances else STEP_S)
+        for event in events:
             # One that was dropped meanwhile is not there any more.
             if (text := self._texts.get(event["name"])) is not None:
                 advances += self._take(text, event)
-        return advances
+        return advances or (self._sign() if events else [])
 
     def _take(self, text: SlotText, event: Mapping[str, Any]) -> list[Advance]:
         job = self._jobs[text.slot]
