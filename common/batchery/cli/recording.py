@@ -215,11 +215,6 @@ def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s
 
     Returns:
         The exit code.
-
-    Raises:
-        RedisUnavailable: The broker does not answer at the start.
-        StartError: The broker is not a Redis, and does not answer at the start; or the file cannot
-            be written.
     """
     check_broker(app)
     with write_errors(path):

@@ -261,9 +261,6 @@ def survey(
         app: The app whose broker is asked.
         timeout_s: How long answers are collected, in seconds.
         queues: Names of queues that are looked into, whether a worker consumes them or not.
-
-    Raises:
-        RedisUnavailable: The broker does not answer.
     """
     with broker_errors():
         workers = directory.ask(timeout_s)
@@ -281,9 +278,6 @@ def survey_registered(
         timeout_s: How long answers are collected, in seconds.
         queues: Names of queues that are looked into, whether a worker consumes them or not.
         asks: Whether workers are asked at all.
-
-    Raises:
-        RedisUnavailable: The broker does not answer.
     """
     with broker_errors():
         registered = registered_workers(app)
@@ -346,11 +340,7 @@ def read_memory(app: Celery) -> RedisMemory | None:
 
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
-    """The workers with leases, by id, the dead among them; none if the broker is not a Redis.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
+    """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
         if not isinstance(channel, kombu_redis.Channel):
@@ -377,9 +367,6 @@ def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> di
 
     Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
     there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
-
-    Raises:
-        redis.RedisError: Redis does not answer, or refuses this user.
     """
     dead = [worker for worker, each in registered.items() if each.is_dead]
     found: dict[str, Waiting] = {}

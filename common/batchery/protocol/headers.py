@@ -109,11 +109,7 @@ def read_tenant(message: Mapping[str, Any]) -> str:
 
 
 def with_tenant(options: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
-    """Options of `apply_async` whose headers name a tenant; the same ones for None.
-
-    Raises:
-        InvalidItem: It is no name.
-    """
+    """Options of `apply_async` whose headers name a tenant; the same ones for None."""
     if tenant is None:
         return dict(options)
     headers = {**(options.get("headers") or {}), TENANT: tenant}

@@ -114,12 +114,7 @@ class LeaseStore:
         return self.keys.lease(self.worker)
 
     def open(self) -> None:
-        """Registers this worker; does nothing if it is registered.
-
-        Raises:
-            RedisUnavailable: This Redis cannot hold leases; the text says why.
-            redis.RedisError: Redis does not answer.
-        """
+        """Registers this worker; does nothing if it is registered."""
         if self.is_open:
             return
         self._registration.check_server()
@@ -196,11 +191,7 @@ class LeaseStore:
             lease.suspect, lease.deaths = suspect, deaths
 
     def note_delivery(self, token: str) -> None:
-        """Notes in Redis that a suspect is about to be read, with nothing beside it.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Notes in Redis that a suspect is about to be read, with nothing beside it."""
         note = f"alone {token} {token}"
         self.scripts.run("note", [self.keys.running(self.worker)], "HSET", DELIVERY, note)
 
@@ -213,11 +204,7 @@ class LeaseStore:
         self.client.hdel(self.keys.running(self.worker), DELIVERY)
 
     def blame_delivery(self, suspect: str) -> None:
-        """Counts a message against which this worker has just run: it is about to end.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Counts a message against which this worker has just run: it is about to end."""
         self.scripts.run("note", [self.keys.suspects], "HINCRBY", build_delivery_field(suspect), 1)
 
     def published(self, token: str, publish_tag: str) -> None:
@@ -338,11 +325,7 @@ class LeaseStore:
         return given
 
     def sort_tenants(self, key: bytes) -> None:
-        """Sorts what waits in a list by tenant, in steps between which Redis serves others.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Sorts what waits in a list by tenant, in steps between which Redis serves others."""
         for _ in range(MAX_SORT_STEPS):
             if not self.scripts.run("sort_tenants", [self.keys.tenants, key]):
                 break
@@ -467,9 +450,6 @@ def give_back_left(store: LeaseStore, active: Collection[str]) -> None:
     Args:
         store: It may have a holder again.
         active: Tokens of jobs that still run; their leases stay.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
     """
     with _lock:
         if store.holder is None:

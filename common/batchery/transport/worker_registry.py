@@ -45,7 +45,6 @@ class Registration:
 
         Raises:
             RedisUnavailable: It cannot; the text says why.
-            redis.RedisError: It does not answer.
         """
         require_supported(server_info(self._client, "server"))
         warn_of_eviction(server_info(self._client, "memory"))
@@ -58,7 +57,6 @@ class Registration:
 
         Raises:
             RedisUnavailable: What is in this Redis was written by a newer version.
-            redis.RedisError: Redis does not answer.
         """
         self.worker = uuid.uuid4().hex
         keys = self._keys
@@ -99,11 +97,7 @@ class Registration:
         return json.dumps(about)
 
     def unregister(self) -> None:
-        """Removes this worker; its leases go back to the queues, in the original order.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Removes this worker; its leases go back to the queues, in the original order."""
         keys = self._keys.of_recovery(self.worker)
         self._scripts.run("recover", keys, self.worker, "", 0)
 

@@ -164,7 +164,6 @@ def make_app(
         metrics_folder: Where several processes share what they count; None for one process.
 
     Raises:
-        SettingsError: A key has a class that is not there.
         DatasetError: There is no such place for files.
     """
     callers = Callers(settings)

@@ -145,11 +145,7 @@ class ModelFiles:
             raise self._unreadable(name, error) from error
 
     def json(self, name: str) -> Any:
-        """Reads a JSON file; an empty dictionary where there is none.
-
-        Raises:
-            Problem: It cannot be read, or is no JSON.
-        """
+        """Reads a JSON file; an empty dictionary where there is none."""
         path = self.path(name)
         if path is None:
             return {}
@@ -218,21 +214,13 @@ UNKNOWN = ModelInfo()
 
 
 def read_prompts(model: ServedModel) -> Mapping[str, str]:
-    """The prompts of a model: those of its files, and those of its settings.
-
-    Raises:
-        Problem: Its files cannot be read.
-    """
+    """The prompts of a model: those of its files, and those of its settings."""
     general = ModelFiles(model).json("config_sentence_transformers.json")
     return {**(general.get("prompts") or {}), **model.settings.prompts}
 
 
 def read_info(model: ServedModel) -> ModelInfo:
-    """Reads the files of a model.
-
-    Raises:
-        Problem: They cannot be read.
-    """
+    """Reads the files of a model."""
     files = ModelFiles(model)
     config = files.json("config.json")
     limits = [

@@ -84,11 +84,7 @@ class ServeOptions:
         return load_app(self.app_path, self.redis_url)
 
     def load_tasks(self) -> Celery:
-        """The app, and its tasks, as a worker has them: where one goes is said in its code.
-
-        Raises:
-            StartError: The app cannot be imported, or a module of its tasks, or a setting is wrong.
-        """
+        """The app, and its tasks, as a worker has them: where one goes is said in its code."""
         app = self.load()
         loader: Any = app.loader
         try:
@@ -129,7 +125,6 @@ def application(
 
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
-        SettingsError: A setting is wrong.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
     app = options.load_tasks()

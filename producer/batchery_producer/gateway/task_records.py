@@ -129,11 +129,7 @@ class TaskRecords:
         return record
 
     async def revoke(self, record: TaskRecord) -> TaskRecord:
-        """Notes that a task is not wanted.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Notes that a task is not wanted."""
         revoked = replace(record, revoked=True)
         await self.add(revoked)
         return revoked
@@ -143,11 +139,7 @@ class TaskRecords:
         return await asyncio.to_thread(self.read_state, record)
 
     def read_state(self, record: TaskRecord) -> TaskState:
-        """How a task is.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """How a task is."""
         key = self._store.backend.get_key_for_task(record.id)
         payload = self._store.call(lambda client: client.get(key))
         if payload is None and self.lifetime_s is not None:
@@ -225,11 +217,7 @@ class TaskRecords:
         return known["id"], not was_sent
 
     async def not_sent(self, caller: str, key: str) -> None:
-        """Forgets an idempotency key whose task could not be sent.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Forgets an idempotency key whose task could not be sent."""
         name = self._once_key(caller, key)
         await self._store.run(lambda client: client.delete(name, name + b":sending"))
 

@@ -292,10 +292,6 @@ class MetaWriter:
             result: Its result, as JSON in UTF-8.
             waited_ms: How long it waited in the worker.
             fields: Further fields, from `stored_fields`.
-
-        Raises:
-            TypeError: JSON cannot write a field.
-            ValueError: JSON cannot write a field either.
         """
         text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '
         return b"%b%b}" % (text.encode(), result)

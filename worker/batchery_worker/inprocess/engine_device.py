@@ -54,12 +54,7 @@ class LocalDevice:
         self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
     def load(self) -> None:
-        """Loads the model and warms it up.
-
-        Raises:
-            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
-            DeviceUnavailable: The device does not exist.
-        """
+        """Loads the model and warms it up."""
         _, self._served = self._model.serve()
 
     def run(
@@ -302,7 +297,6 @@ class SpawnedDevice:
         """Waits for messages; meanwhile the pipe takes what was not written yet.
 
         Raises:
-            EOFError: The process is dead.
             TimeoutError: There was none within this time, in seconds.
         """
         assert device.link is not None

@@ -125,7 +125,6 @@ class TextModel(Model):
         Raises:
             ModelLoadError: There is no model, no text model, no safetensors, not all weights, not
                 enough memory, or an impossible setting; one line says which.
-            DeviceUnavailable: There is no such device; names the devices that there are.
         """
         self._split = open_split(device, self.settings)
         self._device = self._split.device

@@ -103,9 +103,6 @@ class Storage:
 
         Args:
             url: A folder or a URL. A relative folder is one of the current directory.
-
-        Raises:
-            DatasetError: There is no such filesystem, or its package is not installed.
         """
         remote = Remote.at(url if is_url(url) else str(Path(url).absolute()))
         self._files: Any = remote.filesystem

@@ -34,11 +34,7 @@ class Whole:
     is_whole: ClassVar[bool] = True
 
     def __init__(self, device: str) -> None:
-        """Takes a device.
-
-        Raises:
-            DeviceUnavailable: There is no such device.
-        """
+        """Takes a device."""
         self.device: torch.device = device_named(device)
         self.options: dict[str, Any] = {}
 
@@ -87,7 +83,6 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
         settings: Of the model.
 
     Raises:
-        DeviceUnavailable: A part of it is not there.
         ModelLoadError: The model's settings do not go together with several parts.
     """
     parts = device.split("+")

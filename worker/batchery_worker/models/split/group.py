@@ -138,11 +138,7 @@ class Group(Whole):
         _end(f"{name} has ended with exit code {code}")
 
     def begin(self, model: Any, config: Any) -> None:
-        """Looks whether the model can be cut into slices, then has the peers load it, too.
-
-        Raises:
-            ModelLoadError: It cannot; says what to use instead.
-        """
+        """Looks whether the model can be cut into slices, then has the peers load it, too."""
         check_slices(model.settings.model, config, self.ranks)
         if self._rank == 0:
             self._loading = id(model)

@@ -40,7 +40,6 @@ class Layers(Whole):
             settings: Of the model.
 
         Raises:
-            DeviceUnavailable: A part is not there.
             ModelLoadError: The kind of the model needs all layers on one card.
         """
         if settings.kind == "generation" and device.count("cuda") > 1:

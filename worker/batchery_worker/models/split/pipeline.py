@@ -40,7 +40,6 @@ class Pipeline(Layers):
             settings: Of the model.
 
         Raises:
-            DeviceUnavailable: A part is not there.
             ModelLoadError: The device, or the kind of the model, is not for a pipeline.
         """
         if device.endswith(("+cpu", "+disk")):
