@@ -52,7 +52,6 @@ class Recording:
     """All that the workers have told."""
 
     def __init__(self) -> None:
-        """Has heard of no job."""
         self.workers: dict[str, RecordedWorker] = {}
         #: Names of the queues from which the workers take jobs.
         self.queues: set[str] = set()

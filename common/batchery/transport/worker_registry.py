@@ -147,11 +147,7 @@ ODD_ENTRY = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 
 def read_expiry(about: bytes | None) -> float | None:
-    """The expiry that a worker has registered, in seconds; None if there is none.
-
-    Args:
-        about: The worker's entry in worker-info.
-    """
+    """The expiry that a worker has registered, in seconds; None if there is none."""
     try:
         expiry_s = json.loads(about or b"{}")["expiry_s"]
         return float(expiry_s) if expiry_s > 0 else None
@@ -160,12 +156,7 @@ def read_expiry(about: bytes | None) -> float | None:
 
 
 def read_text(about: bytes | None, field: str) -> str | None:
-    """A text that a worker has registered; None if there is none, as from older versions.
-
-    Args:
-        about: The worker's entry in worker-info.
-        field: `name`, `host` or `version`.
-    """
+    """A text that a worker has registered; None if there is none, as from older versions."""
     try:
         text = json.loads(about or b"{}")[field]
     except ODD_ENTRY:

@@ -71,11 +71,7 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose routes need a key, but for those that need none.
-
-    Args:
-        schema: As from `describe_errors`.
-    """
+    """A schema whose routes need a key, but for those that need none."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

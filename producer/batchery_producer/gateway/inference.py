@@ -53,9 +53,6 @@ def count_chars(items: Sequence[Any]) -> int:
 def check_growth(chars: int) -> None:
     """Makes sure that an answer cannot get too large which is many times as large as its request.
 
-    Args:
-        chars: Characters or token ids of the request.
-
     Raises:
         Problem: There are too many.
     """

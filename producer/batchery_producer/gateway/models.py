@@ -277,12 +277,7 @@ class ModelTokenizer:
         return self.prompts[name]
 
     def tokens(self, texts: Sequence[str], *, special: bool) -> bytes:
-        """The tokens of each text, as JSON, and where they stand in it, in bytes.
-
-        Args:
-            texts: Texts, prompts included.
-            special: Whether special tokens are added.
-        """
+        """The tokens of each text, as JSON, and where they stand in it, in bytes."""
         encodings = self.library.encode_batch(texts, add_special_tokens=special)
         return b"[%b]" % b",".join(
             json_list(_describe_tokens(text, encoding), at_a_time=TOKENS_AT_A_TIME)
@@ -404,11 +399,6 @@ def numbers(vector: str) -> Vector:
 
 def shorten(vector: str, dimensions: int, *, scale: bool) -> str:
     """Keeps the leading dimensions of a vector in base64.
-
-    Args:
-        vector: In base64.
-        dimensions: How many it keeps.
-        scale: Whether what is kept gets length 1.
 
     Raises:
         ValueError: It has fewer.

@@ -101,9 +101,6 @@ class ServeOptions:
     def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
 
-        Args:
-            anew: Whether they are read again.
-
         Raises:
             StartError: The app cannot be imported, or a setting is wrong.
         """

@@ -32,7 +32,6 @@ class Store:
     """
 
     def __init__(self, app: Celery) -> None:
-        """Prepares; does not connect."""
         #: Celery's backend; one for all threads, as its client is.
         self.backend: Any = app.backend
         self._is_redis = isinstance(self.backend, RedisBackend)
@@ -110,11 +109,6 @@ class JobQueue:
 
     def send(self, work: str, *arguments: Any, tenant: str | None = None) -> None:
         """Sends a job.
-
-        Args:
-            work: What it does.
-            arguments: Further arguments of the task.
-            tenant: For whom it runs.
 
         Raises:
             OperationalError: kombu's; the broker is away.

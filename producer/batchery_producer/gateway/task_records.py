@@ -181,11 +181,6 @@ class TaskRecords:
     async def once(self, caller: str, key: str, digest: str) -> tuple[str, bool]:
         """The id of the task of an idempotency key.
 
-        Args:
-            caller: Whose key it is.
-            key: What the caller says.
-            digest: Digest of the request.
-
         Returns:
             The id, and whether the task must be sent now.
 
@@ -258,7 +253,6 @@ class ResultWaiter:
     """One thread waits for all jobs that coroutines of this process wait for."""
 
     def __init__(self, app: Celery) -> None:
-        """Prepares; connects with the first wait."""
         self._app = app
         self._ended = False
         self._wake = threading.Condition()

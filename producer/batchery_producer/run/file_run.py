@@ -291,11 +291,6 @@ class FileRun:
     ) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
-        Args:
-            rows: Rows to send.
-            output: The output, which is open.
-            figures: Collects figures for the report.
-
         Raises:
             DatasetError: The input is unusable, or the output can no longer be written. Results
                 that were written stay.

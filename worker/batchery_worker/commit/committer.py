@@ -178,12 +178,7 @@ ALWAYS_STORED = frozenset(
 
 
 def only_celery_stores(app: Celery, task: BatchTask) -> str | None:
-    """The reason why only Celery's backend can write the results of a task; None if we can.
-
-    Args:
-        app: The app of the process.
-        task: One of its tasks.
-    """
+    """The reason why only Celery's backend can write the results of a task; None if we can."""
     backend: Any = task.backend
     # Completion threads have a subclass of the class that the app chose.
     chosen = getattr(backend, "stock_class", type(backend))
@@ -224,10 +219,6 @@ def stored_fields(
 
 def encode_fields(task_id: str, fields: Mapping[str, Any]) -> str:
     """The job's own part of a stored result, in JSON, without the braces around it.
-
-    Args:
-        task_id: Id of the job.
-        fields: From `stored_fields`.
 
     Raises:
         TypeError: JSON cannot write a field.

@@ -58,12 +58,7 @@ class TracerReasons:
 
 
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
-    """The reason why all jobs of a task need the tracer; None if they do not.
-
-    Args:
-        app: The app of the worker.
-        task: One of its tasks.
-    """
+    """The reason why all jobs of a task need the tracer; None if they do not."""
     own_call = sentry.unwrapped(type(task).__call__) is not BatchTask.__call__
     own_tracer = trace.build_tracer.__module__ not in (trace.__name__, sentry.INTEGRATION)
     clauses = (
@@ -90,12 +85,7 @@ def warn_of_tracer(app: Celery, tasks: Iterable[BatchTask]) -> None:
 
 
 def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:
-    """The reason why one job needs the tracer; None if it does not.
-
-    Args:
-        message: The headers of its message.
-        embed: The third part of the message's body.
-    """
+    """The reason why one job needs the tracer; None if it does not."""
     if message.get("replaced_task_nesting"):
         return "a job that replaced another"
     for name in ("callbacks", "errbacks", "chain", "chord"):
@@ -116,11 +106,6 @@ class CommitEligibility:
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
     ) -> CommitContext | None:
         """Makes the commit context of a batch.
-
-        Args:
-            task: The task of all jobs.
-            jobs: The jobs, about to be dispatched.
-            dispatched_s: The time by the scheduler's clock.
 
         Returns:
             None if Celery's tracer must complete all of the jobs.

@@ -112,16 +112,7 @@ class Listeners:
         runtime_s: float,
         stacks: "Stacks",
     ) -> None:
-        """Calls what comes after a job that has succeeded and is stored.
-
-        Args:
-            task: The task.
-            call: The job.
-            value: Its result.
-            text: The result as text, for the log.
-            runtime_s: How long its device took, in seconds.
-            stacks: Entered for the task.
-        """
+        """Calls what comes after a job that has succeeded and is stored."""
         listened = call.listened or _listened(call)
         stacks.enter(listened.request)
         listened.context.run(self._after, task, call, listened, value, text, runtime_s)

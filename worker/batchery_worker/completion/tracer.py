@@ -288,12 +288,7 @@ def raised(info: ExceptionInfo) -> Any:
 
 
 def plain_info(error: BaseException, trace: TracebackType | None) -> ExceptionInfo:
-    """A failure with no more than the class and the text of an exception whose own code raises.
-
-    Args:
-        error: The exception.
-        trace: Where the job broke off.
-    """
+    """A failure with no more than the class and the text of an exception whose own code raises."""
     plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
     return ExceptionInfo((ItemFailed, plain, trace))
 
@@ -311,9 +306,6 @@ def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
     Celery clears some of them, while its own still run. Those hold the exception and a copy of its
     traceback, and it holds them: a circle of 0.3 MB, and of so few objects that Python's collector
     lets a thousand of them pile up.
-
-    Args:
-        traced: The tracer's answer.
 
     Returns:
         The same.

@@ -468,10 +468,6 @@ class EngineDevice(Device):
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:  # noqa: ARG002 (has none)
         """Loads the model and warms it up.
 
-        Args:
-            setup: From the parent.
-            app: None.
-
         Raises:
             BatcheryError: Says in one line what is missing.
         """

@@ -43,11 +43,6 @@ USELESS_ADVICE = {
 def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
     """Loads the model of a task and runs its warm-up. Its results are for Redis.
 
-    Args:
-        task: The task.
-        device: As torch spells it.
-        settings: Of another version than the task's own.
-
     Raises:
         ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
         DeviceUnavailable: The device does not exist.

@@ -97,10 +97,6 @@ class ModelPool:
     def serve(self, name: str, wanted: Collection[str] = ()) -> LoadedModel:
         """Makes a model ready; others make room for it.
 
-        Args:
-            name: Of its task.
-            wanted: Other models that jobs wait for.
-
         Raises:
             ModelLoadError: It cannot be loaded, or does not fit; says what would have to be.
         """

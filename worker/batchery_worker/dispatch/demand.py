@@ -141,11 +141,7 @@ class BatchDemand:
         return self._give(old, give)
 
     def offer_stranded(self, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs whose devices are all drained, suspects too; returns how many went.
-
-        Args:
-            give: As for `offer`.
-        """
+        """Offers the jobs whose devices are all drained, suspects too; returns how many went."""
         if not any(device.is_drained for device in self._supervisor.devices):
             return 0
         held = [job for job in self._scheduler if job.payload.request is not None]

@@ -43,11 +43,6 @@ class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
     def __init__(self, loop: BatchLoop) -> None:
-        """Starts with the first call.
-
-        Args:
-            loop: Forms and runs the batches.
-        """
         #: The options as the user wrote them, for a batcher that is made of this one.
         self.given_options: Mapping[str, Any] = {}
         self.options = options = loop.options

@@ -525,12 +525,6 @@ def _nothing(*_: Any) -> None:
 def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
     """Refuses a model whose head has random weights.
 
-    Args:
-        source: The model.
-        missing: Weights that its files lack.
-        name: Of the head.
-        task: What such a model is trained for.
-
     Raises:
         ModelLoadError: Weights are missing; names two of them.
     """

@@ -60,11 +60,6 @@ def find_entities(
 ) -> list[LabelSpan]:
     """Finds the entities of a text.
 
-    Args:
-        tokens: Tokens of the text, in order.
-        labels: Name of each label.
-        aggregation: As in `TokenClassificationKeywords`.
-
     Returns:
         Entities, in order, without what is outside of all of them.
     """

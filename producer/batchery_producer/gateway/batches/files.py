@@ -273,12 +273,6 @@ class FileStore:
     """The files."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
-        """Connects to neither.
-
-        Args:
-            store: Where the records are.
-            storage: Where the contents are.
-        """
         self._store = store
         self.storage = storage
         self.removals_key = store.key("removals")

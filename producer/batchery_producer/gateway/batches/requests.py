@@ -390,7 +390,6 @@ class SlicesInFlight:
     def __init__(
         self, app: Celery, model: ServedModel, record: BatchRecord, lines: BatchLines
     ) -> None:
-        """Reads and sends nothing yet."""
         self._app = app
         self._record = record
         self._lines = lines

@@ -69,11 +69,6 @@ class Group(Whole):
     def __init__(self, device: str, rank: int, folder: Path) -> None:
         """Joins, which waits for all ranks.
 
-        Args:
-            device: Of the whole group.
-            rank: Of this process.
-            folder: Where the ranks find each other.
-
         Raises:
             DeviceUnavailable: A part of the device is not there.
         """
@@ -208,11 +203,6 @@ class Group(Whole):
 
 def check_slices(name: str, config: Any, ranks: int) -> None:
     """Makes sure that a model can be cut into slices.
-
-    Args:
-        name: Of the model.
-        config: Of transformers.
-        ranks: Number of slices of each layer.
 
     Raises:
         ModelLoadError: It cannot; says what to use instead.

@@ -35,10 +35,6 @@ class Layers(Whole):
     def __init__(self, device: str, settings: ModelSettings) -> None:
         """Looks how much each part of the device may hold.
 
-        Args:
-            device: Its parts, with `+` between them.
-            settings: Of the model.
-
         Raises:
             ModelLoadError: The kind of the model needs all layers on one card.
         """
