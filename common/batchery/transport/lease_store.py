@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 
@@ -39,13 +39,6 @@ MAX_TOKENS_PER_COMMAND = 1000
 #: messages and a few milliseconds. The loop waits meanwhile; what is left is sorted with what it
 #: takes next.
 MAX_SORT_STEPS = 250
-
-
-class Stoppable(Protocol):
-    """A thread that can be told to end."""
-
-    def stop(self) -> None:
-        """Ends it; returns at once."""
 
 
 class LeaseStore:
@@ -79,8 +72,8 @@ class LeaseStore:
         self._acks: deque[str] = deque()
         self._bookkeeping = AckBookkeeping(self.keys)
         self.running_batches = RunningBatches(client, self.keys)
-        #: Runs while the store is open.
-        self.heartbeat: Stoppable | None = None
+        #: The `Heartbeat` that runs while the store is open.
+        self.heartbeat: Any = None
         #: The channel that uses this store; None while the store waits for the next one.
         self.holder: object | None = None
         #: Whether this worker is registered, and may hold leases.

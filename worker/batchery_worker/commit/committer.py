@@ -15,7 +15,7 @@ from datetime import datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import redis
 from celery import Celery
@@ -309,25 +309,6 @@ class EncodedOutcome:
     spelled: Sequence[Any]
 
 
-class Committer(Protocol):
-    """Stores the results of a batch; called on the commit thread of a device process."""
-
-    def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
-    ) -> Sequence[CommitStatus]:
-        """Stores the results that it can store.
-
-        Args:
-            jobs: The outcomes of one batch.
-            context: The commit context of the batch, from the main process.
-            info: Facts of the batch, stored with each result.
-
-        Returns:
-            One status per job, in order.
-        """
-        ...
-
-
 #: The statuses by their numbers in commit.lua.
 COMMIT_STATUSES = (CommitStatus.FENCED, CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER)
 
@@ -374,7 +355,16 @@ class RedisCommitter:
     def commit(
         self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
-        """Stores the results that it can store; waits as long as Redis is away."""
+        """Stores the results that it can store; waits as long as Redis is away.
+
+        Args:
+            jobs: The outcomes of one batch.
+            context: The commit context of the batch, from the main process.
+            info: Facts of the batch, stored with each result.
+
+        Returns:
+            One status per job, in order.
+        """
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
