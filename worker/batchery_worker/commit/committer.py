@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchery.protocol.headers import expires_s, stream_key
-from batchery.redis_scripts import RedisScripts
+from batchery.redis_scripts import RedisScripts, cut_into_parts
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
@@ -373,7 +373,12 @@ class RedisCommitter:
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]
-        for part in _parts([entry for entry in entries if entry is not None]):
+        for part in cut_into_parts(
+            [entry for entry in entries if entry is not None],
+            lambda entry: len(entry.value),
+            MAX_BYTES_PER_SCRIPT,
+            MAX_JOBS_PER_SCRIPT,
+        ):
             for entry, status in zip(part, self._run(part, context), strict=True):
                 statuses[entry.index] = status
         return statuses
@@ -520,20 +525,6 @@ def _json(kind: str, content: Any) -> bytes:
         encoded: bytes = content
         return encoded
     return content.encode() if kind == "json" else plain_json(content)
-
-
-def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
-    """Cuts a batch into parts, one for each call of the script."""
-    part: list[_Entry] = []
-    size_bytes = 0
-    for entry in entries:
-        part.append(entry)
-        size_bytes += len(entry.value)
-        if len(part) == MAX_JOBS_PER_SCRIPT or size_bytes >= MAX_BYTES_PER_SCRIPT:
-            yield part
-            part, size_bytes = [], 0
-    if part:
-        yield part
 
 
 def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:
