@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from celery import Celery
@@ -40,21 +41,6 @@ FIXES = {
     "a result serializer other than JSON": "leave result_serializer at json",
     "compressed results": "leave result_compression unset",
 }
-
-
-class TracerReasons:
-    """The reasons why all jobs of a task need the tracer; cached."""
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._tasks: dict[str, str | None] = {}
-
-    def of_task(self, task: BatchTask) -> str | None:
-        """The reason why all jobs of a task need the tracer; None if they do not."""
-        name = task.name
-        if name not in self._tasks:
-            self._tasks[name] = task_needs_tracer(self._app, task)
-        return self._tasks[name]
 
 
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
@@ -98,7 +84,7 @@ class CommitEligibility:
     """Decides for every batch before it goes to its device; costs a few µs per job."""
 
     def __init__(self, app: Celery, listeners: Listeners) -> None:
-        self._tracer_reasons = TracerReasons(app)
+        self._find_tracer_reason = cache(partial(task_needs_tracer, app))
         self._listeners = listeners
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
@@ -142,7 +128,7 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        call.tracer_reason = self._tracer_reasons.of_task(task) or request_needs_tracer(
+        call.tracer_reason = self._find_tracer_reason(task) or request_needs_tracer(
             call.message, call.request.embed
         )
         if call.tracer_reason is not None:

@@ -58,8 +58,6 @@ class ListenedJob:
     """What the two parts of a job share."""
 
     request: Context
-    #: Whether the first part was called.
-    begun: bool = False
     #: What `before_start` raised: the job's outcome, as with Celery.
     error: Exception | None = None
     scope: AbstractContextManager[Any] | None = None
@@ -89,7 +87,6 @@ class Listeners:
         """Calls what comes before a job; once, however often the job is sent to a device."""
         if call.listened is None:
             call.listened = listened = _listened(call)
-            listened.begun = True
             stacks.enter(listened.request)
             listened.context.run(self._before, task, call, listened)
 
