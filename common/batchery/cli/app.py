@@ -98,6 +98,8 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
     if with_tasks:
         try:
             app.loader.import_default_modules()
+        except StartError:
+            raise
         except Exception as error:
             raise AppNotImportable(
                 f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
