@@ -98,7 +98,7 @@ class DeviceSupervisor:
         self._refusals: dict[str, NotReady] = {}
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
         #: process has died, or it is drained.
-        self.on_change: Callable[[DeviceProcess, Reply | None], None] = _ignore_change
+        self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
 
     @property
     def dispatched(self) -> int:
@@ -559,10 +559,6 @@ class DeviceSupervisor:
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
-
-
-def _ignore_change(*_: object) -> None:
-    """For a worker whose models nobody reloads."""
 
 
 def warn_if_short(device: DeviceProcess) -> None:

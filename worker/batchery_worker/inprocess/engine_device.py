@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import BatcheryError, DeviceDied, ModelLoadError
-from batchery.execution.batch import prepare
+from batchery.execution.batch import are_same, prepare
 from batchery.outcomes import Failed
 from batchery.tracebacks import with_frames
 from batchery_worker.device.loading import EngineModel
@@ -106,16 +106,9 @@ class LocalDevice:
         assert self._served is not None
         if self._ahead is not None:
             ahead, same_keywords, prepared = self._ahead
-            if keywords == same_keywords and is_same(items, ahead):
+            if keywords == same_keywords and are_same(items, ahead):
                 return prepared
         return prepare(self._served.model, items, keywords)
-
-
-def is_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very same items."""
-    return len(items) == len(others) and all(
-        one is other for one, other in zip(items, others, strict=True)
-    )
 
 
 def show_origin(outcome: Any) -> None:
@@ -272,7 +265,7 @@ class SpawnedDevice:
         if self._ahead is None:
             return None
         sent, same_keywords, number = self._ahead
-        return number if keywords == same_keywords and is_same(items, sent) else None
+        return number if keywords == same_keywords and are_same(items, sent) else None
 
     def _send(
         self, device: DeviceProcess, items: Sequence[Any], keywords: Mapping[str, Any]
