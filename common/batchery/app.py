@@ -26,7 +26,6 @@ def _read_settings() -> Settings:
     """The app's settings.
 
     Raises:
-        SettingsError: One of them is wrong.
         WrongSetting: The same, where the command `celery` is what runs.
     """
     try:

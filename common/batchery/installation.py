@@ -24,21 +24,13 @@ class Installation:
 
     @property
     def settings(self) -> Settings:
-        """The app's settings, read once, at first use.
-
-        Raises:
-            SettingsError: One of them is wrong.
-        """
+        """The app's settings, read once, at first use."""
         if self._settings is None:
             self._settings = self.read_settings()
         return self._settings
 
     def read_settings(self) -> Settings:
-        """The app's settings as they are now, read anew.
-
-        Raises:
-            SettingsError: One of them is wrong.
-        """
+        """The app's settings as they are now, read anew."""
         return Settings.load(self._app.conf, **self._keywords)
 
     @cached_property

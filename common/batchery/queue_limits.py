@@ -163,13 +163,7 @@ def find_destination(app: Celery, task: str, options: Mapping[str, Any]) -> Dest
 
 
 def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
-    """What waits in a queue with some priorities; None if the broker is no Redis, or is away.
-
-    Args:
-        channel: Of kombu.
-        queue: Name of the queue.
-        priorities: Those of one class.
-    """
+    """What waits in a queue with some priorities; None if the broker is no Redis, or is away."""
     if not isinstance(channel, kombu_redis.Channel):
         return None
     steps: Any = channel

@@ -3,15 +3,17 @@
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 from hiredis import pack_command
+
+T = TypeVar("T")
 
 #: The keys of one call of a script, and its arguments.
 ScriptCall = tuple[Sequence[Any], Sequence[Any]]
@@ -47,6 +49,29 @@ def packed(*commands: Sequence[Any]) -> bytes:
         commands: The words of each: texts, bytes and numbers.
     """
     return b"".join(map(pack_command, map(tuple, commands)))
+
+
+def cut_into_parts(
+    items: Iterable[T], count_bytes: Callable[[T], int], max_bytes: int, max_items: int
+) -> Iterator[list[T]]:
+    """Cuts items into parts, one for each call of a script: Redis serves nobody else meanwhile.
+
+    Args:
+        items: What the calls are about.
+        count_bytes: Size of an item.
+        max_bytes: A part ends with the item with which it has so many.
+        max_items: The same.
+    """
+    part: list[T] = []
+    part_bytes = 0
+    for item in items:
+        part.append(item)
+        part_bytes += count_bytes(item)
+        if part_bytes >= max_bytes or len(part) == max_items:
+            yield part
+            part, part_bytes = [], 0
+    if part:
+        yield part
 
 
 @dataclass(slots=True)

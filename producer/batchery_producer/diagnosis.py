@@ -132,14 +132,6 @@ def explain_stall(app: Celery, task: str, options: Mapping[str, Any]) -> str:
     """Says how many jobs wait in the queue of a task, and which workers would take them.
 
     This takes a few seconds. It also says if the broker cannot be asked.
-
-    Args:
-        app: The app that jobs are sent with.
-        task: Its name.
-        options: Options of `apply_async`, of its jobs.
-
-    Raises:
-        QueueNotFound: Celery's, for a queue that the app does not allow.
     """
     queue = find_destination(app, task, route_unknown(app, task, options)).queue
     try:

@@ -452,14 +452,7 @@ FORMS: Mapping[str, type[ChatForm] | type[TextForm]] = {CHAT_URL: ChatForm, TEXT
 def build_completion(
     url: str, id_: str, model: str, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The body of a whole answer.
-
-    Args:
-        url: Route of the request.
-        id_: Name of the answer.
-        model: Name of the model.
-        results: That of each prompt, in order.
-    """
+    """The body of a whole answer."""
     form = FORMS[url]()
     choices = [choice for result in results for choice in list_choices(result)]
     return {

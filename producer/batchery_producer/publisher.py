@@ -1,7 +1,7 @@
 """Publishing: jobs are sent many at a time, without a subscription for each result."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from batchery.errors import BatchArgumentError, PublishError, QueueFull, Setting
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
+from batchery.redis_scripts import cut_into_parts
 from batchery.retry import RetryPolicy
 from batchery.task import check_options
 from batchery.transport.dead_letters import check_size
@@ -264,7 +265,8 @@ class Publisher:
 
     def _push(self, key: str, messages: Iterable[str]) -> None:
         deadline_s = self._deadline_s()
-        for part in _parts(messages):
+        for part in cut_into_parts(messages, len, PUSH_BYTES, CHUNK_JOBS):
+            check_size(part[-1])  # A message that is too large ends its part.
             while part:
                 chunk = self._broker.next_chunk()
                 push = partial(self._broker.push, chunk, key, part, self._room)
@@ -325,25 +327,6 @@ class Publisher:
         except EncodeError:
             encode_item(job.item)
             raise
-
-
-def _parts(messages: Iterable[str]) -> Iterator[list[str]]:
-    """Splits a chunk of large messages.
-
-    Raises:
-        InvalidItem: One is larger than a worker reads.
-    """
-    part: list[str] = []
-    size_bytes = 0
-    for message in messages:
-        part.append(message)
-        size_bytes += len(message)
-        if size_bytes >= PUSH_BYTES:
-            check_size(message)
-            yield part
-            part, size_bytes = [], 0
-    if part:
-        yield part
 
 
 def is_known(app: Celery, task: str) -> bool:

@@ -84,7 +84,6 @@ class Session:
     """Sends and awaits the jobs of many coroutines; starts its threads with the first call."""
 
     def __init__(self, app: Celery) -> None:
-        """Prepares."""
         self.app = app
         self._loop: asyncio.AbstractEventLoop | None = None
         self._futures: dict[str, asyncio.Future[Answer]] = {}

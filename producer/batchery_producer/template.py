@@ -97,11 +97,7 @@ class Template:
         self.repr_item = repr_item
 
     def fill(self, jobs: Sequence[OutgoingJob]) -> Iterator[str]:
-        """Yields the message of each job, in order.
-
-        Raises:
-            EncodeError: JSON cannot write an item.
-        """
+        """Yields the message of each job, in order."""
         text, before, after = self._text, self._before, self._after
         quote = json.encoder.encode_basestring_ascii
         b64encode, repr_item = base64.b64encode, self.repr_item

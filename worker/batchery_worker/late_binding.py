@@ -15,6 +15,7 @@ from celery.worker import state as worker_state
 
 from batchery.transport.inbox import Capacity
 from batchery.transport.leases import HeldJob
+from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.request import get_lease
 
 logger = logging.getLogger("batchery.worker")
@@ -41,33 +42,6 @@ class Backlog(Protocol):
 
     def offer(self, before_s: float, give: Give) -> int:
         """Offers the jobs that came before a time; returns how many went."""
-
-
-class BatchBacklog(Backlog, Protocol):
-    """The jobs of batch tasks that wait in this worker."""
-
-    #: Called when messages are wanted that were not wanted before.
-    ask_for_more: Callable[[], None]
-
-    def offer_stranded(self, give: Give) -> int:
-        """Offers the jobs that no device here will begin; returns how many went."""
-
-    def is_stranded(self, task: str) -> bool:
-        """Whether no device here will begin jobs of a task; from any thread."""
-
-    @property
-    def held(self) -> int:
-        """How many of them the worker holds, running ones included."""
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether jobs wait that may have killed a device or a worker."""
-
-    def gather(self, take_in: Callable[[], None]) -> None:
-        """Calls what admits jobs; they go to devices when it has returned."""
-
-    def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
-        """How many more jobs of a class, of tasks with these batch sizes and of others, to take."""
 
 
 class QueueKinds(NamedTuple):
@@ -130,7 +104,7 @@ class LateBinding:
 
     def __init__(
         self,
-        find_batches: Callable[[], BatchBacklog | None],
+        find_batches: Callable[[], BatchDemand | None],
         ordinary: Backlog | None,
         kinds: Mapping[str, QueueKinds],
         ordinary_prefetch: int,
@@ -144,7 +118,7 @@ class LateBinding:
             ordinary_prefetch: How many ordinary jobs Celery itself would hold; 0 for no limit.
         """
         self._find_batches = find_batches
-        self._batches: BatchBacklog | None = None
+        self._batches: BatchDemand | None = None
         self._ordinary = ordinary
         self._kinds = kinds
         #: Those of a queue that is not named.
@@ -176,7 +150,7 @@ class LateBinding:
         # Jobs of the connection before may be held here.
         self.plan_look()
 
-    def _ask_for_more(self, batches: BatchBacklog) -> None:
+    def _ask_for_more(self, batches: BatchDemand) -> None:
         self._channel.make_room()
         if batches.has_suspects:
             # They came from a device and not with messages, so nobody has planned a look.

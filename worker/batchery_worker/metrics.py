@@ -110,12 +110,7 @@ class Metrics(BatchFigures):
         return self.devices.get(device, BatchSums()).report()
 
     def reused(self, task: str, reused: Mapping[str, Any]) -> None:
-        """Counts how the items of one batch of a task with a cache got their outcomes.
-
-        Args:
-            task: Its name.
-            reused: The device's figures, see `result_cache.py`.
-        """
+        """Counts how the items of one batch of a task with a cache got their outcomes."""
         cache = self.caches.setdefault(task, CacheFigures())
         for name, value in reused.items():
             is_last = name in ("results", "bytes", "error")

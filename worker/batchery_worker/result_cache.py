@@ -16,13 +16,14 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
+from batchery.redis_scripts import cut_into_parts
 from batchery_worker.ipc.messages import CachePolicy, Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
 
@@ -261,12 +262,14 @@ class ResultCache:
             `evicted`; empty if nothing was stored.
         """
         counts: dict[str, int] = {}
-        small = {
-            digest: _sum(json) + json
+        small = [
+            (digest, _sum(json) + json)
             for digest, json in results.items()
             if CHECKSUM_BYTES + len(json) + OVERHEAD_BYTES <= policy.max_bytes
-        }
-        for part in _parts(small):
+        ]
+        for part in cut_into_parts(
+            small, lambda each: len(each[1]), MAX_BYTES_PER_COMMAND, MAX_RESULTS_PER_COMMAND
+        ):
             answer = self._writes.attempt(partial(self._remember, task, part, policy))
             if answer is None:
                 break
@@ -292,14 +295,14 @@ class ResultCache:
         return backend_prefix(self._backend) + f"batchery:{what}:{task}".encode()
 
     def _remember(
-        self, task: str, part: Mapping[bytes, bytes], policy: CachePolicy
+        self, task: str, part: Sequence[tuple[bytes, bytes]], policy: CachePolicy
     ) -> tuple[int, int, int]:
         prefix = self._key("cache", task) + b":"
         keys = [self._key("cache-ages", task), self._key("cache-sizes", task)]
-        keys += [prefix + digest for digest in part]
+        keys += [prefix + digest for digest, _ in part]
         args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, OVERHEAD_BYTES]
-        for digest, value in part.items():
-            args += (digest, value)
+        for pair in part:
+            args += pair
         size, count, evicted = self._script(keys=keys, args=args)
         return int(size), int(count), int(evicted)
 
@@ -344,20 +347,6 @@ class _Direction:
 
 def _sum(json: bytes) -> bytes:
     return zlib.crc32(json).to_bytes(CHECKSUM_BYTES, "big")
-
-
-def _parts(results: Mapping[bytes, bytes]) -> Iterator[Mapping[bytes, bytes]]:
-    """Cuts results into parts, one for each call of the script."""
-    part: dict[bytes, bytes] = {}
-    size_bytes = 0
-    for digest, value in results.items():
-        part[digest] = value
-        size_bytes += len(value)
-        if len(part) == MAX_RESULTS_PER_COMMAND or size_bytes >= MAX_BYTES_PER_COMMAND:
-            yield part
-            part, size_bytes = {}, 0
-    if part:
-        yield part
 
 
 class SingleFlight:

@@ -98,6 +98,8 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
     if with_tasks:
         try:
             app.loader.import_default_modules()
+        except StartError:
+            raise
         except Exception as error:
             raise AppNotImportable(
                 f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
@@ -116,11 +118,7 @@ def _use_running(app: Celery, path: str) -> None:
 
 
 def use_redis(app: Celery, url: str) -> None:
-    """Makes a Redis the app's broker and result backend, whatever its environment names.
-
-    Raises:
-        SettingsError: It is no URL.
-    """
+    """Makes a Redis the app's broker and result backend, whatever its environment names."""
     # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
     # and CELERY_RESULT_BACKEND above them.
     url = given_redis_url(url)
@@ -136,7 +134,6 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
         timeout_s: How long a Redis may take to answer, in seconds.
 
     Raises:
-        RedisUnavailable: No Redis answers.
         SettingsError: The URL is none that Celery can use.
         StartError: No other broker answers.
     """
@@ -159,7 +156,6 @@ def check_backend(app: Celery) -> None:
     """Makes sure that there is a result backend, and that it answers if it is a Redis.
 
     Raises:
-        RedisUnavailable: It does not answer.
         SettingsError: The app has none, or one that Celery cannot use.
     """
     with url_errors("result_backend"):

@@ -181,7 +181,6 @@ def follow(
         `{"silent": True}`.
 
     Raises:
-        RedisUnavailable: The broker does not answer.
         StartError: No worker with devices answers.
     """
     check_broker(app)
@@ -215,11 +214,7 @@ def follow(
 
 
 def find_workers(app: Celery, timeout_s: float) -> set[str]:
-    """Names of the workers that may have devices, without those that are known to be dead.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
+    """Names of the workers that may have devices, without those that are known to be dead."""
     if names := name_live_workers(registered_workers(app)):
         return names
     # Another broker than Redis knows of none, and one that has just begun not by name.

@@ -126,7 +126,6 @@ def opened(app: Celery) -> Iterator[DeadLetters]:
     """The dead letters of an app's broker.
 
     Raises:
-        RedisUnavailable: The broker does not answer, at first or later.
         SettingsError: The broker is not a Redis.
     """
     check_broker(app)

@@ -171,11 +171,6 @@ def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobS
         task_id: Id of the job.
         timeout_s: How long workers may take to answer, in seconds. If there is a result, nobody
             asks them.
-
-    Raises:
-        RedisUnavailable: The backend or the broker does not answer.
-        SettingsError: The app stores no results.
-        StartError: The broker is not a Redis, and does not answer.
     """
     check_backend(app)
     with broker_errors("Redis"):

@@ -61,13 +61,7 @@ def list_models(figures: WorkerFigures) -> Iterator[tuple[str, str, ModelSnapsho
 
 
 def placement_table(worker: str, figures: WorkerFigures, now_s: float) -> Table:
-    """A row for each model of each device of a worker.
-
-    Args:
-        worker: Its name.
-        figures: Its answer.
-        now_s: The time, in Unix seconds.
-    """
+    """A row for each model of each device of a worker."""
     table = Table("device", "model", "state", title=worker, title_justify="left", box=box.SIMPLE)
     for column in ("memory", "load", "loads", "last used"):
         table.add_column(column, justify="right")

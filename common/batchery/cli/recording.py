@@ -52,7 +52,6 @@ class Recording:
     """All that the workers have told."""
 
     def __init__(self) -> None:
-        """Has heard of no job."""
         self.workers: dict[str, RecordedWorker] = {}
         #: Names of the queues from which the workers take jobs.
         self.queues: set[str] = set()
@@ -215,11 +214,6 @@ def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s
 
     Returns:
         The exit code.
-
-    Raises:
-        RedisUnavailable: The broker does not answer at the start.
-        StartError: The broker is not a Redis, and does not answer at the start; or the file cannot
-            be written.
     """
     check_broker(app)
     with write_errors(path):

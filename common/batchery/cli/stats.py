@@ -111,10 +111,6 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
 
     Returns:
         The exit code.
-
-    Raises:
-        RedisUnavailable: The broker does not answer; with `once`, also if it stops answering.
-        StartError: The broker is not a Redis, and does not answer.
     """
     check_broker(app)
     if once:

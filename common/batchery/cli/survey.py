@@ -146,6 +146,32 @@ class Survey:
         }
 
 
+class FirstSeen:
+    """For how long jobs have waited that do not say when they were sent, as of plain clients. Pure.
+
+    It remembers when such a job was first seen next in turn in its queue.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: By queue and id; only of the jobs of the last survey.
+        self._seen_s: dict[tuple[str, bytes], float] = {}
+
+    def date(self, survey: Survey) -> Survey:
+        """The survey with the ages of these jobs, which may be older: they had other turns before.
+
+        Args:
+            survey: Later than the one before.
+        """
+        now_s = self._clock()
+        heads = [(queue, id_) for queue, ids in survey.undated.items() for id_ in ids]
+        self._seen_s = {head: self._seen_s.get(head, now_s) for head in heads}
+        oldest_s = {**survey.oldest_s}
+        for (queue, _), seen_s in self._seen_s.items():
+            oldest_s[queue] = max(oldest_s.get(queue) or 0.0, now_s - seen_s)
+        return replace(survey, oldest_s=oldest_s)
+
+
 class WorkerDirectory:
     """The workers on a broker that have batch tasks; only these know the command.
 
@@ -261,9 +287,6 @@ def survey(
         app: The app whose broker is asked.
         timeout_s: How long answers are collected, in seconds.
         queues: Names of queues that are looked into, whether a worker consumes them or not.
-
-    Raises:
-        RedisUnavailable: The broker does not answer.
     """
     with broker_errors():
         workers = directory.ask(timeout_s)
@@ -281,9 +304,6 @@ def survey_registered(
         timeout_s: How long answers are collected, in seconds.
         queues: Names of queues that are looked into, whether a worker consumes them or not.
         asks: Whether workers are asked at all.
-
-    Raises:
-        RedisUnavailable: The broker does not answer.
     """
     with broker_errors():
         registered = registered_workers(app)
@@ -346,11 +366,7 @@ def read_memory(app: Celery) -> RedisMemory | None:
 
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
-    """The workers with leases, by id, the dead among them; none if the broker is not a Redis.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
+    """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
         if not isinstance(channel, kombu_redis.Channel):
@@ -377,9 +393,6 @@ def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> di
 
     Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
     there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
-
-    Raises:
-        redis.RedisError: Redis does not answer, or refuses this user.
     """
     dead = [worker for worker, each in registered.items() if each.is_dead]
     found: dict[str, Waiting] = {}

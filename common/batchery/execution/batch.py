@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
+from operator import is_
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -55,6 +56,10 @@ class StartedPass(NamedTuple):
     keywords: Mapping[str, Any]
     outputs: Any
 
+    def covers(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+        """Whether it is over these very items."""
+        return self.keywords == keywords and are_same(self.items, items)
+
 
 class Lookahead:
     """Runs the forward passes of a model, and starts as many in advance as the model allows."""
@@ -85,7 +90,7 @@ class Lookahead:
         Raises:
             SoftTimeLimitExceeded: The limit of the current batch was reached meanwhile.
         """
-        if not self.has_room or any(_is_same(each, items, keywords) for each in self._started):
+        if not self.has_room or any(each.covers(items, keywords) for each in self._started):
             return
         try:
             outputs = self._model.forward(items, **keywords)
@@ -101,17 +106,15 @@ class Lookahead:
             # The plan may have changed since. Outputs of passes that are no longer wanted are
             # dropped, because they take memory.
             started = self._started.popleft()
-            if _is_same(started, items, keywords):
+            if started.covers(items, keywords):
                 return started.outputs
             del started
         return self._model.forward(items, **keywords)
 
 
-def _is_same(started: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a started pass is over these very items."""
-    if len(started.items) != len(items) or started.keywords != keywords:
-        return False
-    return all(one is other for one, other in zip(started.items, items, strict=True))
+def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very same items."""
+    return len(items) == len(others) and all(map(is_, items, others))
 
 
 def run_function(

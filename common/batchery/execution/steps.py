@@ -28,13 +28,6 @@ class Slots(Generic[Owner]):
     def __init__(
         self, model: StepModel, count: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Has no items.
-
-        Args:
-            model: Loaded; nobody else may use it.
-            count: Maximum number of items at once.
-            clock: Seconds, on any scale.
-        """
         self._clock = clock
         self._model = model
         self._free = list(reversed(range(count)))

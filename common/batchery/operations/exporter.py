@@ -15,9 +15,8 @@ from celery import Celery
 
 from batchery.cli.app import app_options, check_broker, load_app
 from batchery.cli.console import Interrupt, broker_errors
-from batchery.cli.first_seen import FirstSeen
 from batchery.cli.stray_queues import StrayQueues
-from batchery.cli.survey import Survey, app_queues, survey_registered
+from batchery.cli.survey import FirstSeen, Survey, app_queues, survey_registered
 from batchery.errors import StartError
 from batchery.operations.port import Port
 

@@ -109,11 +109,7 @@ def read_tenant(message: Mapping[str, Any]) -> str:
 
 
 def with_tenant(options: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
-    """Options of `apply_async` whose headers name a tenant; the same ones for None.
-
-    Raises:
-        InvalidItem: It is no name.
-    """
+    """Options of `apply_async` whose headers name a tenant; the same ones for None."""
     if tenant is None:
         return dict(options)
     headers = {**(options.get("headers") or {}), TENANT: tenant}
@@ -201,12 +197,7 @@ def expires_s(app_s: float | None, keep_s: int | None) -> int:
 
 @contextmanager
 def expiring_as_asked(backend: Any, request: Any) -> Iterator[None]:
-    """Has a Redis backend of this thread store as a job says, within the block.
-
-    Args:
-        backend: Celery's backend.
-        request: Celery's request of the job, or None.
-    """
+    """Has a Redis backend of this thread store as a job says, within the block."""
     keep_s = read_keep_s(getattr(request, HEADER, None))
     if keep_s is None or not hasattr(backend, "failure_expires"):
         yield

@@ -463,7 +463,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
         Raises:
             Fenced: Other workers took this one's leases; also found where no more can be taken.
-            redis.RedisError: Redis does not answer.
         """
         if self.lease_store is None:
             return

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+from celery.utils.functional import chunks
 from kombu.transport.redis import Channel, Transport
 
 from batchery.errors import InvalidItem
@@ -115,7 +116,7 @@ class DeadLetters:
         """
         keys = [self._keys.dead, self._keys.dead_messages]
         done: list[str] = []
-        for part in _parts(tokens):
+        for part in chunks(iter(tokens), MAX_TOKENS_PER_COMMAND):
             answer = self._scripts.run("requeue_dead_letters", keys, *part)
             done += [token.decode() for token in answer]
         return done
@@ -123,7 +124,7 @@ class DeadLetters:
     def purge(self, tokens: Sequence[str]) -> int:
         """Deletes dead letters for good; returns how many of them existed."""
         count = 0
-        for part in _parts(tokens):
+        for part in chunks(iter(tokens), MAX_TOKENS_PER_COMMAND):
             with self._client.pipeline() as pipe:
                 pipe.hdel(self._keys.dead_messages, *part)
                 pipe.hdel(self._keys.dead, *part)
@@ -240,8 +241,3 @@ def read_embed(body: Any) -> dict[str, Any]:
         return {str(name): value for name, value in embed.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
-
-
-def _parts(tokens: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(tokens), MAX_TOKENS_PER_COMMAND):
-        yield tokens[start : start + MAX_TOKENS_PER_COMMAND]

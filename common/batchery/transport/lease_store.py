@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 
@@ -39,13 +39,6 @@ MAX_TOKENS_PER_COMMAND = 1000
 #: messages and a few milliseconds. The loop waits meanwhile; what is left is sorted with what it
 #: takes next.
 MAX_SORT_STEPS = 250
-
-
-class Stoppable(Protocol):
-    """A thread that can be told to end."""
-
-    def stop(self) -> None:
-        """Ends it; returns at once."""
 
 
 class LeaseStore:
@@ -79,8 +72,8 @@ class LeaseStore:
         self._acks: deque[str] = deque()
         self._bookkeeping = AckBookkeeping(self.keys)
         self.running_batches = RunningBatches(client, self.keys)
-        #: Runs while the store is open.
-        self.heartbeat: Stoppable | None = None
+        #: The `Heartbeat` that runs while the store is open.
+        self.heartbeat: Any = None
         #: The channel that uses this store; None while the store waits for the next one.
         self.holder: object | None = None
         #: Whether this worker is registered, and may hold leases.
@@ -114,12 +107,7 @@ class LeaseStore:
         return self.keys.lease(self.worker)
 
     def open(self) -> None:
-        """Registers this worker; does nothing if it is registered.
-
-        Raises:
-            RedisUnavailable: This Redis cannot hold leases; the text says why.
-            redis.RedisError: Redis does not answer.
-        """
+        """Registers this worker; does nothing if it is registered."""
         if self.is_open:
             return
         self._registration.check_server()
@@ -196,11 +184,7 @@ class LeaseStore:
             lease.suspect, lease.deaths = suspect, deaths
 
     def note_delivery(self, token: str) -> None:
-        """Notes in Redis that a suspect is about to be read, with nothing beside it.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Notes in Redis that a suspect is about to be read, with nothing beside it."""
         note = f"alone {token} {token}"
         self.scripts.run("note", [self.keys.running(self.worker)], "HSET", DELIVERY, note)
 
@@ -213,11 +197,7 @@ class LeaseStore:
         self.client.hdel(self.keys.running(self.worker), DELIVERY)
 
     def blame_delivery(self, suspect: str) -> None:
-        """Counts a message against which this worker has just run: it is about to end.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Counts a message against which this worker has just run: it is about to end."""
         self.scripts.run("note", [self.keys.suspects], "HINCRBY", build_delivery_field(suspect), 1)
 
     def published(self, token: str, publish_tag: str) -> None:
@@ -338,11 +318,7 @@ class LeaseStore:
         return given
 
     def sort_tenants(self, key: bytes) -> None:
-        """Sorts what waits in a list by tenant, in steps between which Redis serves others.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Sorts what waits in a list by tenant, in steps between which Redis serves others."""
         for _ in range(MAX_SORT_STEPS):
             if not self.scripts.run("sort_tenants", [self.keys.tenants, key]):
                 break
@@ -467,9 +443,6 @@ def give_back_left(store: LeaseStore, active: Collection[str]) -> None:
     Args:
         store: It may have a holder again.
         active: Tokens of jobs that still run; their leases stay.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
     """
     with _lock:
         if store.holder is None:

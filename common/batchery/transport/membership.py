@@ -154,9 +154,6 @@ class Heartbeat:
 
         Args:
             now_s: Monotonic time in seconds.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
         """
         store = self._lease_store
         if store.fenced:

@@ -63,13 +63,7 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
             )
 
     def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
-        """Puts a message into a queue, unless its dedupe key is there already.
-
-        Args:
-            outbox: The outbox of the job that publishes.
-            key: Key of the queue.
-            message: In kombu's form.
-        """
+        """Puts a message into a queue, unless its dedupe key is there already."""
         keys = [Keys(self.global_keyprefix).dedupe_keys(outbox.publish_tag), key]
         args = [outbox.dedupe_key(message), DEDUPE_TTL_S, dumps(message)]
         if outbox.lease is not None:

@@ -140,7 +140,6 @@ class RunningBatches:
     """Notes of running batches, sent on their own connection; for one thread."""
 
     def __init__(self, client: "redis.Redis", keys: Keys) -> None:
-        """Connects with the first note."""
         self._pool: Any = client.connection_pool
         self._keys = keys
         self._connection: Any = None

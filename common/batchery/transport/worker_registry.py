@@ -45,7 +45,6 @@ class Registration:
 
         Raises:
             RedisUnavailable: It cannot; the text says why.
-            redis.RedisError: It does not answer.
         """
         require_supported(server_info(self._client, "server"))
         warn_of_eviction(server_info(self._client, "memory"))
@@ -58,7 +57,6 @@ class Registration:
 
         Raises:
             RedisUnavailable: What is in this Redis was written by a newer version.
-            redis.RedisError: Redis does not answer.
         """
         self.worker = uuid.uuid4().hex
         keys = self._keys
@@ -99,11 +97,7 @@ class Registration:
         return json.dumps(about)
 
     def unregister(self) -> None:
-        """Removes this worker; its leases go back to the queues, in the original order.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
+        """Removes this worker; its leases go back to the queues, in the original order."""
         keys = self._keys.of_recovery(self.worker)
         self._scripts.run("recover", keys, self.worker, "", 0)
 
@@ -153,11 +147,7 @@ ODD_ENTRY = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 
 def read_expiry(about: bytes | None) -> float | None:
-    """The expiry that a worker has registered, in seconds; None if there is none.
-
-    Args:
-        about: The worker's entry in worker-info.
-    """
+    """The expiry that a worker has registered, in seconds; None if there is none."""
     try:
         expiry_s = json.loads(about or b"{}")["expiry_s"]
         return float(expiry_s) if expiry_s > 0 else None
@@ -166,12 +156,7 @@ def read_expiry(about: bytes | None) -> float | None:
 
 
 def read_text(about: bytes | None, field: str) -> str | None:
-    """A text that a worker has registered; None if there is none, as from older versions.
-
-    Args:
-        about: The worker's entry in worker-info.
-        field: `name`, `host` or `version`.
-    """
+    """A text that a worker has registered; None if there is none, as from older versions."""
     try:
         text = json.loads(about or b"{}")[field]
     except ODD_ENTRY:

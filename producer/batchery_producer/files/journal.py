@@ -82,10 +82,6 @@ class JsonLines:
 
         Args:
             is_ours: Whether a run wrote the file; all else is left as it is.
-
-        Raises:
-            DatasetError: The file cannot be read or written, has another form, or another process
-                writes it.
         """
         if self.path is None or not self.path.exists():
             return

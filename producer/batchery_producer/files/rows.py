@@ -250,10 +250,6 @@ def find_delimiter(sample: bytes, encoding: str) -> str:
 
     A text is full of commas and semicolons, so rows alone say nothing.
 
-    Args:
-        sample: The file's first bytes, with the header.
-        encoding: Of the file.
-
     Raises:
         DatasetError: It is unclear.
     """

@@ -134,11 +134,7 @@ MAGIC_BYTES = 4
 
 
 def decompressed(raw: BufferedReader, name: str) -> BinaryIO:
-    """Reads a file from its start as if it were not compressed; returns a plain file itself.
-
-    Raises:
-        DatasetError: A library is missing.
-    """
+    """Reads a file from its start as if it were not compressed; returns a plain file itself."""
     first = raw.peek(MAGIC_BYTES)
     compression = next((each for each in COMPRESSIONS if first.startswith(each.magic)), None)
     if compression is not None:

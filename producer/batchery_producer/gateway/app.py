@@ -71,11 +71,7 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose routes need a key, but for those that need none.
-
-    Args:
-        schema: As from `describe_errors`.
-    """
+    """A schema whose routes need a key, but for those that need none."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -164,7 +160,6 @@ def make_app(
         metrics_folder: Where several processes share what they count; None for one process.
 
     Raises:
-        SettingsError: A key has a class that is not there.
         DatasetError: There is no such place for files.
     """
     callers = Callers(settings)

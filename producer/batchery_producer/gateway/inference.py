@@ -53,9 +53,6 @@ def count_chars(items: Sequence[Any]) -> int:
 def check_growth(chars: int) -> None:
     """Makes sure that an answer cannot get too large which is many times as large as its request.
 
-    Args:
-        chars: Characters or token ids of the request.
-
     Raises:
         Problem: There are too many.
     """
@@ -70,11 +67,7 @@ def check_growth(chars: int) -> None:
 async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
-    """The result of each item, in order, within the caller's limits.
-
-    Raises:
-        Problem: There are too many, one of them failed, or there are no results.
-    """
+    """The result of each item, in order, within the caller's limits."""
     request.state.caller.check(len(items), count_chars(items))
     outcomes = check_all(await run_outcomes(request, model, items, keywords))
     return [outcome.value for outcome in outcomes]
@@ -205,9 +198,6 @@ async def run_outcomes(
     """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
     They run on behalf of the caller: with their tenant and class, and in the time that they have.
-
-    Raises:
-        Problem: There are no outcomes: no time, no space, no worker, no Redis.
     """
     gateway, task = get_gateway(request), choose_task(request, model)
     try:
@@ -227,9 +217,6 @@ def choose_task(request: Request, model: ServedModel, *, has_deadline: bool = Tr
     """The task of a model on behalf of a caller: with its tenant and class, in its time.
 
     Without a deadline that is the time of each piece, not of the whole answer.
-
-    Raises:
-        Problem: Redis is away, or a header is wrong.
     """
     gateway, caller = get_gateway(request), request.state.caller
     gateway.health.check()

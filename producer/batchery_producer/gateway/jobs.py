@@ -127,12 +127,7 @@ class Jobs:
 
 
 def app_settings(app: Celery, *, anew: bool = False) -> Settings:
-    """The settings of an app; those of the environment and the file if `install` was not called.
-
-    Args:
-        app: Which one.
-        anew: Whether they are read again.
-    """
+    """The settings of an app; those of the environment and the file if `install` was not called."""
     try:
         installation = get_installation(app)
         return installation.read_settings() if anew else installation.settings

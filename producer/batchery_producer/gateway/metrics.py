@@ -198,11 +198,7 @@ class BatchCounters:
             await self._store.run(add)
 
     async def totals(self) -> BatchTotals:
-        """What was counted so far.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """What was counted so far."""
         found = await self._store.run(
             lambda client: client.zrange(self._key, 0, -1, withscores=True)
         )

@@ -145,11 +145,7 @@ class ModelFiles:
             raise self._unreadable(name, error) from error
 
     def json(self, name: str) -> Any:
-        """Reads a JSON file; an empty dictionary where there is none.
-
-        Raises:
-            Problem: It cannot be read, or is no JSON.
-        """
+        """Reads a JSON file; an empty dictionary where there is none."""
         path = self.path(name)
         if path is None:
             return {}
@@ -218,21 +214,13 @@ UNKNOWN = ModelInfo()
 
 
 def read_prompts(model: ServedModel) -> Mapping[str, str]:
-    """The prompts of a model: those of its files, and those of its settings.
-
-    Raises:
-        Problem: Its files cannot be read.
-    """
+    """The prompts of a model: those of its files, and those of its settings."""
     general = ModelFiles(model).json("config_sentence_transformers.json")
     return {**(general.get("prompts") or {}), **model.settings.prompts}
 
 
 def read_info(model: ServedModel) -> ModelInfo:
-    """Reads the files of a model.
-
-    Raises:
-        Problem: They cannot be read.
-    """
+    """Reads the files of a model."""
     files = ModelFiles(model)
     config = files.json("config.json")
     limits = [
@@ -289,12 +277,7 @@ class ModelTokenizer:
         return self.prompts[name]
 
     def tokens(self, texts: Sequence[str], *, special: bool) -> bytes:
-        """The tokens of each text, as JSON, and where they stand in it, in bytes.
-
-        Args:
-            texts: Texts, prompts included.
-            special: Whether special tokens are added.
-        """
+        """The tokens of each text, as JSON, and where they stand in it, in bytes."""
         encodings = self.library.encode_batch(texts, add_special_tokens=special)
         return b"[%b]" % b",".join(
             json_list(_describe_tokens(text, encoding), at_a_time=TOKENS_AT_A_TIME)
@@ -416,11 +399,6 @@ def numbers(vector: str) -> Vector:
 
 def shorten(vector: str, dimensions: int, *, scale: bool) -> str:
     """Keeps the leading dimensions of a vector in base64.
-
-    Args:
-        vector: In base64.
-        dimensions: How many it keeps.
-        scale: Whether what is kept gets length 1.
 
     Raises:
         ValueError: It has fewer.

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from celery import Celery
 from pydantic import BaseModel, Field
 
-from batchery.cli.first_seen import FirstSeen
-from batchery.cli.survey import Survey, WorkerDirectory, survey
+from batchery.cli.survey import FirstSeen, Survey, WorkerDirectory, survey
 from batchery.errors import StartError
 from batchery.protocol.figures import BatchSums, WorkerFigures, divide
 from batchery_producer.gateway.health import Health, stop

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import uvicorn
 from celery import Celery
@@ -25,7 +24,7 @@ from uvicorn.supervisors.multiprocess import Process
 
 from batchery.cli.app import load_app
 from batchery.cli.main import one_line_errors
-from batchery.errors import AppNotImportable, SettingsError, StartError
+from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
@@ -84,29 +83,11 @@ class ServeOptions:
         return load_app(self.app_path, self.redis_url)
 
     def load_tasks(self) -> Celery:
-        """The app, and its tasks, as a worker has them: where one goes is said in its code.
-
-        Raises:
-            StartError: The app cannot be imported, or a module of its tasks, or a setting is wrong.
-        """
-        app = self.load()
-        loader: Any = app.loader
-        try:
-            loader.import_default_modules()
-        except StartError:
-            raise
-        except Exception as error:
-            raise AppNotImportable(
-                f"app {self.app_path!r}: its tasks cannot be imported:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        return app
+        """The app, and its tasks, as a worker has them: where one goes is said in its code."""
+        return load_app(self.app_path, self.redis_url, with_tasks=True)
 
     def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
-
-        Args:
-            anew: Whether they are read again.
 
         Raises:
             StartError: The app cannot be imported, or a setting is wrong.
@@ -129,7 +110,6 @@ def application(
 
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
-        SettingsError: A setting is wrong.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
     app = options.load_tasks()

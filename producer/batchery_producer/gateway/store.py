@@ -32,7 +32,6 @@ class Store:
     """
 
     def __init__(self, app: Celery) -> None:
-        """Prepares; does not connect."""
         #: Celery's backend; one for all threads, as its client is.
         self.backend: Any = app.backend
         self._is_redis = isinstance(self.backend, RedisBackend)
@@ -47,11 +46,7 @@ class Store:
         return await asyncio.to_thread(self.call, call)
 
     def call(self, call: Callable[[Any], Any]) -> Any:
-        """Calls a function with the Redis client.
-
-        Raises:
-            Problem: As `client`.
-        """
+        """Calls a function with the Redis client."""
         with self.client() as client:
             return call(client)
 
@@ -72,11 +67,7 @@ class Store:
             raise redis_problem(error) from error
 
     def take_due(self, key: bytes, maximum: int, again_s: float) -> list[str]:
-        """Members of a sorted set that are due by now, which are due again in so many seconds.
-
-        Raises:
-            Problem: As `client`.
-        """
+        """Members of a sorted set that are due by now, which are due again in so many seconds."""
         now_s = time.time()
         with self.client() as client:
             due = client.zrangebyscore(key, "-inf", now_s, 0, maximum)
@@ -85,11 +76,7 @@ class Store:
         return [each.decode() for each in due]
 
     def script(self, name: str, keys: Sequence[bytes], *arguments: Any) -> Any:
-        """Runs one of the gateway's scripts.
-
-        Raises:
-            Problem: As `call`.
-        """
+        """Runs one of the gateway's scripts."""
         return self.call(lambda client: RedisScripts(client, LUA).run(name, keys, *arguments))
 
 
@@ -123,11 +110,6 @@ class JobQueue:
     def send(self, work: str, *arguments: Any, tenant: str | None = None) -> None:
         """Sends a job.
 
-        Args:
-            work: What it does.
-            arguments: Further arguments of the task.
-            tenant: For whom it runs.
-
         Raises:
             OperationalError: kombu's; the broker is away.
         """
@@ -154,11 +136,7 @@ class JobQueue:
         self._store.call(lambda client: client.zadd(self.due_key, {work: time.time() + seconds}))
 
     def forget(self, work: str) -> None:
-        """Has a job sent no more.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Has a job sent no more."""
         self._store.call(lambda client: client.zrem(self.due_key, work))
 
     def take_due(self) -> list[str]:

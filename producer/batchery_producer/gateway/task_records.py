@@ -129,11 +129,7 @@ class TaskRecords:
         return record
 
     async def revoke(self, record: TaskRecord) -> TaskRecord:
-        """Notes that a task is not wanted.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Notes that a task is not wanted."""
         revoked = replace(record, revoked=True)
         await self.add(revoked)
         return revoked
@@ -143,11 +139,7 @@ class TaskRecords:
         return await asyncio.to_thread(self.read_state, record)
 
     def read_state(self, record: TaskRecord) -> TaskState:
-        """How a task is.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """How a task is."""
         key = self._store.backend.get_key_for_task(record.id)
         payload = self._store.call(lambda client: client.get(key))
         if payload is None and self.lifetime_s is not None:
@@ -189,11 +181,6 @@ class TaskRecords:
     async def once(self, caller: str, key: str, digest: str) -> tuple[str, bool]:
         """The id of the task of an idempotency key.
 
-        Args:
-            caller: Whose key it is.
-            key: What the caller says.
-            digest: Digest of the request.
-
         Returns:
             The id, and whether the task must be sent now.
 
@@ -225,11 +212,7 @@ class TaskRecords:
         return known["id"], not was_sent
 
     async def not_sent(self, caller: str, key: str) -> None:
-        """Forgets an idempotency key whose task could not be sent.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Forgets an idempotency key whose task could not be sent."""
         name = self._once_key(caller, key)
         await self._store.run(lambda client: client.delete(name, name + b":sending"))
 
@@ -270,7 +253,6 @@ class ResultWaiter:
     """One thread waits for all jobs that coroutines of this process wait for."""
 
     def __init__(self, app: Celery) -> None:
-        """Prepares; connects with the first wait."""
         self._app = app
         self._ended = False
         self._wake = threading.Condition()

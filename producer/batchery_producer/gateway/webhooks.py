@@ -359,11 +359,7 @@ class Webhooks:
         self._settings = settings
 
     def add(self, url: str, record: TaskRecord) -> None:
-        """Keeps a webhook, before its task is sent.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Keeps a webhook, before its task is sent."""
         packed, lifetime_s = Webhook(url, record).packed(), self._records.lifetime_s
         with self._store.client() as client, client.pipeline() as pipe:
             pipe.set(self._key(record.id), packed, ex=lifetime_s)
@@ -375,20 +371,12 @@ class Webhooks:
         return self._jobs.callback(_work(task_id), RESULT_WAIT_S, tenant=tenant)
 
     def forget(self, task_id: str) -> None:
-        """Posts nothing more.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Posts nothing more."""
         self._store.call(lambda client: client.delete(self._key(task_id)))
         self._jobs.forget(_work(task_id))
 
     def ended(self, task_ids: Sequence[str]) -> list[str]:
-        """Those of some tasks that have a result, or whose webhook is over.
-
-        Raises:
-            Problem: Redis is away.
-        """
+        """Those of some tasks that have a result, or whose webhook is over."""
         with self._store.client() as client, client.pipeline(transaction=False) as pipe:
             for each in task_ids:
                 pipe.exists(self._store.backend.get_key_for_task(each))
@@ -406,9 +394,6 @@ class Webhooks:
         Args:
             task_id: Of the task.
             wait_s: How long to wait for the result, in seconds.
-
-        Raises:
-            Problem: Redis is away; it is due again by itself.
         """
         work = _work(task_id)
         webhook = self._load(task_id)

@@ -113,8 +113,6 @@ class InFlightRecovery:
         can have been in flight, none of the following was sent, and this stops searching.
 
         Raises:
-            Interrupted: The caller asked to stop.
-            GaveUp: Redis stays away.
             RedisUnavailable: Its user may not read messages.
         """
         if self._missing_in_a_row >= self._max_in_flight:
@@ -257,12 +255,8 @@ class FileRun:
             options: Those for reading and writing files do not matter here.
 
         Raises:
-            DatasetError: There is no task, and the input names no model.
-            RedisUnavailable: No Redis answers at one of the app's URLs.
-            StartError: No other broker answers.
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 the task does not take the keywords, or there are workers and none of them has it.
-            ValueError: The window is less than 1.
         """
         name = choose_task(dataset, task)
         self._window = Window[str, Record, Answer](options.window)
@@ -296,11 +290,6 @@ class FileRun:
         self, rows: Iterable[Record | Broken], output: Output, figures: Figures | None = None
     ) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
-
-        Args:
-            rows: Rows to send.
-            output: The output, which is open.
-            figures: Collects figures for the report.
 
         Raises:
             DatasetError: The input is unusable, or the output can no longer be written. Results
@@ -546,12 +535,7 @@ def submit_file(
 def begin_run(
     app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions
 ) -> tuple[FileRun, Iterator[Record | Broken]]:
-    """A run, and all rows, of which the first ones were read; arguments and errors of `FileRun`.
-
-    Raises:
-        DatasetError: The input is unusable.
-        Interrupted: The caller asked to stop.
-    """
+    """A run, and all rows, of which the first ones were read; arguments and errors of `FileRun`."""
     rows = None
     if task is None and dataset.is_openai and not dataset.model:
         # Of a pipe, which is read once: its first rows say what the task is.

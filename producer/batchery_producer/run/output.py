@@ -131,11 +131,6 @@ class Final:
     ) -> None:
         """Writes the output from its part.
 
-        Args:
-            part: Path of the part, which is complete.
-            files: Names of the input's files, in order.
-            convert: Converts an entry to its final form.
-
         Raises:
             DatasetError: The output cannot be written.
         """

@@ -194,9 +194,6 @@ def draw(figures: Figures, seconds: float) -> str:
 
     Returns:
         An `svg` element without external references, whose text is text.
-
-    Raises:
-        DatasetError: matplotlib is not installed.
     """
     matplotlib: Any = extra("matplotlib")
     figure_class: Any = extra("matplotlib.figure").Figure
@@ -280,11 +277,7 @@ class Report:
             extra(library)
 
     def write(self, task: str, summary: Summary) -> None:
-        """Writes the page, whole or not at all.
-
-        Raises:
-            DatasetError: The page cannot be written. The output of the run is not affected.
-        """
+        """Writes the page, whole or not at all."""
         jinja2 = extra("jinja2")
         loader = jinja2.PackageLoader(__package__, "")
         page = jinja2.Environment(loader=loader, autoescape=True).get_template(TEMPLATE)

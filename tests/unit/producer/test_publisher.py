@@ -9,7 +9,7 @@ from celery import Celery
 from batchery import Model, SettingsError, install, register
 from batchery.retry import RetryPolicy
 from batchery_producer.collector import collector_for
-from batchery_producer.publisher import PUSH_BYTES, Publisher, _parts
+from batchery_producer.publisher import Publisher
 
 
 def make_app(**conf: Any) -> Celery:
@@ -65,12 +65,6 @@ def test_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
         Publisher(app, "any", queue="nowhere", outage_policy=RetryPolicy(lambda: False))
-
-
-def test_chunk_of_large_messages_is_split() -> None:
-    half = "x" * (PUSH_BYTES // 2)
-    assert [len(part) for part in _parts([half, half, "y", half, "z"])] == [2, 3]
-    assert list(_parts([])) == []
 
 
 def test_publisher_of_an_eager_app_is_refused() -> None:

@@ -18,7 +18,6 @@ from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import (
     HELD_S,
     MAX_GIVING_PAUSE_S,
-    BatchBacklog,
     Give,
     LateBinding,
     ProcessBacklog,
@@ -160,7 +159,7 @@ class House:
         self.clock, self.channel = Clock(), Channel()
         monkeypatch.setattr(late_binding, "monotonic", lambda: self.clock.now_s)
         self.backlog = Backlog(self.clock, self.channel)
-        backlog: BatchBacklog = self.backlog
+        backlog: Any = self.backlog
         kinds = {
             "models": QueueKinds({"embed": 32}, ordinary=False),
             "mixed": QueueKinds({"embed": 32}, ordinary=True),

@@ -367,7 +367,6 @@ class TaskCosts:
     """
 
     def __init__(self) -> None:
-        """Has seen no batch."""
         self._models: dict[str, CostModel] = {}
 
     def ran(self, task: str, items: int, run_s: float) -> None:

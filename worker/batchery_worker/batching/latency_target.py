@@ -39,11 +39,6 @@ class LatencyTarget:
     """The size of the batches of one task."""
 
     def __init__(self, limits: Limits) -> None:
-        """Has seen no batch.
-
-        Args:
-            limits: Of the task; with a target.
-        """
         assert limits.target_s is not None
         self._target_s = limits.target_s
         self._cap = limits.max_batch_size

@@ -54,10 +54,6 @@ class HeldModel(NamedTuple):
 def choose_victims(models: Sequence[HeldModel], wanted_bytes: int) -> list[str] | None:
     """The models that make room.
 
-    Args:
-        models: Those that may go.
-        wanted_bytes: How much room is needed.
-
     Returns:
         Their names; None if all of them together hold less.
     """

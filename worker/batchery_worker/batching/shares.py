@@ -331,12 +331,7 @@ class Shares:
         return max(0.0, sum(shares) / weight - 1)
 
     def item_s(self, task: str, items: int) -> float:
-        """Expected device time of each item of a batch, in seconds.
-
-        Args:
-            task: Task of the batch.
-            items: Number of all its items.
-        """
+        """Expected device time of each item of a batch, in seconds."""
         return self._costs.expected_s(task, items) / items
 
     def charged_item_s(self, task: str, items: int) -> float:

@@ -201,10 +201,6 @@ SLOT_POLICIES: dict[str, Callable[[Plan], SlotSimulation]] = {
 def compared(plan: Plan, names: Sequence[str]) -> list[Figures]:
     """Runs policies on the same jobs.
 
-    Args:
-        plan: What comes, and to which devices.
-        names: Of the policies.
-
     Returns:
         The figures of each; see `outcome.figures`.
 
@@ -260,7 +256,6 @@ class AtDevice(click.ParamType[tuple[int, float]]):
     name = "at"
 
     def __init__(self, numbers: FiniteRange) -> None:
-        """Numbers of this range."""
         self._numbers = numbers
 
     def convert(

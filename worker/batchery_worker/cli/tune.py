@@ -331,8 +331,6 @@ def tuned(
         memory, None if all passes did.
 
     Raises:
-        ModelLoadError: It cannot be loaded.
-        DeviceUnavailable: There is no such device.
         StartError: None of the texts is fit to run.
     """
     report(f"loading {task.name} on {device}")

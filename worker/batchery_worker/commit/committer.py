@@ -15,7 +15,7 @@ from datetime import datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import redis
 from celery import Celery
@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchery.protocol.headers import expires_s, stream_key
-from batchery.redis_scripts import RedisScripts
+from batchery.redis_scripts import RedisScripts, cut_into_parts
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
@@ -178,12 +178,7 @@ ALWAYS_STORED = frozenset(
 
 
 def only_celery_stores(app: Celery, task: BatchTask) -> str | None:
-    """The reason why only Celery's backend can write the results of a task; None if we can.
-
-    Args:
-        app: The app of the process.
-        task: One of its tasks.
-    """
+    """The reason why only Celery's backend can write the results of a task; None if we can."""
     backend: Any = task.backend
     # Completion threads have a subclass of the class that the app chose.
     chosen = getattr(backend, "stock_class", type(backend))
@@ -224,10 +219,6 @@ def stored_fields(
 
 def encode_fields(task_id: str, fields: Mapping[str, Any]) -> str:
     """The job's own part of a stored result, in JSON, without the braces around it.
-
-    Args:
-        task_id: Id of the job.
-        fields: From `stored_fields`.
 
     Raises:
         TypeError: JSON cannot write a field.
@@ -292,10 +283,6 @@ class MetaWriter:
             result: Its result, as JSON in UTF-8.
             waited_ms: How long it waited in the worker.
             fields: Further fields, from `stored_fields`.
-
-        Raises:
-            TypeError: JSON cannot write a field.
-            ValueError: JSON cannot write a field either.
         """
         text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '
         return b"%b%b}" % (text.encode(), result)
@@ -320,25 +307,6 @@ class EncodedOutcome:
 
     task_id: str
     spelled: Sequence[Any]
-
-
-class Committer(Protocol):
-    """Stores the results of a batch; called on the commit thread of a device process."""
-
-    def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
-    ) -> Sequence[CommitStatus]:
-        """Stores the results that it can store.
-
-        Args:
-            jobs: The outcomes of one batch.
-            context: The commit context of the batch, from the main process.
-            info: Facts of the batch, stored with each result.
-
-        Returns:
-            One status per job, in order.
-        """
-        ...
 
 
 #: The statuses by their numbers in commit.lua.
@@ -387,7 +355,16 @@ class RedisCommitter:
     def commit(
         self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
-        """Stores the results that it can store; waits as long as Redis is away."""
+        """Stores the results that it can store; waits as long as Redis is away.
+
+        Args:
+            jobs: The outcomes of one batch.
+            context: The commit context of the batch, from the main process.
+            info: Facts of the batch, stored with each result.
+
+        Returns:
+            One status per job, in order.
+        """
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
@@ -396,7 +373,12 @@ class RedisCommitter:
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]
-        for part in _parts([entry for entry in entries if entry is not None]):
+        for part in cut_into_parts(
+            [entry for entry in entries if entry is not None],
+            lambda entry: len(entry.value),
+            MAX_BYTES_PER_SCRIPT,
+            MAX_JOBS_PER_SCRIPT,
+        ):
             for entry, status in zip(part, self._run(part, context), strict=True):
                 statuses[entry.index] = status
         return statuses
@@ -543,20 +525,6 @@ def _json(kind: str, content: Any) -> bytes:
         encoded: bytes = content
         return encoded
     return content.encode() if kind == "json" else plain_json(content)
-
-
-def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
-    """Cuts a batch into parts, one for each call of the script."""
-    part: list[_Entry] = []
-    size_bytes = 0
-    for entry in entries:
-        part.append(entry)
-        size_bytes += len(entry.value)
-        if len(part) == MAX_JOBS_PER_SCRIPT or size_bytes >= MAX_BYTES_PER_SCRIPT:
-            yield part
-            part, size_bytes = [], 0
-    if part:
-        yield part
 
 
 def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from celery import Celery
@@ -42,28 +43,8 @@ FIXES = {
 }
 
 
-class TracerReasons:
-    """The reasons why all jobs of a task need the tracer; cached."""
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._tasks: dict[str, str | None] = {}
-
-    def of_task(self, task: BatchTask) -> str | None:
-        """The reason why all jobs of a task need the tracer; None if they do not."""
-        name = task.name
-        if name not in self._tasks:
-            self._tasks[name] = task_needs_tracer(self._app, task)
-        return self._tasks[name]
-
-
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
-    """The reason why all jobs of a task need the tracer; None if they do not.
-
-    Args:
-        app: The app of the worker.
-        task: One of its tasks.
-    """
+    """The reason why all jobs of a task need the tracer; None if they do not."""
     own_call = sentry.unwrapped(type(task).__call__) is not BatchTask.__call__
     own_tracer = trace.build_tracer.__module__ not in (trace.__name__, sentry.INTEGRATION)
     clauses = (
@@ -90,12 +71,7 @@ def warn_of_tracer(app: Celery, tasks: Iterable[BatchTask]) -> None:
 
 
 def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:
-    """The reason why one job needs the tracer; None if it does not.
-
-    Args:
-        message: The headers of its message.
-        embed: The third part of the message's body.
-    """
+    """The reason why one job needs the tracer; None if it does not."""
     if message.get("replaced_task_nesting"):
         return "a job that replaced another"
     for name in ("callbacks", "errbacks", "chain", "chord"):
@@ -108,7 +84,7 @@ class CommitEligibility:
     """Decides for every batch before it goes to its device; costs a few µs per job."""
 
     def __init__(self, app: Celery, listeners: Listeners) -> None:
-        self._tracer_reasons = TracerReasons(app)
+        self._find_tracer_reason = cache(partial(task_needs_tracer, app))
         self._listeners = listeners
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
@@ -116,11 +92,6 @@ class CommitEligibility:
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
     ) -> CommitContext | None:
         """Makes the commit context of a batch.
-
-        Args:
-            task: The task of all jobs.
-            jobs: The jobs, about to be dispatched.
-            dispatched_s: The time by the scheduler's clock.
 
         Returns:
             None if Celery's tracer must complete all of the jobs.
@@ -157,7 +128,7 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        call.tracer_reason = self._tracer_reasons.of_task(task) or request_needs_tracer(
+        call.tracer_reason = self._find_tracer_reason(task) or request_needs_tracer(
             call.message, call.request.embed
         )
         if call.tracer_reason is not None:

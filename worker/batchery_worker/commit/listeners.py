@@ -58,8 +58,6 @@ class ListenedJob:
     """What the two parts of a job share."""
 
     request: Context
-    #: Whether the first part was called.
-    begun: bool = False
     #: What `before_start` raised: the job's outcome, as with Celery.
     error: Exception | None = None
     scope: AbstractContextManager[Any] | None = None
@@ -89,7 +87,6 @@ class Listeners:
         """Calls what comes before a job; once, however often the job is sent to a device."""
         if call.listened is None:
             call.listened = listened = _listened(call)
-            listened.begun = True
             stacks.enter(listened.request)
             listened.context.run(self._before, task, call, listened)
 
@@ -112,16 +109,7 @@ class Listeners:
         runtime_s: float,
         stacks: "Stacks",
     ) -> None:
-        """Calls what comes after a job that has succeeded and is stored.
-
-        Args:
-            task: The task.
-            call: The job.
-            value: Its result.
-            text: The result as text, for the log.
-            runtime_s: How long its device took, in seconds.
-            stacks: Entered for the task.
-        """
+        """Calls what comes after a job that has succeeded and is stored."""
         listened = call.listened or _listened(call)
         stacks.enter(listened.request)
         listened.context.run(self._after, task, call, listened, value, text, runtime_s)

@@ -279,9 +279,6 @@ class CompletionRedisBackend(CompletionBackend):
     def count_parts(self, calls: Sequence[ScriptCall]) -> list[bool]:
         """Counts parts of chords in one round trip.
 
-        Args:
-            calls: Of Celery's script, from an outbox.
-
         Returns:
             Whether each is done with. Else Celery must count it once more, which changes nothing:
             it was the last part, or was refused.

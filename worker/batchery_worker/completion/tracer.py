@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from time import monotonic
 from traceback import walk_stack, walk_tb
 from types import TracebackType
@@ -26,7 +26,7 @@ from batchery.completion import JobCompletion, Outbox, completing, current_compl
 from batchery.errors import ItemFailed
 from batchery.outcomes import Failed, Replace
 from batchery.tracebacks import error_text
-from batchery_worker.commit.eligibility import TracerReasons
+from batchery_worker.commit.eligibility import task_needs_tracer
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion, outage_told_apart
@@ -61,7 +61,7 @@ class Tracer:
 
     def __init__(self, app: Celery, listeners: Listeners) -> None:
         self._app = app
-        self._tracer_reasons = TracerReasons(app)
+        self._find_tracer_reason = cache(partial(task_needs_tracer, app))
         self._listeners = listeners
         trace.send_prerun = _send_prerun_once
         log_each_traceback_once()
@@ -80,7 +80,7 @@ class Tracer:
             return False
         task: Any = self._app.tasks[call.task_name]
         # Listeners may look for the result of their job.
-        return self._tracer_reasons.of_task(task) is None and not self._listeners.of(task).after
+        return self._find_tracer_reason(task) is None and not self._listeners.of(task).after
 
     @cached_property
     def _one_broker(self) -> bool:
@@ -227,7 +227,7 @@ def _begun(task_id: str) -> ListenedJob | None:
     if not isinstance(completion, Completion) or completion.task_id != task_id:
         return None
     listened: ListenedJob | None = completion.call.listened
-    return listened if listened is not None and listened.begun else None
+    return listened
 
 
 def _send_prerun_once(*, task_id: str, **named: Any) -> list[Any]:
@@ -288,12 +288,7 @@ def raised(info: ExceptionInfo) -> Any:
 
 
 def plain_info(error: BaseException, trace: TracebackType | None) -> ExceptionInfo:
-    """A failure with no more than the class and the text of an exception whose own code raises.
-
-    Args:
-        error: The exception.
-        trace: Where the job broke off.
-    """
+    """A failure with no more than the class and the text of an exception whose own code raises."""
     plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
     return ExceptionInfo((ItemFailed, plain, trace))
 
@@ -311,9 +306,6 @@ def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
     Celery clears some of them, while its own still run. Those hold the exception and a copy of its
     traceback, and it holds them: a circle of 0.3 MB, and of so few objects that Python's collector
     lets a thousand of them pile up.
-
-    Args:
-        traced: The tracer's answer.
 
     Returns:
         The same.

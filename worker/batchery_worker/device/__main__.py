@@ -343,7 +343,7 @@ class Device:
                 return self._run_function(task, work, part, resolve, run_urgent, receive)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
-            start_next = _nothing if work.urgent else self._start_next
+            start_next = (lambda: None) if work.urgent else self._start_next
             outcomes, tokens, computed_tokens = served.compute(
                 part, work, limit, start_next, run_urgent
             )
@@ -468,10 +468,6 @@ class EngineDevice(Device):
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:  # noqa: ARG002 (has none)
         """Loads the model and warms it up.
 
-        Args:
-            setup: From the parent.
-            app: None.
-
         Raises:
             BatcheryError: Says in one line what is missing.
         """
@@ -514,10 +510,6 @@ class EngineDevice(Device):
         outcomes = ("", (dump_outcomes(batch.outcomes),))
         tokens = batch.tokens, batch.computed_tokens
         self.tell(Done(batch.work.id, [outcomes], batch.forward_ms, *tokens, figures=batch.figures))
-
-
-def _nothing() -> None:
-    """Stands in for what need not be done."""
 
 
 def _or_die(stage: Callable[[], None]) -> None:

@@ -43,11 +43,6 @@ USELESS_ADVICE = {
 def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
     """Loads the model of a task and runs its warm-up. Its results are for Redis.
 
-    Args:
-        task: The task.
-        device: As torch spells it.
-        settings: Of another version than the task's own.
-
     Raises:
         ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
         DeviceUnavailable: The device does not exist.
@@ -133,12 +128,7 @@ class EngineModel:
     memory_fraction: float
 
     def serve(self) -> tuple[Memory, LoadedModel]:
-        """Loads the model and warms it up, on this thread's device; returns its memory, too.
-
-        Raises:
-            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
-            DeviceUnavailable: The device does not exist.
-        """
+        """Loads the model and warms it up, on this thread's device; returns its memory, too."""
         device = choose_devices(self.devices)[0]
         check_device(device)
         memory = find_memory(device, self.memory_fraction)
@@ -249,11 +239,7 @@ def build_identity(task: ModelTask, model: Model) -> str:
 
 
 def check_device(device: str) -> None:
-    """Makes a device torch's default on this thread, before anything opens a context on another.
-
-    Raises:
-        DeviceUnavailable: Torch cannot use it; names the devices that there are.
-    """
+    """Makes a device torch's default on this thread, before anything opens a context on another."""
     if not _is_torch_device(device):
         return
     # It imports torch, and a worker on a CPU may have none.
@@ -268,11 +254,7 @@ def _is_torch_device(device: str) -> bool:
 
 
 def import_app(setup: Setup) -> Celery:
-    """Imports the Celery app and the modules of its tasks, as the worker did.
-
-    Raises:
-        DeviceUnavailable: See `check_device`.
-    """
+    """Imports the Celery app and the modules of its tasks, as the worker did."""
     sys.path[:] = list(setup.sys_path)
     # First of all: an import that touches CUDA opens its context on the default device.
     check_device(setup.device)

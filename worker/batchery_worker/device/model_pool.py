@@ -83,11 +83,7 @@ class ModelPool:
         self.limit_bytes = (setup and setup.model_memory_bytes) or self._memory.model_bytes()
 
     def load_first(self, names: Iterable[str]) -> None:
-        """Loads the pinned models, and of the others those for which there is memory.
-
-        Raises:
-            ModelLoadError: One cannot be loaded, or the pinned ones do not fit together.
-        """
+        """Loads the pinned models, and of the others those for which there is memory."""
         for name in sorted(names, key=lambda each: each not in self._pinned):
             if name in self._pinned:
                 self.serve(name)
@@ -100,10 +96,6 @@ class ModelPool:
 
     def serve(self, name: str, wanted: Collection[str] = ()) -> LoadedModel:
         """Makes a model ready; others make room for it.
-
-        Args:
-            name: Of its task.
-            wanted: Other models that jobs wait for.
 
         Raises:
             ModelLoadError: It cannot be loaded, or does not fit; says what would have to be.

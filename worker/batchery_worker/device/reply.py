@@ -9,7 +9,7 @@ from typing import Any
 from celery.utils.saferepr import saferepr
 
 from batchery.protocol import headers as multi_item
-from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
@@ -49,7 +49,7 @@ class DeviceBatch:
 def answer(
     batch: DeviceBatch,
     device: str,
-    committer: Committer,
+    committer: RedisCommitter,
     backend: Any,
     reuse: SingleFlight | None = None,
 ) -> Done:

@@ -32,7 +32,6 @@ class StartedStates:
     """Stores STARTED for tasks that ask for it; used by one thread at a time."""
 
     def __init__(self, app: Celery) -> None:
-        """Does not connect yet."""
         self._app = app
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
         self._paused_until_s = 0.0

@@ -32,7 +32,6 @@ class SequentialDevice(Device):
         """Works until the pipe is closed.
 
         Raises:
-            EOFError: It is closed.
             OSError: It was closed before a batch was answered.
         """
         if self._steps is not None:
@@ -58,11 +57,7 @@ class SequentialIntake:
         self._prepare = prepare
 
     def take(self) -> Any:
-        """Takes the next one; waits for it.
-
-        Raises:
-            EOFError: The pipe is closed.
-        """
+        """Takes the next one; waits for it."""
         return self._prepare(read_frame(self._end))
 
     def take_arrived(self) -> Any:

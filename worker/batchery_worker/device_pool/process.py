@@ -475,11 +475,7 @@ def share_models(devices: Sequence[DeviceProcess]) -> None:
 
 
 def start_process(end: socket.socket) -> Process:
-    """Starts a device process, whose log goes through the handlers of this process.
-
-    Raises:
-        OSError: The system cannot start another process.
-    """
+    """Starts a device process, whose log goes through the handlers of this process."""
     with end:
         log, their_log = socket.socketpair()
         with their_log:

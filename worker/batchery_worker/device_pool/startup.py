@@ -90,10 +90,6 @@ def device_setups(
         settings: Of the worker.
         devices: Their names.
         in_process: Whether devices are threads of this process, and import nothing.
-
-    Raises:
-        AppNotImportable: A fresh process could not import the app or a task.
-        SettingsError: A model cannot be placed.
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
@@ -132,11 +128,7 @@ def device_setups(
 
 
 def find_places(tasks: Sequence[ModelTask], devices: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Chooses the devices of each model; see `place_models`.
-
-    Raises:
-        SettingsError: A model cannot be placed.
-    """
+    """Chooses the devices of each model; see `place_models`."""
     # Only where that has a say: it may have to look for files of the hub.
     is_weighed = any(task.replicas for task in tasks)
     models = [

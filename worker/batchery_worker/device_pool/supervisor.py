@@ -98,7 +98,7 @@ class DeviceSupervisor:
         self._refusals: dict[str, NotReady] = {}
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
         #: process has died, or it is drained.
-        self.on_change: Callable[[DeviceProcess, Reply | None], None] = _ignore_change
+        self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
 
     @property
     def dispatched(self) -> int:
@@ -111,11 +111,7 @@ class DeviceSupervisor:
         return self._reserved > 0
 
     def attach(self, hub: Any) -> None:
-        """Moves to another event loop; Celery has a fresh one after each reconnect.
-
-        Args:
-            hub: A `kombu.asynchronous.Hub`, running or about to run.
-        """
+        """Moves to another event loop; Celery has a fresh one after each reconnect."""
         for device in self.devices:
             self._ignore(device)
             device.look_s = inf
@@ -543,12 +539,7 @@ class DeviceSupervisor:
         self._on_death(batches, how)
 
     def _give_up(self, device: DeviceProcess, how: str) -> bool:
-        """Gives a device up that has failed to start too often; returns whether it has.
-
-        Args:
-            device: Without a process.
-            how: What became of that, for people.
-        """
+        """Gives a device up that has failed to start too often; returns whether it has."""
         if device.failed_starts < MAX_FAILED_STARTS:
             return False
         self.devices.remove(device)
@@ -568,10 +559,6 @@ class DeviceSupervisor:
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
-
-
-def _ignore_change(*_: object) -> None:
-    """For a worker whose models nobody reloads."""
 
 
 def warn_if_short(device: DeviceProcess) -> None:

@@ -96,8 +96,6 @@ class Admission:
             The job.
 
         Raises:
-            BatchArgumentError: There is not exactly one positional argument, or the keywords
-                cannot be written as JSON.
             InvalidItem: A header of ours is malformed, or does not fit the argument; or the job
                 cannot be pickled.
         """

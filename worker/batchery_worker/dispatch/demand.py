@@ -50,8 +50,9 @@ class BatchDemand:
         self.gather = gather
         #: Whether the worker ends, and wants nothing more.
         self.is_over = False
-        #: Called when messages are wanted that were not wanted before; set by who knows a channel.
-        self.ask_for_more: Callable[[], None] = _do_nothing
+        #: Called when messages are wanted that were not wanted before; set by who knows a channel
+        #: that leases.
+        self.ask_for_more: Callable[[], None] = lambda: None
 
     @property
     def held(self) -> int:
@@ -141,11 +142,7 @@ class BatchDemand:
         return self._give(old, give)
 
     def offer_stranded(self, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs whose devices are all drained, suspects too; returns how many went.
-
-        Args:
-            give: As for `offer`.
-        """
+        """Offers the jobs whose devices are all drained, suspects too; returns how many went."""
         if not any(device.is_drained for device in self._supervisor.devices):
             return 0
         held = [job for job in self._scheduler if job.payload.request is not None]
@@ -247,10 +244,6 @@ class BatchDemand:
             queue["jobs"] += 1
             queue["oldest_s"] = max(queue["oldest_s"], round(age_s, 3))
         return found
-
-
-def _do_nothing() -> None:
-    """For a broker whose channels do not lease."""
 
 
 def _find_queue(call: TaskCall) -> str:

@@ -43,11 +43,6 @@ class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
     def __init__(self, loop: BatchLoop) -> None:
-        """Starts with the first call.
-
-        Args:
-            loop: Forms and runs the batches.
-        """
         #: The options as the user wrote them, for a batcher that is made of this one.
         self.given_options: Mapping[str, Any] = {}
         self.options = options = loop.options
@@ -129,12 +124,7 @@ class BatcherThread:
         return False
 
     def wait_for_space(self, items: int, timeout_s: float | None) -> bool:
-        """Waits until there is space for items, and takes it; False if there was none in time.
-
-        Raises:
-            BatcherClosed: It is closed.
-            BatchArgumentError: Its own thread would wait for itself.
-        """
+        """Waits until there is space for items, and takes it; False if there was none in time."""
         assert self._space is not None
         self.check()
         return self._space.wait(items, timeout_s)
@@ -158,12 +148,7 @@ class BatcherThread:
             self._refuse_rest()
 
     def start(self) -> None:
-        """Loads now, and waits until that is done.
-
-        Raises:
-            BatcherClosed: It is closed.
-            BaseException: What `load` raised.
-        """
+        """Loads now, and waits until that is done."""
         self.check()
         call = ThreadCall(LOAD_ONLY, False)
         self.send(call)

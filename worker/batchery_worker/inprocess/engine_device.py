@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import BatcheryError, DeviceDied, ModelLoadError
-from batchery.execution.batch import prepare
+from batchery.execution.batch import are_same, prepare
 from batchery.outcomes import Failed
 from batchery.tracebacks import with_frames
 from batchery_worker.device.loading import EngineModel
@@ -54,12 +54,7 @@ class LocalDevice:
         self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
     def load(self) -> None:
-        """Loads the model and warms it up.
-
-        Raises:
-            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
-            DeviceUnavailable: The device does not exist.
-        """
+        """Loads the model and warms it up."""
         _, self._served = self._model.serve()
 
     def run(
@@ -111,16 +106,9 @@ class LocalDevice:
         assert self._served is not None
         if self._ahead is not None:
             ahead, same_keywords, prepared = self._ahead
-            if keywords == same_keywords and is_same(items, ahead):
+            if keywords == same_keywords and are_same(items, ahead):
                 return prepared
         return prepare(self._served.model, items, keywords)
-
-
-def is_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very same items."""
-    return len(items) == len(others) and all(
-        one is other for one, other in zip(items, others, strict=True)
-    )
 
 
 def show_origin(outcome: Any) -> None:
@@ -277,7 +265,7 @@ class SpawnedDevice:
         if self._ahead is None:
             return None
         sent, same_keywords, number = self._ahead
-        return number if keywords == same_keywords and is_same(items, sent) else None
+        return number if keywords == same_keywords and are_same(items, sent) else None
 
     def _send(
         self, device: DeviceProcess, items: Sequence[Any], keywords: Mapping[str, Any]
@@ -302,7 +290,6 @@ class SpawnedDevice:
         """Waits for messages; meanwhile the pipe takes what was not written yet.
 
         Raises:
-            EOFError: The process is dead.
             TimeoutError: There was none within this time, in seconds.
         """
         assert device.link is not None

@@ -111,11 +111,6 @@ class CallOptions:
 def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:
     """Checks that options exist.
 
-    Args:
-        name: Of the batcher that they are for.
-        given: Their names.
-        known: The names that there are.
-
     Raises:
         BatchArgumentError: One of them does not.
     """

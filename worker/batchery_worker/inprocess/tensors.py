@@ -122,11 +122,7 @@ class Collator:
         return (self._device or "cpu").partition(":")[0]
 
     def length(self, item: Any) -> int:
-        """The number of tokens of an item: the length of its features in `pad`.
-
-        Raises:
-            InvalidItem: As from `features`.
-        """
+        """The number of tokens of an item: the length of its features in `pad`."""
         return self.features(item).length
 
     def features(self, item: Any) -> Features:

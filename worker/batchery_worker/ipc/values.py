@@ -73,12 +73,6 @@ class Encoded:
     __slots__ = ("_value", "json")
 
     def __init__(self, json: bytes, *value: Any) -> None:
-        """Decodes nothing yet.
-
-        Args:
-            json: The JSON, in UTF-8.
-            value: The decoded value, if it is known.
-        """
         self.json = json
         self._value = value
 

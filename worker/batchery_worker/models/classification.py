@@ -8,9 +8,9 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.inputs import ClassificationKeywords, check_fields
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, TextModel, check_head
-from batchery_worker.models.tokenizer import Cut, Input, Prepared
+from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.tokenizer import Cut, Input
 
 
 class ClassificationModel(TextModel):
@@ -61,20 +61,13 @@ class ClassificationModel(TextModel):
         text, pair = check_fields(item, ("text", "text_pair"), self.settings.max_chars)
         return text, pair
 
-    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model; values are scores, (B, C) float32, in batch order."""
-        raw = self._read_keywords(keywords).raw_scores
-
-        def compute() -> Tensor:
-            logits = self._values(self._pass, batch)
-            return logits if raw else self._scores(logits)
-
-        return self._outputs(compute, batch)
-
-    def _scores(self, logits: Tensor) -> Tensor:
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Scores, (B, C)."""
+        if options.raw_scores:
+            return values
         if self.multi_label:
-            return logits.sigmoid()
-        return logits if len(self.labels) == 1 else logits.softmax(dim=-1)
+            return values.sigmoid()
+        return values if len(self.labels) == 1 else values.softmax(dim=-1)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

@@ -20,7 +20,6 @@ from batchery_worker.models.inputs import EmbeddingKeywords
 from batchery_worker.models.saved_modules import read_pooling, read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
-from batchery_worker.models.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +98,13 @@ class EmbeddingModel(PromptedModel):
             )
         return options
 
-    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model and pools; values are (B, D) float32, in batch order."""
-        options = self._read_keywords(keywords)
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Vectors, (B, D)."""
+        limit = options.dimensions or self.settings.dimensions
+        if limit is not None:
+            values = values[:, :limit]
         scale = self.settings.normalize if options.normalize is None else options.normalize
-
-        def compute() -> Tensor:
-            vectors = self._values(self._pass, batch)
-            limit = options.dimensions or self.settings.dimensions
-            if limit is not None:
-                vectors = vectors[:, :limit]
-            return of_length_1(vectors) if scale else vectors
-
-        return self._outputs(compute, batch)
+        return of_length_1(values) if scale else values
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

@@ -37,11 +37,6 @@ def check_text(field: str, text: Any, max_chars: int) -> str:
 def check_token_ids(ids: Sequence[Any], vocabulary: int, max_count: int) -> list[int]:
     """Returns token ids that a model knows.
 
-    Args:
-        ids: Anything in a list.
-        vocabulary: Number of tokens that the model knows.
-        max_count: Maximum number of ids.
-
     Raises:
         InvalidItem: There are none or too many, or one is no token id; names its position.
     """

@@ -56,16 +56,10 @@ class MultiVectorEmbeddingModel(PromptedModel):
         if values.dim() != 2:
             raise ModelLoadError(f"model {source.name!r}: gives no vector per token")
 
-    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model; values are vectors, (T, D) float32, in batch order."""
-        normalize = self._read_keywords(keywords).normalize
-        scale = self.settings.normalize if normalize is None else normalize
-
-        def compute() -> Tensor:
-            vectors = self._values(self._pass, batch)
-            return of_length_1(vectors) if scale else vectors
-
-        return self._outputs(compute, batch)
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Vectors, (T, D)."""
+        scale = self.settings.normalize if options.normalize is None else options.normalize
+        return of_length_1(values) if scale else values
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         projected: Tensor = self._projection(super()._values(forward, batch))

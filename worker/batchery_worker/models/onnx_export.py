@@ -20,10 +20,6 @@ from batchery_worker.models.verification import verify
 def export(kind: str, folder: Path) -> Path:
     """Loads a model on the CPU, in fp32, and writes its file beside it.
 
-    Args:
-        kind: A kind of `ENGINE_KINDS["onnx"]`.
-        folder: With config, tokenizer and safetensors.
-
     Returns:
         The file, `onnx/model.onnx` in the folder.
 

@@ -8,9 +8,9 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.inputs import RerankKeywords, check_fields
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, TextModel, check_head
-from batchery_worker.models.tokenizer import Input, Prepared
+from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.tokenizer import Input
 
 #: The query of items that are made of a text alone.
 SAMPLE_QUERY = "what is it about"
@@ -53,21 +53,15 @@ class RerankModel(TextModel):
         query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
         return query, text
 
-    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model; values are scores, (B, 1) float32, in batch order."""
-        raw = self._read_keywords(keywords).raw_scores
-
-        def compute() -> Tensor:
-            logits = self._values(self._pass, batch)
-            return logits if raw else logits.sigmoid()
-
-        return self._outputs(compute, batch)
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Scores, (B, 1)."""
+        return values if options.raw_scores else values.sigmoid()
 
     def _results(
         self,
         values: Tensor,
         outputs: Outputs,
-        keywords: Mapping[str, Any],  # noqa: ARG002 (`forward` has used them)
+        keywords: Mapping[str, Any],  # noqa: ARG002 (`_finish` has used them)
     ) -> list[dict[str, Any]]:
         return [
             {**head, "score": score}

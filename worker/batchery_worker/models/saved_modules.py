@@ -132,10 +132,6 @@ def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 def read_projection(source: ModelSource, width: int) -> nn.Sequential:
     """Reads the projection of a model; it has no layers where the model has none.
 
-    Args:
-        source: The model.
-        width: Length of the token vectors.
-
     Raises:
         ModelLoadError: Files are missing, do not fit the model, or ask for something that is not
             built in.

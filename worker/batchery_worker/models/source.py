@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -138,6 +138,19 @@ def _check_weights(name: str, folder: Path) -> None:
                 f"model {name!r}: {path.name} is damaged, or not all of it is there: {error};"
                 " copy or download it again"
             ) from None
+
+
+def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
+    """Refuses a model whose head has random weights.
+
+    Raises:
+        ModelLoadError: Weights are missing; names two of them.
+    """
+    if missing:
+        raise ModelLoadError(
+            f"model {source.name!r}: its checkpoint has no trained {name}"
+            f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
+        )
 
 
 @contextmanager

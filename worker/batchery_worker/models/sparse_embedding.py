@@ -15,8 +15,8 @@ from batchery_worker.models.embedding import NUMPY, number_lists
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import SparseEmbeddingKeywords
 from batchery_worker.models.saved_modules import read_prompts
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, PromptedModel, check_head
+from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.text_model import Outputs, PromptedModel
 from batchery_worker.models.tokenizer import Prepared
 
 
@@ -48,18 +48,12 @@ class SparseEmbeddingModel(PromptedModel):
                 " model"
             )
 
-    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model; values are weights, (B, C) float32, for C tokens of the vocabulary."""
-        top_k = self._read_keywords(keywords).top_k
-
-        def compute() -> Tensor:
-            weights = self._values(self._pass, batch)
-            if top_k is None or top_k >= weights.shape[1]:
-                return weights
-            largest, places = weights.topk(top_k, dim=1, sorted=False)
-            return torch.zeros_like(weights).scatter_(1, places, largest)
-
-        return self._outputs(compute, batch)
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Weights, (B, C), for C tokens of the vocabulary."""
+        if options.top_k is None or options.top_k >= values.shape[1]:
+            return values
+        largest, places = values.topk(options.top_k, dim=1, sorted=False)
+        return torch.zeros_like(values).scatter_(1, places, largest)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         # It grows with the logit, so that of the largest is the largest.
@@ -69,7 +63,7 @@ class SparseEmbeddingModel(PromptedModel):
         self,
         values: Tensor,
         outputs: Outputs,
-        keywords: Mapping[str, Any],  # noqa: ARG002 (`forward` has used them)
+        keywords: Mapping[str, Any],  # noqa: ARG002 (`_finish` has used them)
     ) -> list[dict[str, Any]] | list[Encoded]:
         rows = values.numpy()
         indices = [np.flatnonzero(row) for row in rows]

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -125,7 +125,6 @@ class TextModel(Model):
         Raises:
             ModelLoadError: There is no model, no text model, no safetensors, not all weights, not
                 enough memory, or an impossible setting; one line says which.
-            DeviceUnavailable: There is no such device; names the devices that there are.
         """
         self._split = open_split(device, self.settings)
         self._device = self._split.device
@@ -478,8 +477,22 @@ class TextModel(Model):
             head["truncated"] = True
         return head
 
-    def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Any]) -> Outputs:
-        """Starts a pass over a batch, and the copy of its values to the CPU."""
+    def _sequences(self, batch: Sequence[Any]) -> Sequence[Prepared]:
+        """What goes through the model of the prepared items of a batch."""
+        return batch
+
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """What keywords make of the values of a pass, on the device."""
+        raise NotImplementedError
+
+    def forward(self, batch: Sequence[Any], **keywords: Any) -> Outputs:
+        """Starts a pass over a micro-batch, and the copy of its values to the CPU."""
+        options = self._read_keywords(keywords)
+        sequences = self._sequences(batch)
+
+        def compute() -> Tensor:
+            return self._finish(self._values(self._pass, sequences), options)
+
         heads = [self._head(prepared) for prepared in batch]
         if self._streams is not None:
             take = self._streams.run_now if self.is_urgent else self._streams.submit
@@ -521,25 +534,6 @@ class TextModel(Model):
 
 def _nothing(*_: Any) -> None:
     """Stands in for a warning."""
-
-
-def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
-    """Refuses a model whose head has random weights.
-
-    Args:
-        source: The model.
-        missing: Weights that its files lack.
-        name: Of the head.
-        task: What such a model is trained for.
-
-    Raises:
-        ModelLoadError: Weights are missing; names two of them.
-    """
-    if missing:
-        raise ModelLoadError(
-            f"model {source.name!r}: its checkpoint has no trained {name}"
-            f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
-        )
 
 
 class PromptedModel(TextModel):

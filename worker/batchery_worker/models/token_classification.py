@@ -11,9 +11,9 @@ from transformers import AutoModelForTokenClassification
 from batchery.errors import ModelLoadError
 from batchery.outcomes import Failed
 from batchery_worker.models.inputs import TokenClassificationKeywords, check_text
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, TextModel, check_head
-from batchery_worker.models.tokenizer import Located
+from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.tokenizer import Located, Prepared
 
 #: The label of what is no entity.
 OUTSIDE = "O"
@@ -59,11 +59,6 @@ def find_entities(
     tokens: Sequence[Word], labels: Sequence[str], aggregation: str
 ) -> list[LabelSpan]:
     """Finds the entities of a text.
-
-    Args:
-        tokens: Tokens of the text, in order.
-        labels: Name of each label.
-        aggregation: As in `TokenClassificationKeywords`.
 
     Returns:
         Entities, in order, without what is outside of all of them.
@@ -203,10 +198,12 @@ class TokenClassificationModel(TextModel):
     def _head(self, prepared: Located) -> dict[str, Any]:
         return super()._head(prepared.tokens)
 
-    def forward(self, batch: Sequence[Located], **_: Any) -> Outputs:
-        """Runs the model; values are probabilities, (T, C) float32, in batch order."""
-        tokens = [located.tokens for located in batch]
-        return self._outputs(lambda: self._values(self._pass, tokens).softmax(dim=-1), batch)
+    def _sequences(self, batch: Sequence[Located]) -> Sequence[Prepared]:
+        return [located.tokens for located in batch]
+
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (they are for spans)
+        """Probabilities, (T, C)."""
+        return values.softmax(dim=-1)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

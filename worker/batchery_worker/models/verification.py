@@ -123,7 +123,6 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> V
 
     Raises:
         ModelLoadError: The model cannot be loaded with these settings, or takes none of the texts.
-        DeviceUnavailable: There is no such device.
     """
     use_device(device)
     texts = texts or sample_texts()

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
 from batchery_worker.models.inputs import ZeroShotKeywords, check_text
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, TextModel, check_head
+from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import Input, Prepared, TokenIds, Truncated
 
 #: What stands for the label in a template.
@@ -108,21 +108,17 @@ class ZeroShotModel(TextModel):
             head["truncated"] = True
         return head
 
-    def forward(self, batch: Sequence[Sequences], **keywords: Any) -> Outputs:
-        """Runs the model; values are scores, (B, C) float32, for the labels of the keywords."""
-        options = self._read_keywords(keywords)
-        sequences = [sequence for item in batch for sequence in item]
+    def _sequences(self, batch: Sequence[Sequences]) -> Sequence[Prepared]:
+        return [sequence for item in batch for sequence in item]
 
-        def compute() -> Tensor:
-            logits = self._values(self._pass, sequences)
-            logits = logits.view(len(batch), len(options.labels), -1)
-            entailment = logits[..., self._entailment]
-            # Among one label, it would have all of the probability.
-            if options.multi_label or len(options.labels) == 1:
-                return (entailment - logits[..., self._contradiction]).sigmoid()
-            return entailment.softmax(dim=-1)
-
-        return self._outputs(compute, batch)
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Scores, (B, C), for the labels of the keywords."""
+        logits = values.view(-1, len(options.labels), values.shape[1])
+        entailment = logits[..., self._entailment]
+        # Among one label, it would have all of the probability.
+        if options.multi_label or len(options.labels) == 1:
+            return (entailment - logits[..., self._contradiction]).sigmoid()
+        return entailment.softmax(dim=-1)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

@@ -72,12 +72,7 @@ class HealthPolicy:
         self._clock = clock
 
     def judge(self, sight: WorkerSight, beat_pause_s: float = 1.0) -> Verdict:
-        """Judges.
-
-        Args:
-            sight: What is seen now.
-            beat_pause_s: Time between two heartbeats, in seconds.
-        """
+        """Judges."""
         lost_s = 0.0 if sight.beat_s is None else self._clock() - sight.beat_s
         is_lost = sight.is_silent or lost_s > MAX_MISSED_BEATS * beat_pause_s
         not_live = [*map(self._why_not_live, sight.devices or ())]

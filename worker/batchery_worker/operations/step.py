@@ -112,12 +112,6 @@ class Textfile:
     """The file for node_exporter: it must not say for ever how a worker was that has ended."""
 
     def __init__(self, path: str, write: Callable[[], None]) -> None:
-        """Writes nothing yet.
-
-        Args:
-            path: Where it is.
-            write: Writes it.
-        """
         self._path = path
         self._write = write
         self._lock = threading.Lock()
@@ -140,7 +134,6 @@ class Beats:
     """A thread that tells systemd how the worker is, and writes the file for node_exporter."""
 
     def __init__(self, watch: WorkerWatch, textfile: Textfile | None) -> None:
-        """Starts nothing."""
         self._watch = watch
         self._textfile = textfile
         watchdog_s = systemd.read_watchdog_s() or float("inf")

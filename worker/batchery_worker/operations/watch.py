@@ -44,12 +44,6 @@ class WorkerWatch:
     """Looks at a worker; from any thread, unless a method says otherwise."""
 
     def __init__(self, worker: Any, settings: Settings) -> None:
-        """Costs nothing until somebody asks.
-
-        Args:
-            worker: Celery's `WorkController`.
-            settings: Of its app.
-        """
         self._worker = worker
         self._started_at_s = round(time(), 3)
         self._policy = HealthPolicy(settings.max_pass_s)

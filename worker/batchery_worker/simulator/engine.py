@@ -272,12 +272,7 @@ class Simulation:
         return self._recorder.close(self._alive_s)
 
     def call_at(self, time_s: float, call: Callable[[float], None]) -> None:
-        """Plans a call, as of an autoscaler; a run does not end before it.
-
-        Args:
-            time_s: When, not before now.
-            call: Gets the time.
-        """
+        """Plans a call, as of an autoscaler; a run does not end before it."""
         self._planned += 1
         self._calls[self._planned] = call
         heappush(self._events, (time_s, _Event.CALL, self._planned, 0))

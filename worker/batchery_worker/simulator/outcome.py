@@ -136,12 +136,7 @@ class SimulatedRun:
     def by(
         self, group: Callable[[Lane], str], without: Collection[str] = ()
     ) -> dict[str, LaneOutcome]:
-        """The lanes of a group added up, such as those of a class.
-
-        Args:
-            group: Says of which group a lane is.
-            without: Classes to be left out.
-        """
+        """The lanes of a group added up, such as those of a class."""
         groups: dict[str, list[LaneOutcome]] = {}
         for lane, outcome in self.lanes.items():
             if lane.priority_class not in without:
@@ -385,11 +380,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def tables(policies: Sequence[Figures]) -> list[Table]:
-    """Tables for people: one of the policies; of their classes and tenants, if there are several.
-
-    Args:
-        policies: Of `figures`, over the same jobs.
-    """
+    """Tables for people: of the policies, and of their classes and tenants if there are several."""
     made = [_policy_table(policies)]
     for group, label in (("classes", "class"), ("tenants", "tenant")):
         names = list(policies[0][group])

@@ -92,7 +92,6 @@ class SlotScheduler(RealScheduler):
     """The same for a device with slots, which all tasks share here."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
-        """Holds no jobs; shares as of a scheduler."""
         super().__init__(shares)
         self._shares = SharesByTask(shares, self.costs, in_slots=True)
 

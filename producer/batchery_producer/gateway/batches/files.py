@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import quote
 
+from celery.utils.functional import chunks
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, Field
 
@@ -103,9 +104,6 @@ class Storage:
 
         Args:
             url: A folder or a URL. A relative folder is one of the current directory.
-
-        Raises:
-            DatasetError: There is no such filesystem, or its package is not installed.
         """
         remote = Remote.at(url if is_url(url) else str(Path(url).absolute()))
         self._files: Any = remote.filesystem
@@ -276,12 +274,6 @@ class FileStore:
     """The files."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
-        """Connects to neither.
-
-        Args:
-            store: Where the records are.
-            storage: Where the contents are.
-        """
         self._store = store
         self.storage = storage
         self.removals_key = store.key("removals")
@@ -375,8 +367,7 @@ class FileStore:
         ids = sorted(each.decode() for each in keys if each != b"bytes")
         rest = _rest(ids, after, newest_first=newest_first)
         found: list[FileObject] = []
-        for start in range(0, len(rest), PAGE):
-            some = rest[start : start + PAGE]
+        for some in chunks(iter(rest), PAGE):
             contents = self._store.call(lambda client: client.hmget(self.get_key(owner), some))  # noqa: B023
             files = [file for each in contents if (file := _known(each)) is not None]
             found += [file for file in files if purpose in (None, file.purpose)]

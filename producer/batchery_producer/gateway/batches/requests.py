@@ -258,11 +258,7 @@ class BatchLines:
         self._format = OpenAIFormat(self.journal, model, _line_name, unpack=_unpacked)
 
     def read(self, number: int) -> Iterator[Line | Broken]:
-        """The requests of a slice that have not ended.
-
-        Raises:
-            Problem: The file is gone.
-        """
+        """The requests of a slice that have not ended."""
         record, ended = self._record, set(self._record.ended_lines)
         start = record.slices[number]
         following = record.slices[number + 1 : number + 2]
@@ -394,7 +390,6 @@ class SlicesInFlight:
     def __init__(
         self, app: Celery, model: ServedModel, record: BatchRecord, lines: BatchLines
     ) -> None:
-        """Reads and sends nothing yet."""
         self._app = app
         self._record = record
         self._lines = lines

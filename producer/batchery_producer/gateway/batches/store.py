@@ -393,21 +393,13 @@ class BatchStore:
         pieces: Sequence[Piece] = (),
         files: Sequence[FileObject] = (),
     ) -> None:
-        """Keeps what has become of a batch, and makes files known; all of it or nothing.
-
-        Raises:
-            Superseded: Another attempt has the turn.
-        """
+        """Keeps what has become of a batch, and makes files known; all of it or nothing."""
         encoded = [json.dumps(piece) for piece in pieces]
         published = [part for each in files for part in self._files.publishing(record.owner, each)]
         self._save(record, turn, record.model_dump_json(), [len(encoded), *encoded, *published])
 
     def touch(self, record: BatchRecord, turn: Turn) -> None:
-        """Shows that a turn goes on.
-
-        Raises:
-            Superseded: Another attempt has the turn.
-        """
+        """Shows that a turn goes on."""
         self._save(record, turn, "", [0])
 
     def _save(self, record: BatchRecord, turn: Turn, text: str, rest: Sequence[Any]) -> None:

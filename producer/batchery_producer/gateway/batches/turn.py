@@ -389,11 +389,7 @@ class BatchTurn:
         self._move(Status.CANCELLING, at_s=at_s)
 
     def _look(self) -> None:
-        """Shows now and then that the turn goes on.
-
-        Raises:
-            Superseded: It does not.
-        """
+        """Shows now and then that the turn goes on."""
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
             with suppress(Problem):  # Redis is away; what counts is asked when all is saved.
@@ -421,12 +417,7 @@ class BatchTurn:
         self._record = self._record.model_copy(update=changes)
 
     def _save(self, record: BatchRecord, **more: Any) -> None:
-        """Keeps the record, and waits for a Redis that is away.
-
-        Raises:
-            Superseded: Another attempt has the turn.
-            GaveUp: Redis stays away.
-        """
+        """Keeps the record, and waits for a Redis that is away."""
         save = partial(self._context.batches.save, record, self._turn, **more)
         self._retries.call(save, (Problem,))
         self._record = record

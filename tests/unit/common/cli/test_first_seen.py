@@ -1,7 +1,6 @@
 """Jobs that do not say when they were sent are as old as they were seen next in turn."""
 
-from batchery.cli.first_seen import FirstSeen
-from batchery.cli.survey import Survey
+from batchery.cli.survey import FirstSeen, Survey
 
 
 def test_job_without_a_time_ages_as_long_as_it_is_next() -> None:

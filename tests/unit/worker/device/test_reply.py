@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed
-from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.device.reply import DeviceBatch, answer, format_result
 from batchery_worker.ipc.messages import CachePolicy, CommitContext, Work, decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
@@ -19,7 +19,7 @@ backend = Celery("answers", broker="memory://", set_as_current=False).backend
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
 
 
-class Judge:
+class Judge(RedisCommitter):
     """Gives the statuses that it was told to give."""
 
     def __init__(self, *statuses: CommitStatus) -> None:

@@ -163,9 +163,6 @@ def attention(
 
     Returns:
         (1, T, H, D), and None instead of weights.
-
-    Raises:
-        NotPackable: The layer asks for something that this attention cannot do.
     """
     row = _ROW.get()
     row.calls += 1

@@ -307,14 +307,7 @@ class Capture:
 def captured(
     name: str, device: torch.device, capture: Capture, shapes: Sequence[Shape]
 ) -> Mapping[Shape, Runs]:
-    """The graphs of a model on a CUDA device; a line in the log says which ones, and why no more.
-
-    Args:
-        name: For the log.
-        device: Where the model is.
-        capture: Captures the model's passes.
-        shapes: Smallest first.
-    """
+    """The graphs of a model on a CUDA device; a line in the log says which, and why no more."""
     before_bytes = torch.cuda.memory_reserved(device)
     with torch.cuda.device(device), torch.inference_mode():
         capture.run(shapes)

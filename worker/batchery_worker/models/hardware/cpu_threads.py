@@ -68,11 +68,7 @@ class PassStreams:
         return PendingPass(self, future)
 
     def run_now(self, compute: Callable[[], Tensor]) -> "PendingPass":
-        """Runs a pass on this thread, beside those of the streams: it waits for none of them.
-
-        Args:
-            compute: As for `submit`.
-        """
+        """Runs a pass on this thread, beside those of the streams: it waits for none of them."""
         future: Future[Tensor] = Future()
         self._run(future, compute, 1)
         return PendingPass(self, future)

@@ -53,11 +53,7 @@ def device_named(name: str) -> torch.device:
 
 
 def use_device(name: str) -> None:
-    """Makes a device torch's default; of several that are one, the first.
-
-    Raises:
-        DeviceUnavailable: See `device_named`.
-    """
+    """Makes a device torch's default; of several that are one, the first."""
     device, *_ = [device_named(part) for part in name.split("+") if part != "disk"]
     if device.type == "cuda":
         torch.cuda.set_device(device)

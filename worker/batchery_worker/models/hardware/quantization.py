@@ -21,12 +21,6 @@ def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
     Each output of a layer has its own scale. The layers go to the device one by one, so that it
     never holds all unquantized weights.
 
-    Args:
-        name: For errors.
-        model: The model of transformers.
-        how: `int8` or `float8`.
-        device: Where the model will run.
-
     Raises:
         ModelLoadError: torchao is missing, the device has no float8, or there is no such layer.
     """

@@ -175,10 +175,6 @@ class ServerAnswer:
     def result(self, first_s: float, total_s: float) -> dict[str, Any]:
         """The result of the job, as the kind `generation` has it.
 
-        Args:
-            first_s: How long the first piece took.
-            total_s: How long all took.
-
         Raises:
             ServerFailed: One of the texts ends before what readers have.
         """

@@ -37,7 +37,6 @@ class OpenAIServerModel(StepModel):
     slots = 256
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Reads nothing and connects to nothing yet."""
         self.settings = settings
         self.slots = settings.slots or OpenAIServerModel.slots
         self._slots: dict[int, tuple[Exchange, Future[None]]] = {}

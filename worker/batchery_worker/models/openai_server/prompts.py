@@ -66,9 +66,6 @@ def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings)
         item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
         keywords: Keywords of its job.
         settings: The model's.
-
-    Raises:
-        InvalidItem: The item or one of the keywords is wrong; names it.
     """
     read = read_item(item)
     own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)

@@ -34,20 +34,11 @@ class Whole:
     is_whole: ClassVar[bool] = True
 
     def __init__(self, device: str) -> None:
-        """Takes a device.
-
-        Raises:
-            DeviceUnavailable: There is no such device.
-        """
         self.device: torch.device = device_named(device)
         self.options: dict[str, Any] = {}
 
     def begin(self, model: Any, config: Any) -> None:
         """Looks whether the model of this config fits, before weights are loaded.
-
-        Args:
-            model: Ours, of which nothing is loaded yet.
-            config: Of transformers.
 
         Raises:
             ModelLoadError: It does not; says what to use instead.
@@ -82,12 +73,7 @@ class Whole:
 def open_split(device: str, settings: ModelSettings) -> Whole:
     """Opens the device of a model.
 
-    Args:
-        device: As the settings spell it.
-        settings: Of the model.
-
     Raises:
-        DeviceUnavailable: A part of it is not there.
         ModelLoadError: The model's settings do not go together with several parts.
     """
     parts = device.split("+")

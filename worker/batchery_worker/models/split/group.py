@@ -69,11 +69,6 @@ class Group(Whole):
     def __init__(self, device: str, rank: int, folder: Path) -> None:
         """Joins, which waits for all ranks.
 
-        Args:
-            device: Of the whole group.
-            rank: Of this process.
-            folder: Where the ranks find each other.
-
         Raises:
             DeviceUnavailable: A part of the device is not there.
         """
@@ -138,11 +133,7 @@ class Group(Whole):
         _end(f"{name} has ended with exit code {code}")
 
     def begin(self, model: Any, config: Any) -> None:
-        """Looks whether the model can be cut into slices, then has the peers load it, too.
-
-        Raises:
-            ModelLoadError: It cannot; says what to use instead.
-        """
+        """Looks whether the model can be cut into slices, then has the peers load it, too."""
         check_slices(model.settings.model, config, self.ranks)
         if self._rank == 0:
             self._loading = id(model)
@@ -212,11 +203,6 @@ class Group(Whole):
 
 def check_slices(name: str, config: Any, ranks: int) -> None:
     """Makes sure that a model can be cut into slices.
-
-    Args:
-        name: Of the model.
-        config: Of transformers.
-        ranks: Number of slices of each layer.
 
     Raises:
         ModelLoadError: It cannot; says what to use instead.

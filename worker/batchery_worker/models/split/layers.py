@@ -35,12 +35,7 @@ class Layers(Whole):
     def __init__(self, device: str, settings: ModelSettings) -> None:
         """Looks how much each part of the device may hold.
 
-        Args:
-            device: Its parts, with `+` between them.
-            settings: Of the model.
-
         Raises:
-            DeviceUnavailable: A part is not there.
             ModelLoadError: The kind of the model needs all layers on one card.
         """
         if settings.kind == "generation" and device.count("cuda") > 1:

@@ -11,11 +11,7 @@ from batchery_worker.ipc.framing import read_frame
 
 
 def main(descriptor: int) -> None:
-    """Joins the group, and does as rank 0 does.
-
-    Args:
-        descriptor: Of a socket to rank 0.
-    """
+    """Joins the group, and does as rank 0 does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Rank 0 has the same advice of libraries.
     logging.disable(logging.WARNING)

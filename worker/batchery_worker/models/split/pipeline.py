@@ -35,12 +35,7 @@ class Pipeline(Layers):
     def __init__(self, device: str, settings: ModelSettings) -> None:
         """Looks how much each part of the device may hold.
 
-        Args:
-            device: Its parts, with `+` between them.
-            settings: Of the model.
-
         Raises:
-            DeviceUnavailable: A part is not there.
             ModelLoadError: The device, or the kind of the model, is not for a pipeline.
         """
         if device.endswith(("+cpu", "+disk")):
