@@ -139,6 +139,34 @@ def test_pipelined_requests_are_answered_in_order(hasty: GatewayProcess) -> None
     assert [int(each) for each in ids] == list(range(400))
 
 
+@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_offer_of_another_protocol_is_passed_over(
+    patient_gateway: GatewayProcess, *, is_chunked: bool, is_joined: bool
+) -> None:
+    """As Java's client asks first on each connection, in packets of its own for head and body."""
+    body = b'{"inputs": "a"}'
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    lines = (
+        *("POST /tokenize HTTP/1.1", "Connection: Upgrade, HTTP2-Settings", "Host: localhost"),
+        *("HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA", length, "Upgrade: h2c"),
+        *("Content-Type: application/json", f"Authorization: Bearer {OTHER_KEY}", "", ""),
+    )
+    opening = "\r\n".join(lines).encode()
+    content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    with patient_gateway.connect() as caller:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in [opening + content] if is_joined else [opening, content]:
+            caller.sendall(part)
+            select.select([caller], [], [], 0.2)
+        # The next request follows on the same connection.
+        caller.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = read_all(caller)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"200"], answers
+    assert b'"text":"a"' in answers
+    assert "pgrade" not in patient_gateway.log
+
+
 def test_unread_pipeline_costs_little_memory_and_no_traceback(
     start_gateway: StartGateway, sockets: ExitStack
 ) -> None:
