@@ -1,5 +1,6 @@
 """Callers who send slowly, read nothing or hang up; and a gateway that is stopped or held up."""
 
+import asyncio
 import json
 import re
 import select
@@ -9,15 +10,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
 
 import httpx2
 import psutil
 import pytest
+import uvicorn
 
 from batchery_producer.gateway.callers import make_key
+from batchery_producer.gateway.connection import Connection
 from conftest import StartGateway
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import wait_for
+from support.patience import patient
 
 KEY, HASH = make_key()
 OTHER_KEY, OTHER_HASH = make_key()
@@ -332,3 +338,36 @@ def test_process_that_is_held_up_for_a_while_goes_on(start_gateway: StartGateway
 
     wait_for(answers, "it serves")
     assert serving() == before
+
+
+async def refuse(scope: Any, _: Any, send: Any) -> None:
+    """Answers before the body has come."""
+    assert scope["type"] == "http"
+    headers = [(b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_connection_is_closed_whose_body_came_after_its_answer() -> None:
+    for rest in (b"12345", b"123"):
+        asyncio.run(asyncio.wait_for(_send_late(rest), patient(20)))
+
+
+async def _send_late(rest: bytes) -> None:
+    http: Any = partial(Connection, head_timeout_s=600, send_timeout_s=600)
+    config = uvicorn.Config(
+        refuse, http=http, port=0, lifespan="off", log_config=None, timeout_keep_alive=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401")
+    writer.write(rest)
+    assert await reader.read() == b""
+    writer.close()
+    server.should_exit = True
+    await serving

@@ -104,10 +104,16 @@ class Connection(HttpToolsProtocol):
             super().data_received(piece)
             if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, HEAD_TOO_LARGE)
+        is_timed = self._head_timer or self.timeout_keep_alive_task
         if self._is_refused or self._is_closing:
             self._unparsed.clear()
         elif self._unparsed:
             self.flow.pause_reading()
+        elif not is_timed and self.cycle.response_complete:
+            # The rest of a body came after its answer, and Uvicorn has stopped this timer for it.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     @property
     def _is_offer(self) -> bool:
@@ -117,10 +123,9 @@ class Connection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Has a head read again without its offer; Uvicorn would lose the body."""
         offer: Any = sys.exception()
-        lines = [b"%b: %b\r\n" % each for each in self.headers if each[0] != b"upgrade"]
-        head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
-        rest = self._piece[offer.args[0] :]
-        self._unparsed[:0] = head + b"".join(lines) + b"\r\n" + rest
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+        self._unparsed[:0] = b"\r\n".join(lines) + HEAD_END + self._piece[offer.args[0] :]
 
     def on_message_complete(self) -> None:
         """Has the whole request."""
