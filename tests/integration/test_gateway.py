@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import http.client
 import json
 import re
 import socket
@@ -244,6 +245,18 @@ def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None
         "/v1/embeddings", content=chunks(), headers={"authorization": f"Bearer {KEY}"}
     )
     assert answer.status_code == 413
+
+
+def test_caller_can_send_a_body_to_its_end_that_is_refused(gateway: GatewayProcess) -> None:
+    # Python's own client reads nothing before it has sent all, as most others.
+    caller = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=patient(60))
+    # Far more than the kernel takes; its length is known, and then it is not.
+    parts = [b" " * 1_000_000] * 40
+    for body in (b"".join(parts), iter(parts)):
+        caller.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+        answer = caller.getresponse()
+        assert (answer.status, b"larger than 16777216 bytes" in answer.read()) == (413, True)
+    caller.close()
 
 
 def test_body_that_is_too_slow_is_given_up(impatient: GatewayProcess) -> None:
