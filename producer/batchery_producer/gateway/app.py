@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
+from batchery.errors import BatcheryError
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard, needs_no_key
@@ -188,6 +189,8 @@ def make_app(
     for router in ROUTERS:
         web.include_router(router)
     web.add_exception_handler(Problem, _on_problem)
+    # The last of these handlers is outside of what counts requests, and logs a trace.
+    web.add_exception_handler(BatcheryError, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
     web.add_exception_handler(Exception, _on_problem)
