@@ -351,6 +351,25 @@ def test_a_body_without_a_type_is_no_way_round_cors(gateway: GatewayProcess) -> 
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGateway) -> None:
+    origin = "https://app.example"
+    idle = {"idle": {**EMBED["embed"], "queue": "nobody"}}
+    gateway = start_gateway(models=idle, gateway={"keys": KEYS, "cors_origins": [origin]})
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    first = gateway.request("OPTIONS", "/v1/embeddings", headers=asked)
+    assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, origin)
+    for headers, status in (({}, 401), ({"authorization": f"Bearer {KEY}"}, 504)):
+        answer = gateway.post(
+            "/v1/embeddings",
+            {"input": "a"},
+            headers={"origin": origin, "x-request-timeout": "0.1", **headers},
+        )
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == origin
+        seen = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"Retry-After", "X-Should-Retry", "X-Request-Id"} <= set(seen)
+
+
 def test_curl(gateway: GatewayProcess) -> None:
     done = subprocess.run(
         [

@@ -203,7 +203,7 @@ def make_app(
             allow_origins=settings.gateway.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", "Location"],
         )
     paths = [each.path for each in (*web.routes, *list_routes()) if isinstance(each, Route)]
     web.add_middleware(Measured, measurements=measurements, routes=paths)
