@@ -17,6 +17,7 @@ import httpx2
 import openai
 import pytest
 from celery import Celery
+from celery.exceptions import TaskRevokedError
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
@@ -404,6 +405,23 @@ def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url
     assert answer.status_code == 504
     assert "no result within 2 s" in answer.json()["error"]["message"]
     assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
+
+
+def test_job_that_expires_by_its_worker_s_clock_is_late_and_no_failure(
+    start_gateway: StartGateway, client: Celery, redis_url: str, store: Any
+) -> None:
+    gateway = start_gateway(models={"idle": {**EMBED["embed"], "queue": "ahead"}})
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(post, gateway, {"input": "a"})
+        wait_for(lambda: queue_length(redis_url, "ahead") == 1, "it is sent")
+        job = json.loads(store.lindex("ahead", 0))["headers"]["id"]
+        # As a worker does.
+        backend: Any = client.backend
+        error = backend.prepare_exception(TaskRevokedError("expired"))
+        stored = json.dumps({"status": "REVOKED", "result": error, "task_id": job})
+        store.set(backend.get_key_for_task(job), stored)
+    assert late.result().status_code == 504
+    assert late.result().json()["error"]["message"] == "no result in time"
 
 
 def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_url: str) -> None:
