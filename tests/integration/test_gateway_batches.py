@@ -332,6 +332,8 @@ def test_web_page_cannot_send_files(gateway: GatewayProcess) -> None:
         headers={"origin": "https://evil.example"},
     )
     assert page.status_code == 403
+    odd = gateway.post("/v1/files", headers={"origin": "http://["})
+    assert odd.status_code == 403
 
 
 def test_files_and_batches_of_another_key_are_not_there(keyed: GatewayProcess) -> None:
