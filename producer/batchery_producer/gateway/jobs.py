@@ -225,6 +225,8 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
             )
             process.start()
             processes[:] = [process]
+            if ending.is_set():  # While it started.
+                process.terminate()
             process.join()
             if replacing.is_set() or time.monotonic() - began_s > MAX_RESTART_S:
                 pause_s = RESTART_S

@@ -58,3 +58,39 @@ def test_what_killed_processes_leave_is_looked_for_again_and_again(
     app: Any = None
     jobs._sweep_on(app)
     assert len(looks) == 3
+
+
+def test_worker_that_starts_while_its_gateway_ends_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starting, may_start, told = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowProcess:
+        exitcode = 0
+
+        def __init__(self, **_: Any) -> None: ...
+
+        def start(self) -> None:
+            starting.set()
+            assert may_start.wait(60)
+
+        def join(self) -> None:
+            assert told.wait(60)
+
+        def terminate(self) -> None:
+            told.set()
+
+    context = SimpleNamespace(Process=SlowProcess)
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: context)
+    load: Any = None
+
+    def run() -> None:
+        with jobs.worker_beside(load):
+            assert starting.wait(60)
+
+    gateway = threading.Thread(target=run, daemon=True)
+    gateway.start()
+    assert starting.wait(60)
+    threading.Timer(0.2, may_start.set).start()
+    gateway.join(10)
+    assert told.is_set()
