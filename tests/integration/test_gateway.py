@@ -206,6 +206,14 @@ def test_unknown_routes_and_methods(gateway: GatewayProcess) -> None:
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
+def test_slash_too_many_leads_nobody_to_an_address_without_tls(gateway: GatewayProcess) -> None:
+    # Behind a proxy with TLS, `http://` and the host are not where the caller came from.
+    for method, path in (("POST", "/v1/embeddings/"), ("GET", "/health/")):
+        answer = gateway.request(method, path)
+        assert (answer.status_code, "location" in answer.headers) == (404, False)
+        assert f"{method} {path}: no such route" in answer.text
+
+
 def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
     body = {"input": "a"}
     for key in ("", "sk-batchery-wrong"):

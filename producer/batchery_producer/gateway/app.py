@@ -181,6 +181,8 @@ def make_app(
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
         lifespan=lifespan,
+        # It would send callers on to `http://`, whatever a proxy speaks with them.
+        redirect_slashes=False,
         # Its pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
