@@ -210,7 +210,7 @@ class CompletionRequest(GenerationRequest):
         Field(examples=["the cat", ["the cat", "a dog"]]),
     ]
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    best_of: Unserved = None
+    best_of: Annotated[Literal[1] | None, Field(description="More are not served.")] = None
     echo: Unserved = None
     suffix: Unserved = None
 

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import http.client
 import json
 import re
 import socket
@@ -16,6 +17,7 @@ import httpx2
 import openai
 import pytest
 from celery import Celery
+from celery.exceptions import TaskRevokedError
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
@@ -204,6 +206,14 @@ def test_unknown_routes_and_methods(gateway: GatewayProcess) -> None:
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
+def test_slash_too_many_leads_nobody_to_an_address_without_tls(gateway: GatewayProcess) -> None:
+    # Behind a proxy with TLS, `http://` and the host are not where the caller came from.
+    for method, path in (("POST", "/v1/embeddings/"), ("GET", "/health/")):
+        answer = gateway.request(method, path)
+        assert (answer.status_code, "location" in answer.headers) == (404, False)
+        assert f"{method} {path}: no such route" in answer.text
+
+
 def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
     body = {"input": "a"}
     for key in ("", "sk-batchery-wrong"):
@@ -244,6 +254,18 @@ def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None
         "/v1/embeddings", content=chunks(), headers={"authorization": f"Bearer {KEY}"}
     )
     assert answer.status_code == 413
+
+
+def test_caller_can_send_a_body_to_its_end_that_is_refused(gateway: GatewayProcess) -> None:
+    # Python's own client reads nothing before it has sent all, as most others.
+    caller = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=patient(60))
+    # Far more than the kernel takes; its length is known, and then it is not.
+    parts = [b" " * 1_000_000] * 40
+    for body in (b"".join(parts), iter(parts)):
+        caller.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+        answer = caller.getresponse()
+        assert (answer.status, b"larger than 16777216 bytes" in answer.read()) == (413, True)
+    caller.close()
 
 
 def test_body_that_is_too_slow_is_given_up(impatient: GatewayProcess) -> None:
@@ -338,6 +360,25 @@ def test_a_body_without_a_type_is_no_way_round_cors(gateway: GatewayProcess) -> 
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGateway) -> None:
+    origin = "https://app.example"
+    idle = {"idle": {**EMBED["embed"], "queue": "nobody"}}
+    gateway = start_gateway(models=idle, gateway={"keys": KEYS, "cors_origins": [origin]})
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    first = gateway.request("OPTIONS", "/v1/embeddings", headers=asked)
+    assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, origin)
+    for headers, status in (({}, 401), ({"authorization": f"Bearer {KEY}"}, 504)):
+        answer = gateway.post(
+            "/v1/embeddings",
+            {"input": "a"},
+            headers={"origin": origin, "x-request-timeout": "0.1", **headers},
+        )
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == origin
+        seen = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"Retry-After", "X-Should-Retry", "X-Request-Id"} <= set(seen)
+
+
 def test_curl(gateway: GatewayProcess) -> None:
     done = subprocess.run(
         [
@@ -372,6 +413,23 @@ def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url
     assert answer.status_code == 504
     assert "no result within 2 s" in answer.json()["error"]["message"]
     assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
+
+
+def test_job_that_expires_by_its_worker_s_clock_is_late_and_no_failure(
+    start_gateway: StartGateway, client: Celery, redis_url: str, store: Any
+) -> None:
+    gateway = start_gateway(models={"idle": {**EMBED["embed"], "queue": "ahead"}})
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(post, gateway, {"input": "a"})
+        wait_for(lambda: queue_length(redis_url, "ahead") == 1, "it is sent")
+        job = json.loads(store.lindex("ahead", 0))["headers"]["id"]
+        # As a worker does.
+        backend: Any = client.backend
+        error = backend.prepare_exception(TaskRevokedError("expired"))
+        stored = json.dumps({"status": "REVOKED", "result": error, "task_id": job})
+        store.set(backend.get_key_for_task(job), stored)
+    assert late.result().status_code == 504
+    assert late.result().json()["error"]["message"] == "no result in time"
 
 
 def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_url: str) -> None:

@@ -291,6 +291,20 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
     assert gateway.request("PUT", f"/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
 
 
+def test_file_whose_name_has_half_a_character_is_kept_and_removed(
+    api: openai.OpenAI, gateway: GatewayProcess
+) -> None:
+    made = gateway.post(
+        "/v1/files",
+        content=b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a+2AA-"\r\n\r\n{}\r\n'
+        b"--b--\r\n",
+        headers={"Content-Type": "multipart/form-data; boundary=b; charset=utf-7"},
+    )
+    assert (made.status_code, made.json().get("filename")) == (200, "a?")
+    assert api.files.delete(made.json()["id"]).deleted
+
+
 def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
     odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
     assert odd.filename.startswith("../../n")
@@ -318,6 +332,8 @@ def test_web_page_cannot_send_files(gateway: GatewayProcess) -> None:
         headers={"origin": "https://evil.example"},
     )
     assert page.status_code == 403
+    odd = gateway.post("/v1/files", headers={"origin": "http://["})
+    assert odd.status_code == 403
 
 
 def test_files_and_batches_of_another_key_are_not_there(keyed: GatewayProcess) -> None:

@@ -1,5 +1,6 @@
 """Callers who send slowly, read nothing or hang up; and a gateway that is stopped or held up."""
 
+import asyncio
 import json
 import re
 import select
@@ -9,16 +10,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import httpx2
 import psutil
 import pytest
+import uvicorn
 
 from batchery_producer.gateway.callers import make_key
+from batchery_producer.gateway.connection import Connection
 from conftest import StartGateway
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import wait_for
+from support.patience import patient
 
 KEY, HASH = make_key()
 OTHER_KEY, OTHER_HASH = make_key()
@@ -138,6 +143,34 @@ def test_pipelined_requests_are_answered_in_order(hasty: GatewayProcess) -> None
     assert answer.count(b"HTTP/1.1 200") == 400
     ids = re.findall(rb"x-request-id: (\d+)", answer)
     assert [int(each) for each in ids] == list(range(400))
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_offer_of_another_protocol_is_passed_over(
+    patient_gateway: GatewayProcess, *, is_chunked: bool, is_joined: bool
+) -> None:
+    """As Java's client asks first on each connection, in packets of its own for head and body."""
+    body = b'{"inputs": "a"}'
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    lines = (
+        *("POST /tokenize HTTP/1.1", "Connection: Upgrade, HTTP2-Settings", "Host: localhost"),
+        *("HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA", length, "Upgrade: h2c"),
+        *("Content-Type: application/json", f"Authorization: Bearer {OTHER_KEY}", "", ""),
+    )
+    opening = "\r\n".join(lines).encode()
+    content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    with patient_gateway.connect() as caller:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in [opening + content] if is_joined else [opening, content]:
+            caller.sendall(part)
+            select.select([caller], [], [], 0.2)
+        # The next request follows on the same connection.
+        caller.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = read_all(caller)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"200"], answers
+    assert b'"text":"a"' in answers
+    assert "pgrade" not in patient_gateway.log
 
 
 def test_unread_pipeline_costs_little_memory_and_no_traceback(
@@ -317,3 +350,36 @@ def test_process_that_is_held_up_for_a_while_goes_on(start_gateway: StartGateway
 
     wait_for(answers, "it serves")
     assert serving() == before
+
+
+async def refuse(scope: Any, _: Any, send: Any) -> None:
+    """Answers before the body has come."""
+    assert scope["type"] == "http"
+    headers = [(b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_connection_is_closed_whose_body_came_after_its_answer() -> None:
+    for rest in (b"12345", b"123"):
+        asyncio.run(asyncio.wait_for(_send_late(rest), patient(20)))
+
+
+async def _send_late(rest: bytes) -> None:
+    http: Any = partial(Connection, head_timeout_s=600, send_timeout_s=600)
+    config = uvicorn.Config(
+        refuse, http=http, port=0, lifespan="off", log_config=None, timeout_keep_alive=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401")
+    writer.write(rest)
+    assert await reader.read() == b""
+    writer.close()
+    server.should_exit = True
+    await serving

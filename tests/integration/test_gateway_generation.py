@@ -162,6 +162,7 @@ def test_text_goes_on(api: openai.OpenAI) -> None:
     several = api.completions.create(**{**asked, "prompt": ["the cat", "a dog"]}, n=2)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert several.choices[0].text == several.choices[1].text == text
+    assert api.completions.create(**asked, best_of=1).choices[0].text == text
     word = text.split()[2]
     stopped = api.completions.create(**asked, stop=[word])
     assert stopped.choices[0].finish_reason == "stop"

@@ -1,5 +1,6 @@
 """A Redis that stands still: what watches the gateway is answered at once, and names no address."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from celery import Celery
 from redis import Redis
 
 from batchery_producer.gateway.callers import make_key
+from batchery_producer.gateway.monitor import ClusterSnapshot, Monitor
 from support.gateway import GatewayProcess, metric_samples
 from support.harness import wait_for
 from support.own_redis import OwnRedis
@@ -88,6 +91,26 @@ def test_survey_that_begins_while_redis_hangs_keeps_nobody_waiting(
         for path in ("/status", "/metrics"):
             assert asked(keyed, path).status_code == 200
         assert is_up(keyed) == 0
+
+
+def test_figures_name_no_address_of_a_redis_that_has_gone(
+    own_redis: OwnRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_redis.kill()
+
+    async def ask() -> ClusterSnapshot:
+        watched = Monitor(app, {"empty"})
+        look = await watched.latest()
+        await watched.close()
+        return look
+
+    with Celery("client", broker=own_redis.url, set_as_current=False) as app:
+        look = asyncio.run(ask())
+    assert (look.now, look.problem) == (
+        None,
+        "workers and queues cannot be looked at; the gateway's log says why",
+    )
+    assert str(own_redis.port) in caplog.text
 
 
 def test_no_answer_names_address_or_user_of_redis(

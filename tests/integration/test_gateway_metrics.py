@@ -70,6 +70,20 @@ def test_requests_are_counted_by_route_and_status(start_gateway: StartGateway) -
     assert samples["batchery_gateway_requests_in_flight", ()] == 1
 
 
+def test_store_of_files_that_is_away_is_counted_as_it_is_answered(
+    start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    away.touch()
+    gateway = start_gateway(models=IDLE, gateway={"files": str(away / "files")})
+    answer = gateway.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert requests(metric_samples(gateway), "/v1/files", 503) == 1
+    # A fault of the store, and none of the gateway.
+    assert "Not a directory" in gateway.log
+    assert "Traceback" not in gateway.log
+
+
 def test_caller_who_hangs_up_is_counted(gateway: GatewayProcess) -> None:
     with gateway.sent("/v1/embeddings", {"input": "a"}):
         wait_for(lambda: in_flight(gateway) == 2, "a request in flight, and this one")

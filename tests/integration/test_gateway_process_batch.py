@@ -222,7 +222,10 @@ def test_error_in_the_middle_is_an_event(gateway: GatewayProcess) -> None:
         "error",
     ]
     assert (events[-1]["batch_number"], events[-1]["kind"]) == (2, "invalid")
-    assert "11 tokens are more than max_length = 8" in events[-1]["detail"]
+    assert "item 1: text: 11 tokens are more than max_length = 8" in events[-1]["detail"]
+    body = {"texts": ["a", "b", "c", texts[1]], "batch_size": 2, "model": "strict"}
+    *_, error = read_stream(gateway, body)
+    assert error["detail"].startswith("item 3: text: 11 tokens")
 
 
 def test_caller_who_hangs_up_in_the_middle_revokes_the_rest(

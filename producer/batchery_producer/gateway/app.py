@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
+from batchery.errors import BatcheryError
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard, needs_no_key
@@ -175,6 +176,8 @@ def make_app(
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
         lifespan=lifespan,
+        # It would send callers on to `http://`, whatever a proxy speaks with them.
+        redirect_slashes=False,
         # Its pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
@@ -183,6 +186,8 @@ def make_app(
     for router in ROUTERS:
         web.include_router(router)
     web.add_exception_handler(Problem, _on_problem)
+    # The last of these handlers is outside of what counts requests, and logs a trace.
+    web.add_exception_handler(BatcheryError, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
     web.add_exception_handler(Exception, _on_problem)
@@ -195,7 +200,7 @@ def make_app(
             allow_origins=settings.gateway.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry", "Location"],
         )
     paths = [each.path for each in (*web.routes, *list_routes()) if isinstance(each, Route)]
     web.add_middleware(Measured, measurements=measurements, routes=paths)

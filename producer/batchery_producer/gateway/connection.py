@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         #: What has come behind a request that waits for its turn.
         self._unparsed = bytearray()
+        #: What is being parsed.
+        self._piece = b""
         #: The request whose turn it is; Uvicorn's `cycle` is the last one that has come.
         self._running: RequestResponseCycle | None = None
         #: Whether a head has begun to come, and is not there yet.
@@ -97,13 +100,37 @@ class Connection(HttpToolsProtocol):
             del self._unparsed[: len(piece)]
             if self._head_timer is not None:
                 self._head_bytes += len(piece)
+            self._piece = piece
             super().data_received(piece)
             if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, HEAD_TOO_LARGE)
+        is_timed = self._head_timer or self.timeout_keep_alive_task
         if self._is_refused or self._is_closing:
             self._unparsed.clear()
         elif self._unparsed:
             self.flow.pause_reading()
+        elif not is_timed and self.cycle.response_complete:
+            # The rest of a body came after its answer, and Uvicorn has stopped this timer for it.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    @property
+    def _is_offer(self) -> bool:
+        """Whether a head offers another protocol, as Java's client does with HTTP/2."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Has a head read again without its offer; Uvicorn would lose the body."""
+        offer: Any = sys.exception()
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+        self._unparsed[:0] = b"\r\n".join(lines) + HEAD_END + self._piece[offer.args[0] :]
+
+    def on_message_complete(self) -> None:
+        """Has the whole request."""
+        if not self._is_offer:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Goes on with what has come meanwhile."""
@@ -119,6 +146,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Has the whole head."""
+        if self._is_offer:
+            return
         self._stop_timer()
         self._is_in_head = False
         given = next((value for name, value in self.headers if name == REQUEST_ID_HEADER), b"")

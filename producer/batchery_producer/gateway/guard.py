@@ -283,12 +283,8 @@ class Body:
         return message
 
     def _too_large(self) -> Problem:
-        # The rest is not read, so the connection cannot be used again.
-        return Problem(
-            Kind.TOO_LARGE,
-            f"the body is larger than {self._max_bytes} bytes",
-            headers={"Connection": "close"},
-        )
+        # The rest is dropped as it comes: callers who cannot send it to its end never see why.
+        return Problem(Kind.TOO_LARGE, f"the body is larger than {self._max_bytes} bytes")
 
     def _too_slow(self) -> Problem:
         return Problem(

@@ -253,8 +253,12 @@ def read_timeout_s(request: Request) -> float:
     return min(asked_s, longest_s)
 
 
-def check_all(outcomes: list[Outcome]) -> list[Outcome]:
+def check_all(outcomes: list[Outcome], first: int | None = None) -> list[Outcome]:
     """The outcomes of a request, if all of its items succeeded.
+
+    Args:
+        outcomes: Of all of its items, or of some.
+        first: Place of the first one among the request's items; None if these are all.
 
     Raises:
         Problem: That of the first item that failed.
@@ -262,8 +266,8 @@ def check_all(outcomes: list[Outcome]) -> list[Outcome]:
     for outcome in outcomes:
         if outcome.error is not None:
             problem = build_problem(outcome.error)
-            if len(outcomes) > 1:
-                problem.message = f"item {outcome.index}: {problem.message}"
+            if len(outcomes) > 1 or first is not None:
+                problem.message = f"item {(first or 0) + outcome.index}: {problem.message}"
             raise problem
     return outcomes
 

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 #: How often a worker looks for what is due, in seconds.
 SWEEP_S = 1.0
 
+#: How often it looks for what killed processes have left in a folder of files, in seconds.
+TORN_LOOK_S = 3600.0
+
 #: How long after a failure a batch is tried again, in seconds.
 RETRY_S = 5.0
 
@@ -180,11 +183,13 @@ def end_sweeping(**_: Any) -> None:
 
 
 def _sweep_on(app: Celery) -> None:
-    get_jobs(app).remove_torn()
-    pace = LogPace()
+    pace, torn_look_s = LogPace(), 0.0
     while not _ended.wait(SWEEP_S):
         try:
             get_jobs(app).sweep()
+            if time.monotonic() >= torn_look_s:
+                torn_look_s = time.monotonic() + TORN_LOOK_S
+                get_jobs(app).remove_torn()
         except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
             if pace.is_due(str(error)):
                 logger.warning("jobs of the gateway: cannot be looked for: %s", error)
@@ -215,6 +220,8 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
             )
             process.start()
             processes[:] = [process]
+            if ending.is_set():  # While it started.
+                process.terminate()
             process.join()
             if replacing.is_set() or time.monotonic() - began_s > MAX_RESTART_S:
                 pause_s = RESTART_S

@@ -13,10 +13,9 @@ from celery import Celery
 from pydantic import BaseModel, Field
 
 from batchery.cli.survey import FirstSeen, Survey, WorkerDirectory, survey
-from batchery.errors import StartError
 from batchery.protocol.figures import BatchSums, WorkerFigures, divide
 from batchery_producer.gateway.health import Health, stop
-from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem
+from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, logger, redis_log_pace
 
 Share = float | None
 
@@ -246,6 +245,9 @@ def in_gb(size_bytes: int | None) -> float | None:
 # Surveys
 
 
+#: What callers get to know of a survey that failed. The log has the reason, which may name hosts.
+UNSEEN = "workers and queues cannot be looked at; the gateway's log says why"
+
 #: Seconds between two surveys.
 INTERVAL_S = 1.0
 
@@ -322,7 +324,7 @@ class Monitor:
         while self._look is None and self._first is not None and not self._is_silent():
             # A caller who hangs up does not cancel it for the others.
             await asyncio.wait({self._first}, timeout=SILENCE_CHECK_S)
-        if self._look is None or (self._look.now is not None and self._is_silent()):
+        if self._look is None or self._is_silent():
             return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
         return self._look
 
@@ -360,11 +362,11 @@ class Monitor:
             ask = partial(survey, self._directory, self._app, ANSWER_TIMEOUT_S, self._queues)
             found = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
             now = self._first_seen.date(found)
-        except StartError as error:
-            self._kept.clear()
-            return ClusterSnapshot(None, None, str(error), time.monotonic())
         except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
-            return ClusterSnapshot(None, None, f"{type(error).__name__}: {error}", time.monotonic())
+            if redis_log_pace.is_due(str(error)):
+                logger.warning("%s: %s", type(error).__name__, error)
+            self._kept.clear()
+            return ClusterSnapshot(None, None, UNSEEN, time.monotonic())
         before = self._kept[0] if self._kept else None
         self._kept.append(now)
         return ClusterSnapshot(now, before, "", time.monotonic())

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
 
 import orjson
+from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import RedisError
@@ -153,6 +154,9 @@ def build_problem(error: BaseException) -> Problem:
         return Problem(Kind.NOT_FOUND, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
+    if isinstance(error, TaskRevokedError) and text == "expired":
+        # Its worker's clock was ahead of ours.
+        return Problem(Kind.TIMEOUT, "no result in time")
     if isinstance(error, DatasetError):
         return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)
     if isinstance(error, GaveUp | BrokerRefused | OperationalError | RedisError):

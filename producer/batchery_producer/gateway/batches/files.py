@@ -419,7 +419,8 @@ def describe_file(filename: str, purpose: str, size: int, expires_s: int | None)
         id=new_id("file-"),
         bytes=size,
         created_at=now_s,
-        filename=filename[:MAX_NAME_CHARS],
+        # A caller's charset may make half characters, which no JSON of ours can have.
+        filename=filename[:MAX_NAME_CHARS].encode(errors="replace").decode(),
         purpose=purpose,
         expires_at=None if expires_s is None else now_s + expires_s,
     )

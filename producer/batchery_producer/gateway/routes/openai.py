@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, BinaryIO, Literal
-from urllib.parse import urlsplit
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from starlette.concurrency import run_in_threadpool
@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
-from batchery_producer.gateway.answers import json_response
+from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     FILE_ID,
@@ -33,6 +33,7 @@ from batchery_producer.gateway.inference import (
 )
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
@@ -163,21 +164,22 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     items = read_items(request, "input", body.items)
     keywords = await body.keywords(request, model)
     results = await embed_items(request, model, items, keywords, dimensions)
+    vectors = [result["vector"] for result in results]
+    data = (
+        {"object": "embedding", "index": index, "embedding": each if as_text else numbers(each)}
+        for index, each in enumerate(vectors)
+    )
     tokens = sum(result["tokens"] for result in results)
-    content: EmbeddingsResponse = {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": result["vector"] if as_text else numbers(result["vector"]),
-            }
-            for index, result in enumerate(results)
-        ],
-        "model": model.name,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-    return json_response(content)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    rest = orjson.dumps({"model": model.name, "usage": usage})
+    # A number of 4 bytes is 16/3 characters of base64.
+    is_long = not as_text and sum(map(len, vectors)) * 3 // 16 > INLINE_NUMBERS
+    content = await off_loop(
+        request.state.caller,
+        lambda: b'{"object":"list","data":%b,%b' % (json_list(data), rest[1:]),
+        is_long=is_long,
+    )
+    return Response(content, media_type="application/json")
 
 
 # Models
@@ -331,7 +333,7 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
     origin = request.headers.get("origin")
     if origin is None or origin in allowed or "*" in allowed:
         return
-    if urlsplit(origin).netloc != request.headers.get("host"):
+    if origin.partition("://")[2] != request.headers.get("host"):
         raise Problem(
             Kind.FORBIDDEN,
             f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",

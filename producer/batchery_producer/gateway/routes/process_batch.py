@@ -355,7 +355,7 @@ class _Run:
             }
             began_s = time.perf_counter()
             try:
-                ended = check_all(await running)
+                ended = check_all(await running, len(results) if self._batches[1:] else None)
             except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
                 yield _error_event(number, error)
                 return

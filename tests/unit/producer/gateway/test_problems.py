@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
+from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError
 
@@ -52,6 +53,11 @@ def test_each_api_has_its_own_words_and_statuses(
     for name, value in named.items():
         part = body[name]
         assert (part.items() >= value.items()) if isinstance(value, dict) else part == value
+
+
+def test_job_that_expires_is_late_and_one_that_is_revoked_failed() -> None:
+    assert build_problem(TaskRevokedError("expired")).kind is Kind.TIMEOUT
+    assert build_problem(TaskRevokedError("terminated")).kind is Kind.FAILED
 
 
 @pytest.mark.parametrize(
