@@ -525,14 +525,22 @@ def submit_file(
         run, rows = begin_run(app, dataset, task, options)
     except Interrupted:
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
-    settings = {
-        "kwargs": dict(options.keywords or {}),
-        **dataset.settings,
-        "ordered": options.ordered,
-    }
-    options.began(dataset.description)
+        options.began(dataset.description)
+        settings = {
+            "kwargs": dict(options.keywords or {}),
+            **dataset.settings,
+            "ordered": options.ordered,
+        }
+        journal = Journal.of(dataset.sources, run.task, settings, options.window, options.stop)
     with files:
-        files.open(Journal.of(dataset.sources, run.task, settings, options.window))
+        files.open(journal)
+        if files.is_resumed and not files.is_begun and files.results.path is not None:
+            written_s = files.results.path.stat().st_mtime
+            for path in (each for each in dataset.inputs if each.stat().st_mtime > written_s):
+                options.notice(
+                    f"{path}: has changed since {output} was complete, so results may be of other"
+                    " rows; --overwrite computes all of them anew"
+                )
         try:
             summary = run.run(files.missing(rows), files, report.figures if report else None)
         except DatasetError as error:
