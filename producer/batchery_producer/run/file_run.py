@@ -284,7 +284,7 @@ class FileRun:
             queue=options.queue,
             keywords=options.keywords,
             wait_s=options.timeout_s,
-            outage_policy=self._retries,
+            outage_policy=RetryPolicy(self._take_meanwhile, command_s=COMMAND_S),
             persistent=True,
             **options.sending,
         )
@@ -380,6 +380,14 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
+
+    def _take_meanwhile(self) -> bool:
+        """Takes results while jobs wait for room, which these may need; returns whether to stop."""
+        self._note_all(self._stream.take(self._collector.collect(0.0)))
+        self._options.progress(self._snapshot())
+        if self._stopped_by:
+            raise Stopped(self._stopped_by)
+        return self._options.stop()
 
     @property
     def exhausted(self) -> bool:
@@ -523,8 +531,6 @@ def submit_file(
     report = Report(options.report, dataset, output, options.errors) if options.report else None
     try:
         run, rows = begin_run(app, dataset, task, options)
-    except Interrupted:
-        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
         options.began(dataset.description)
         settings = {
             "kwargs": dict(options.keywords or {}),
@@ -532,6 +538,8 @@ def submit_file(
             "ordered": options.ordered,
         }
         journal = Journal.of(dataset.sources, run.task, settings, options.window, options.stop)
+    except Interrupted:
+        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
     with files:
         files.open(journal)
         if files.is_resumed and not files.is_begun and files.results.path is not None:
