@@ -4,6 +4,7 @@ That is checked before anything is started or sent: a wrong URL costs one line.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,23 @@ REDIS_SCHEMES = (
 )
 
 
+class FiniteRange(click.FloatRange):
+    """A range that has neither infinity nor what is not a number."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number that has an end.", param, ctx)
+        return number
+
+
+#: What an option may be that is a time in seconds: up to thirty years, which all clocks can add.
+SECONDS = FiniteRange(0, 10**9, min_open=True)
+
+
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command `-A` and `--redis`, which it gets as `app_path` and `redis_url`."""
     app = click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app to use.")
@@ -61,7 +79,7 @@ def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]]
     return click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=SECONDS,
         default=default_s,
         metavar="SECONDS",
         help=text,
