@@ -97,6 +97,7 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
     Raises:
         AppNotImportable: It cannot be imported, or is no Celery app.
         SettingsError: A Redis is given for another app than the default one.
+        StartError: What a module of its tasks raises of these.
     """
     if redis_url is not None and path != DEFAULT_APP:
         raise SettingsError("--redis is for the default app; set the broker of yours in its code")
@@ -116,6 +117,8 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
     if with_tasks:
         try:
             app.loader.import_default_modules()
+        except StartError:
+            raise
         except Exception as error:
             raise AppNotImportable(
                 f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import uvicorn
 from celery import Celery
@@ -25,7 +24,7 @@ from uvicorn.supervisors.multiprocess import Process
 
 from batchery.cli.app import load_app
 from batchery.cli.main import one_line_errors
-from batchery.errors import AppNotImportable, SettingsError, StartError
+from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
@@ -89,18 +88,7 @@ class ServeOptions:
         Raises:
             StartError: The app cannot be imported, or a module of its tasks, or a setting is wrong.
         """
-        app = self.load()
-        loader: Any = app.loader
-        try:
-            loader.import_default_modules()
-        except StartError:
-            raise
-        except Exception as error:
-            raise AppNotImportable(
-                f"app {self.app_path!r}: its tasks cannot be imported:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        return app
+        return load_app(self.app_path, self.redis_url, with_tasks=True)
 
     def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
