@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import click
@@ -170,6 +170,9 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
             check_redis(_with_tls(as_redis(url), tls), timeout_s, tls=tls)
             return
+        if url.startswith("sentinel://"):
+            limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
+            cast(dict[str, Any], broker.transport_options).update(limits)
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))
         except Exception as error:
