@@ -108,6 +108,9 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_every_query_of_the_dashboard_can_be_asked(tmp_path: Path) -> None:
     queries = dashboard_queries()
     assert len(queries) > 30
+    # Each metric is of the namespaces that were chosen.
+    assert all("batchery_" in each for each in queries)
+    assert not [each for each in queries if re.search(r"batchery_\w+(?!\w|\{namespace=~)", each)]
     records = [{"record": f"q{number}", "expr": query} for number, query in enumerate(queries)]
     group = {"groups": [{"name": "dashboard", "rules": records}]}
     (tmp_path / "rules.yml").write_text(json.dumps(group))
