@@ -183,17 +183,10 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
 
 def why_silent(app: Celery) -> str:
     """Why the broker does not answer; empty if it does."""
-    said = [f"the broker does not answer within {READY_TIMEOUT_S:g} s"]
-
-    def ask() -> None:
-        try:
-            check_broker(app, READY_TIMEOUT_S)
-            said.append("")
-        except StartError as error:
-            said.append(str(error))
-
-    # Sentinels, and brokers other than Redis, may take longer.
-    asking = threading.Thread(target=ask, name="batchery-ready", daemon=True)
-    asking.start()
-    asking.join(READY_TIMEOUT_S)
-    return said[-1]
+    # On a thread: Sentinels, and brokers other than Redis, may take longer.
+    asking = ThreadPoolExecutor(1, "batchery-ready").submit(check_broker, app, READY_TIMEOUT_S)
+    try:
+        asking.result(READY_TIMEOUT_S)
+    except (StartError, TimeoutError) as error:
+        return str(error) or f"the broker does not answer within {READY_TIMEOUT_S:g} s"
+    return ""

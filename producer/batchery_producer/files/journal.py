@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -277,23 +277,17 @@ class Journal:
 
     @classmethod
     def of(
-        cls,
-        sources: Sequence[Source],
-        task: str,
-        settings: Mapping[str, Any],
-        window: int,
-        stop: Callable[[], bool] = lambda: False,
+        cls, sources: Sequence[Source], task: str, settings: Mapping[str, Any], window: int
     ) -> Self:
         """Begins a run.
 
         Raises:
             DatasetError: The input cannot be read, or has too many files.
-            Interrupted: `stop` returned True.
         """
         if len(sources) > MAX_SOURCES:
             raise DatasetError(f"{len(sources):,} files; the maximum is {MAX_SOURCES:,}")
         names = [each.name for each in sources]
-        prints = [each.fingerprint(stop) for each in sources if each.size_bytes is not None]
+        prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
         # As they are read again: JSON makes lists of tuples, and texts of times.
         stored = json.loads(encoded(settings))
         return cls(secrets.token_hex(8), task, stored, names, prints, window)

@@ -22,7 +22,6 @@ from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from batchery.errors import DatasetError
-from batchery.retry import Interrupted
 
 #: Library -> what needs it, for messages, and the extra that installs it.
 USES = {
@@ -290,12 +289,11 @@ class Source:
         # Not sys.stdin, because a thread that waits in it would crash the exit.
         return open(0 if self.is_stdin else self.path, "rb", closefd=not self.is_stdin)
 
-    def fingerprint(self, stop: Callable[[], bool] = lambda: False) -> str:
+    def fingerprint(self) -> str:
         """A text that changes with the file.
 
         Raises:
             DatasetError: The file cannot be read.
-            Interrupted: `stop` returned True.
         """
         if self.remote is not None:
             with self.remote.reaching(self.name):
@@ -308,8 +306,6 @@ class Source:
         try:
             with open(self.path, "rb") as file:
                 for start in range(0, size_bytes, step_bytes):
-                    if stop():
-                        raise Interrupted("asked to stop")
                     file.seek(start)
                     digest.update(file.read(BLOCK_BYTES))
         except OSError as error:

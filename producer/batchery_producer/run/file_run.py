@@ -531,17 +531,16 @@ def submit_file(
     report = Report(options.report, dataset, output, options.errors) if options.report else None
     try:
         run, rows = begin_run(app, dataset, task, options)
-        options.began(dataset.description)
-        settings = {
-            "kwargs": dict(options.keywords or {}),
-            **dataset.settings,
-            "ordered": options.ordered,
-        }
-        journal = Journal.of(dataset.sources, run.task, settings, options.window, options.stop)
     except Interrupted:
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
+    settings = {
+        "kwargs": dict(options.keywords or {}),
+        **dataset.settings,
+        "ordered": options.ordered,
+    }
+    options.began(dataset.description)
     with files:
-        files.open(journal)
+        files.open(Journal.of(dataset.sources, run.task, settings, options.window))
         if files.is_resumed and not files.is_begun and files.results.path is not None:
             written_s = files.results.path.stat().st_mtime
             for path in (each for each in dataset.inputs if each.stat().st_mtime > written_s):

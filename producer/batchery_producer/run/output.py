@@ -508,10 +508,7 @@ class Output:
         if self._is_known:
             yield from (row for row in rows if (row.source, row.line) not in self.done)
             return
-        hint = (
-            f", and no journal ({self._journal_path}) says how it was begun:"
-            " name another output, or use --overwrite"
-        )
+        hint = f", and no journal ({self._journal_path}) says how it was begun; use --overwrite"
         with SeenIds() as ids:
             for path in filter(None, (self.results.path, self.errors.path)):
                 for entry, _ in _all(path):

@@ -341,7 +341,7 @@ class Device:
                 # Of results that are cached or shared there are no pieces.
                 receive = self._pieces.receive(None if deduped else work)
                 return self._run_function(task, work, part, resolve, run_urgent, receive)
-            limit = partial(soft_time_limit, work.soft_time_limit_s, work.task)
+            limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = _nothing if work.urgent else self._start_next
             outcomes, tokens, computed_tokens = served.compute(

@@ -1,7 +1,6 @@
 """Runs batch functions on the main thread of a device process, in the context they expect."""
 
 import asyncio
-import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -20,24 +19,18 @@ from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
 from batchery_worker.ipc.messages import Work, load_context
 
-logger = logging.getLogger("batchery.device")
-
 
 @contextmanager
-def soft_time_limit(seconds: float | None, task: str = "") -> Iterator[None]:
+def soft_time_limit(seconds: float | None) -> Iterator[None]:
     """Raises `SoftTimeLimitExceeded` in the block after so many seconds; None for no limit.
 
-    On the main thread only, because Python handles signals there. The log names the task.
+    On the main thread only, because Python handles signals there.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    is_over = False
-
     def expire(*_: object) -> None:
-        nonlocal is_over
-        is_over = True
         raise SoftTimeLimitExceeded(seconds)
 
     signal.signal(signal.SIGALRM, expire)
@@ -46,9 +39,6 @@ def soft_time_limit(seconds: float | None, task: str = "") -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if is_over:
-            # Celery's words. They wait until here, as the signal may come inside another line.
-            logger.warning("Soft time limit (%ss) exceeded for a batch of %s", seconds, task)
 
 
 class EventLoop:
@@ -123,7 +113,7 @@ def _around(
         database.close_old_connections()
     try:
         # The limit comes last: it may be raised anywhere inside, and the stacks must be popped.
-        with bind_request(task, view), soft_time_limit(work.soft_time_limit_s, work.task):
+        with bind_request(task, view), soft_time_limit(work.soft_time_limit_s):
             yield
     finally:
         if database is not None:

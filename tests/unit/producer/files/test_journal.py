@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import DatasetError
-from batchery.retry import Interrupted
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.files.source import find_sources
@@ -40,11 +39,6 @@ def test_journal_in_another_form_is_refused(tmp_path: Path, content: str) -> Non
     (tmp_path / "j").write_text(content)
     with pytest.raises(DatasetError, match="j: cannot be used to resume"):
         Journal.read(tmp_path / "j")
-
-
-def test_a_run_that_is_asked_to_stop_reads_no_input_for_its_fingerprint(path: Path) -> None:
-    with pytest.raises(Interrupted):
-        begin(path, stop=lambda: True)
 
 
 def test_journal_continues_its_run_with_the_larger_window(path: Path) -> None:
