@@ -108,6 +108,9 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_every_query_of_the_dashboard_can_be_asked(tmp_path: Path) -> None:
     queries = dashboard_queries()
     assert len(queries) > 30
+    # Each metric is of the namespaces that were chosen.
+    assert all("batchery_" in each for each in queries)
+    assert not [each for each in queries if re.search(r"batchery_\w+(?!\w|\{namespace=~)", each)]
     records = [{"record": f"q{number}", "expr": query} for number, query in enumerate(queries)]
     group = {"groups": [{"name": "dashboard", "rules": records}]}
     (tmp_path / "rules.yml").write_text(json.dumps(group))
@@ -132,9 +135,9 @@ def test_every_metric_is_documented() -> None:
 @needs_helm()
 @needs_promtool
 def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_path: Path) -> None:
-    jobs, oldest = autoscaling_queries(["embed", "mood"])
+    jobs, oldest = autoscaling_queries(["shop.embed", "mood"])
     everything, _ = autoscaling_queries([])
-    own_jobs, own_oldest = autoscaling_queries(["embed", "mood"], pod_monitor=True)
+    own_jobs, own_oldest = autoscaling_queries(["shop.embed", "mood"], pod_monitor=True)
 
     def case(series: dict[str, str], expected: dict[str, float | None]) -> dict[str, Any]:
         return {
@@ -151,14 +154,18 @@ def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_pa
         }
 
     up = {"batchery_broker_up": "1x9"}
-    queues = {**queue("embed", 40, 2, 7), **queue("mood", 1, 0, 90), **queue("other", 9, 9, 900)}
+    queues = {
+        **queue("shop.embed", 40, 2, 7),
+        **queue("mood", 1, 0, 90),
+        **queue("shop-embed", 9, 9, 900),
+    }
     own = queue("batchery.gateway", 5, 5, 5)
     unleased = {name: text for name, text in queues.items() if "leased" not in name}
     cases = [
         case({**up, **queues, **own}, {jobs: 43, oldest: 90, everything: 61}),
         case({**up, **unleased}, {jobs: 41}),
         # The last batch runs: there is something to do.
-        case({**up, **queue("embed", 0, 3, 0)}, {jobs: 3, oldest: 0}),
+        case({**up, **queue("shop.embed", 0, 3, 0)}, {jobs: 3, oldest: 0}),
         # Nothing is there, and that is known.
         case(up, {jobs: 0, oldest: 0, everything: 0}),
         # Redis is away, or nobody reports: nothing is known, so nothing changes.
@@ -168,7 +175,7 @@ def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_pa
         case({**up, **queues}, {own_jobs: None, own_oldest: None}),
         case(
             {each.replace("exporter", "batchery/batchery"): n for each, n in queues.items()}
-            | queue("embed", 900, 900, 900),
+            | queue("shop.embed", 900, 900, 900),
             {own_jobs: 43, own_oldest: 90},
         ),
         case({'batchery_broker_up{job="batchery/batchery"}': "1x9"}, {own_jobs: 0, own_oldest: 0}),

@@ -5,13 +5,19 @@ It answers four questions, a row each: is it keeping up, who waits, what does a 
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as options
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, Threshold, ThresholdsMode
+from grafana_foundation_sdk.models.dashboard import (
+    DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    VariableRefresh,
+)
 
 FILE = Path(__file__).with_name("dashboard.json")
 
@@ -321,11 +327,21 @@ ROWS = {
 }
 
 
+def choose_namespace(query: str) -> str:
+    """The query, for the namespaces that are chosen; where metrics have none, it finds all."""
+    return re.sub(
+        r"(batchery_\w+)(\{?)",
+        lambda found: found[1] + '{namespace=~"$namespace"' + ("," if found[2] else "}"),
+        query,
+    )
+
+
 def add_queries(builder: stat.Panel | timeseries.Panel, panel: Panel) -> None:
     """What both kinds of panel have."""
     builder.title(panel.title).description(panel.description).unit(panel.unit).datasource(SOURCE)
     for number, (query, name) in enumerate(panel.queries.items()):
-        target = prometheus.Dataquery().expr(query).legend_format(name or "__auto").range()
+        target = prometheus.Dataquery().expr(choose_namespace(query)).range()
+        target.legend_format(name or "__auto")
         builder.with_target(target.ref_id(chr(ord("A") + number)).datasource(SOURCE))
 
 
@@ -367,6 +383,15 @@ def build() -> str:
         .refresh("30s")
         .readonly()
         .with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
+        .with_variable(
+            dashboard.QueryVariable("namespace")
+            .datasource(SOURCE)
+            .query("label_values(batchery_broker_up, namespace)")
+            .include_all(True)
+            .all_value(".*")
+            .multi(True)
+            .refresh(VariableRefresh.ON_DASHBOARD_LOAD)
+        )
     )
     ids = itertools.count(1)
     for panel in NUMBERS:

@@ -1,9 +1,11 @@
 """Classes that can be full: jobs are refused or demoted where they are sent."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from celery import Celery, chain, chord, group, uuid
 from kombu.exceptions import OperationalError
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, Client, QueueFull, install
+from batchery_producer import Ending, Summary, submit_file
 from batchery_producer.publisher import Publisher
 from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
@@ -127,6 +130,29 @@ def test_a_publisher_waits_for_room(
     assert len(pauses) >= 2
     assert publisher.sent == 5
     assert bare.llen("celery") == 3
+
+
+def test_a_file_run_reads_results_while_its_jobs_wait_for_room(
+    app: Celery, bare: Any, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("a\nb\nc\nd\ne\n")
+    ended, stop = list[Summary](), threading.Event()
+
+    def run() -> None:
+        ended.append(submit_file(source, "echo", output, app=app, stop=stop.is_set))
+
+    runner = threading.Thread(target=run, daemon=True)
+    runner.start()
+    wait_for(lambda: bare.llen("celery") == 3, "the class is full")
+    # No room is made.
+    task_id = json.loads(bare.lindex("celery", -1))["headers"]["id"]
+    result = {"status": "SUCCESS", "result": "A", "traceback": None, "task_id": task_id}
+    bare.set(f"celery-task-meta-{task_id}", json.dumps(result))
+    wait_for(lambda: output.read_text(), "the first result")
+    stop.set()
+    runner.join(patient(20))
+    assert [(each.ending, each.succeeded) for each in ended] == [(Ending.INTERRUPTED, 1)]
 
 
 def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, bare: Any) -> None:

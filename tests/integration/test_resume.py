@@ -1,5 +1,6 @@
 """`batchery submit --resume` after the producer, a worker or Redis was killed."""
 
+import os
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -207,8 +208,9 @@ def begun(tmp_path: Path, redis_url: str, store: "redis.Redis") -> Iterator[list
             ["--task", TASK, "--overwrite"],
             "--resume keeps an existing output",
         ),
+        ("", ["--task", TASK, "--sample", "2"], "sample: '2 of all rows' now, None when the run"),
     ],
-    ids=["input", "task", "keywords", "overwrite"],
+    ids=["input", "task", "keywords", "overwrite", "sample"],
 )
 def test_another_run_is_not_resumed(
     tmp_path: Path,
@@ -252,3 +254,47 @@ def test_an_output_without_a_journal_is_not_added_to(tmp_path: Path, client: Cel
     output.write_text('{"id": "row-0", "line": 1, "result": "TEXT 0"}\n')
     with pytest.raises(DatasetError, match=r"has nothing for .*in\.jsonl, line 2, and no journal"):
         submit_file(source, TASK, output, app=client, queue="nobody", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ('{"id": "row-0", "text": "a"}\n{"id": "other", "text": "b"}\n', "nothing for .*line 2,"),
+        ('{"id": "row-0", "text": "a"}\n', "has rows that the input has not, and no journal"),
+    ],
+    ids=["other rows", "fewer rows"],
+)
+def test_a_finished_output_is_not_that_of_another_input(
+    tmp_path: Path, client: Celery, rows: str, why: str
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(rows)
+    lines = [f'{{"id": "row-{n}", "line": {n + 1}, "result": "TEXT {n}"}}\n' for n in range(2)]
+    output.write_text("".join(lines))
+    with pytest.raises(DatasetError, match=why):
+        submit_file(source, TASK, output, app=client, queue="nobody", resume=True)
+    assert output.read_text() == "".join(lines)
+
+
+def test_an_input_that_is_newer_than_its_finished_output_is_named(
+    tmp_path: Path, client: Celery
+) -> None:
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    output.write_text('{"id": 1, "line": 1, "result": "OLD"}\n')
+    source.write_text("new\n")
+    told: list[str] = []
+    for written_s, expected in ((1, [f"{source}: has changed since {output} was"]), (3, [])):
+        os.utime(output, (written_s, written_s))
+        os.utime(source, (2, 2))
+        told.clear()
+        summary = submit_file(
+            source,
+            TASK,
+            output,
+            app=client,
+            queue="nobody",
+            resume=True,
+            notice=told.append,
+        )
+        assert (summary.ending, summary.before) == (Ending.SUCCEEDED, 1)
+        assert [each[: len(text)] for each, text in zip(told, expected, strict=True)] == expected

@@ -224,6 +224,13 @@ def test_queues_of_an_app_are_shown_while_it_has_no_worker(
     assert ["celery", "0"] in rows
 
 
+def test_queues_of_tasks_that_the_app_includes_are_shown(redis_url: str) -> None:
+    url = with_database(redis_url, 9)
+    code, out, _ = run(url, "batchery", "stats", "-A", "apps.including", "--once")
+    assert code == 1
+    assert ["included", "0"] in [line.split() for line in out.splitlines()]
+
+
 def test_the_event_of_a_job_has_its_batch_and_a_short_result(
     worker: Worker, client: Celery
 ) -> None:

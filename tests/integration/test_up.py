@@ -83,7 +83,8 @@ class Up:
         options = [*ports, f"--ready-file={self.ready_file}", *arguments]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "batchery", "up", *options],
+                # As the command itself, which has its own folder on the path.
+                [sys.executable, "-P", "-m", "batchery", "up", *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
@@ -307,6 +308,13 @@ def test_a_model_of_the_settings_alone_is_served(
     assert "Task    embed (queue embed)\n" in up.log
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
+
+
+def test_modules_of_the_folder_do_not_hide_pythons_own(start_up: StartUp, tmp_path: Path) -> None:
+    for name in ("queue.py", "select.py", "secrets.py"):
+        (tmp_path / name).write_text("raise RuntimeError('this is not the one of Python')")
+    with start_up("-A", "shop").ready().client() as client:
+        assert client.send_task("shout", ["a"]).get(patient(30)) == "A"
 
 
 def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -> None:

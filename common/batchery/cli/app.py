@@ -4,10 +4,11 @@ That is checked before anything is started or sent: a wrong URL costs one line.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import click
@@ -39,6 +40,23 @@ REDIS_SCHEMES = (
 )
 
 
+class FiniteRange(click.FloatRange):
+    """A range that has neither infinity nor what is not a number."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number that has an end.", param, ctx)
+        return number
+
+
+#: What an option may be that is a time in seconds: up to thirty years, which all clocks can add.
+SECONDS = FiniteRange(0, 10**9, min_open=True)
+
+
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command `-A` and `--redis`, which it gets as `app_path` and `redis_url`."""
     app = click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app to use.")
@@ -61,7 +79,7 @@ def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]]
     return click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=SECONDS,
         default=default_s,
         metavar="SECONDS",
         help=text,
@@ -79,6 +97,7 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
     Raises:
         AppNotImportable: It cannot be imported, or is no Celery app.
         SettingsError: A Redis is given for another app than the default one.
+        StartError: What a module of its tasks raises of these.
     """
     if redis_url is not None and path != DEFAULT_APP:
         raise SettingsError("--redis is for the default app; set the broker of yours in its code")
@@ -146,6 +165,9 @@ def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
             check_redis(_with_tls(as_redis(url), tls), timeout_s, tls=tls)
             return
+        if url.startswith("sentinel://"):
+            limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), timeout_s)
+            cast(dict[str, Any], broker.transport_options).update(limits)
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))
         except Exception as error:

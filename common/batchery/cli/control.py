@@ -186,8 +186,8 @@ def follow(
     check_broker(app)
     with broker_errors():
         open_ = {worker} if worker else find_workers(app, timeout_s)
-    # Of workers that are found one may be dead without anybody knowing it yet.
-    unheard = set() if worker else set(open_)
+    # One of them may be dead, and perhaps nobody knows it yet.
+    unheard = set(open_)
     answers: dict[str, Mapping[str, Any]] = {}
     heard_s = dict.fromkeys(open_, time.monotonic())
     while open_:
@@ -215,10 +215,12 @@ def follow(
 
 def find_workers(app: Celery, timeout_s: float) -> set[str]:
     """Names of the workers that may have devices, without those that are known to be dead."""
-    if names := name_live_workers(registered_workers(app)):
+    registered = registered_workers(app)
+    names = name_live_workers(registered)
+    if names and all(each.name for each in registered.values() if not each.is_dead):
         return names
     # Another broker than Redis knows of none, and one that has just begun not by name.
-    return {name for name, is_there in find_installed(app, timeout_s).items() if is_there}
+    return names | {name for name, is_there in find_installed(app, timeout_s).items() if is_there}
 
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:

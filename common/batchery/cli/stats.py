@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -95,6 +96,8 @@ def stats(
     if trace is not None and once:
         raise click.UsageError("--record goes on until Ctrl-C; leave out --once")
     app = load_app(app_path, redis_url)
+    with suppress(Exception):  # They name queues, and this machine may lack what they import.
+        app.loader.import_default_modules()
     if trace is not None:
         context.exit(record(app, trace, overwrite=overwrite, as_json=as_json, timeout_s=timeout_s))
     context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))

@@ -182,8 +182,10 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
 
 def why_silent(app: Celery) -> str:
     """Why the broker does not answer; empty if it does."""
+    # On a thread: Sentinels, and brokers other than Redis, may take longer.
+    asking = ThreadPoolExecutor(1, "batchery-ready").submit(check_broker, app, READY_TIMEOUT_S)
     try:
-        check_broker(app, READY_TIMEOUT_S)
-    except StartError as error:
-        return str(error)
+        asking.result(READY_TIMEOUT_S)
+    except (StartError, TimeoutError) as error:
+        return str(error) or f"the broker does not answer within {READY_TIMEOUT_S:g} s"
     return ""

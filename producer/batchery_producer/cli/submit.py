@@ -19,7 +19,7 @@ from celery import Celery
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from batchery.cli.app import app_options, load_app
+from batchery.cli.app import SECONDS, app_options, load_app
 from batchery.cli.console import Interrupt
 from batchery.cli.main import main
 from batchery.priority_class import LOWEST_PRIORITY
@@ -365,14 +365,14 @@ def _options(
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     metavar="SECONDS",
     help="Give up when no result has come for so long; default: never.",
 )
 @click.option(
     "--expires",
     "expires_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     metavar="SECONDS",
     help="Fail jobs that no worker has begun by then.",
 )

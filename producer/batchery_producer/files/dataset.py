@@ -243,7 +243,7 @@ class Dataset:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that determine the item and the id of a row."""
+        """The settings that determine the item and the id of a row, and which rows a sample has."""
         formats = {"openai"} if self.is_openai else {each.format for each in self.sources}
         return {
             "formats": sorted(formats),
@@ -251,6 +251,7 @@ class Dataset:
             "id field": self._id_field,
             "delimiter": self._delimiter,
             "encoding": self._encoding,
+            "sample": self._sample and f"{self._sample} of {self._limit or 'all'} rows",
         }
 
     @property

@@ -9,6 +9,7 @@ import csv
 import json
 import sys
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -416,21 +417,31 @@ def write_arrow(entries: Entries, file: BinaryIO) -> None:
 
 def _write(entries: Entries, create: Callable[[Any], Any]) -> None:
     arrow = extra("pyarrow")
-    schema = _schema(entries())
+    schema = _schema(entries)
     with create(schema) as writer:
         for batch in chunks(iter(entries()), WRITE_ROWS):
             columns = [_column(field, batch) for field in schema]
             writer.write_batch(arrow.record_batch(columns, schema=schema))
 
 
-def _schema(entries: Iterable[Mapping[str, Any]]) -> Any:
+def _schema(entries: Entries) -> Any:
     """A schema whose types fit all values of their column; if none does, it is JSON text."""
     arrow = extra("pyarrow")
     fields: dict[str, Any] = {name: arrow.field(name, arrow.null()) for name in ("id", "line")}
-    for batch in chunks(iter(entries), WRITE_ROWS):
+    types = defaultdict[str, set[Any]](set)
+    for batch in chunks(iter(entries()), WRITE_ROWS):
         for name in batch[0]:
             found = _field(name, batch)
             fields[name] = _joined(fields.get(name, found), found)
+            types[name].add(found.type)
+    mixed = [name for name, some in types.items() if len(some) > 1]
+    # Integers of one part may be too large to stand beside the floats of another.
+    for batch in chunks(iter(entries()), WRITE_ROWS) if mixed else ():
+        for name in mixed:
+            try:
+                _column(fields[name], batch)
+            except (arrow.ArrowException, OverflowError, ValueError, TypeError):
+                fields[name] = arrow.field(name, arrow.string())
     order = [name for name in ("id", "file", "line", "result") if name in fields]
     return arrow.schema([fields[name] for name in order])
 

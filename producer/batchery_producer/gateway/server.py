@@ -74,17 +74,13 @@ class ServeOptions:
     access_log: bool = False
     metrics_folder: str | None = None
 
-    def load(self) -> Celery:
-        """The app.
+    def load(self, *, with_tasks: bool = False) -> Celery:
+        """The app; its tasks are as a worker has them: where one goes is said in its code.
 
         Raises:
-            StartError: It cannot be imported.
+            StartError: It cannot be imported, or a module of its tasks, or a setting is wrong.
         """
-        return load_app(self.app_path, self.redis_url)
-
-    def load_tasks(self) -> Celery:
-        """The app, and its tasks, as a worker has them: where one goes is said in its code."""
-        return load_app(self.app_path, self.redis_url, with_tasks=True)
+        return load_app(self.app_path, self.redis_url, with_tasks=with_tasks)
 
     def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
@@ -112,7 +108,7 @@ def application(
         AppNotImportable: One of the modules of its tasks cannot be imported.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
-    app = options.load_tasks()
+    app = options.load(with_tasks=True)
     web = make_app(app, options.settings(), options.metrics_folder)
 
     def take_up_keys() -> None:
@@ -160,7 +156,8 @@ def serve(options: ServeOptions) -> None:
         signal.signal(number, _end)
     url = f"http://{_format(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
-    beside = worker_beside(options.load_tasks) if gateway.worker else nullcontext(lambda: None)
+    load = partial(options.load, with_tasks=True)
+    beside = worker_beside(load) if gateway.worker else nullcontext(lambda: None)
     with sock, beside as replace_worker:
         if gateway.processes == 1:
             config = configuration(partial(application, options, replace_worker), options, gateway)

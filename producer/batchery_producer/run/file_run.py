@@ -278,7 +278,7 @@ class FileRun:
             queue=options.queue,
             keywords=options.keywords,
             wait_s=options.timeout_s,
-            outage_policy=self._retries,
+            outage_policy=RetryPolicy(self._take_meanwhile, command_s=COMMAND_S),
             persistent=True,
             **options.sending,
         )
@@ -369,6 +369,14 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
+
+    def _take_meanwhile(self) -> bool:
+        """Takes results while jobs wait for room, which these may need; returns whether to stop."""
+        self._note_all(self._stream.take(self._collector.collect(0.0)))
+        self._options.progress(self._snapshot())
+        if self._stopped_by:
+            raise Stopped(self._stopped_by)
+        return self._options.stop()
 
     @property
     def exhausted(self) -> bool:
@@ -522,6 +530,13 @@ def submit_file(
     options.began(dataset.description)
     with files:
         files.open(Journal.of(dataset.sources, run.task, settings, options.window))
+        if files.is_resumed and not files.is_begun and files.results.path is not None:
+            written_s = files.results.path.stat().st_mtime
+            for path in (each for each in dataset.inputs if each.stat().st_mtime > written_s):
+                options.notice(
+                    f"{path}: has changed since {output} was complete, so results may be of other"
+                    " rows; --overwrite computes all of them anew"
+                )
         try:
             summary = run.run(files.missing(rows), files, report.figures if report else None)
         except DatasetError as error:

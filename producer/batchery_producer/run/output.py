@@ -28,7 +28,7 @@ from batchery_producer.files.journal import (
     read_lines,
 )
 from batchery_producer.files.openai_batch import OpenAIFormat
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.records import Broken, Record, SeenIds
 from batchery_producer.files.rows import write_arrow, write_parquet
 from batchery_producer.files.source import (
     EXTENSIONS,
@@ -56,7 +56,6 @@ OF_RESULTS = [*OF_LINES, *(name for name, format_ in EXTENSIONS.items() if forma
 
 #: The journal's name is that of the output with this suffix.
 JOURNAL_SUFFIX = ".journal"
-
 
 #: Maximum length of a failure's message, where the whole one does not fit into a line.
 MAX_MESSAGE_CHARS = 10_000
@@ -499,19 +498,26 @@ class Output:
         """Rows of the input that are not done.
 
         Raises:
-            DatasetError: A row is not done, and there is no journal.
+            DatasetError: There is no journal, and the output is not of just these rows.
         """
-        for row in rows:
-            if (row.source, row.line) in self.done:
-                continue
-            if not self._is_known:
-                where = self._source.line_name(row.source, row.line)
-                raise DatasetError(
-                    f"{self.results.name}: has nothing for {where}, and no journal"
-                    f" ({self._journal_path}) says how it was begun:"
-                    " name another output, or use --overwrite"
-                )
-            yield row
+        if self._is_known:
+            yield from (row for row in rows if (row.source, row.line) not in self.done)
+            return
+        hint = f", and no journal ({self._journal_path}) says how it was begun; use --overwrite"
+        with SeenIds() as ids:
+            for path in filter(None, (self.results.path, self.errors.path)):
+                for entry, _ in _all(path):
+                    ids.first_line(entry.get("id"), 0, 0)
+            found = 0
+            for row in rows:
+                found += 1
+                # As it was written: JSON lacks some types.
+                id_ = json.loads(encoded({"id": row.id}))["id"]
+                if (row.source, row.line) not in self.done or not (id_ is None or ids.forget(id_)):
+                    what = f"has nothing for {self.line_name(row)}"
+                    raise DatasetError(f"{self.results.name}: {what}{hint}")
+        if found != len(self.done):
+            raise DatasetError(f"{self.results.name}: has rows that the input has not{hint}")
 
     def result(self, row: Record, result: Any) -> str | None:
         """Adds the result of a job.

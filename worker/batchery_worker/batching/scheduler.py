@@ -287,7 +287,8 @@ class Scheduler(Generic[T]):
         """The lowest one is next: the tag of a flow, or its class where that alone decides."""
         if self._ageing_s is None:
             return flow.tag
-        return self._rank(flow) - (now_s - flow.oldest_s) / self._ageing_s
+        # Of the job that goes next: an old one behind it would age those with deadlines.
+        return self._rank(flow) - (now_s - flow.first().arrived_s) / self._ageing_s
 
     def _take_next(
         self,

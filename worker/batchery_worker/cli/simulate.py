@@ -1,7 +1,6 @@
 """`batchery simulate`: how the scheduler would do with such jobs and devices, beside others."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from batchery.cli.app import FiniteRange
 from batchery.cli.console import write_errors
 from batchery.errors import StartError
 from batchery.settings import Settings
@@ -227,19 +227,6 @@ def _run_batches(plan: Plan, name: str) -> SimulatedRun:
     if name == SHEDDING:
         arrivals = map(plan.with_deadline, arrivals)
     return simulation.run(arrivals)
-
-
-class FiniteRange(click.FloatRange):
-    """A range that has neither infinity nor what is not a number."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The number."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is no number that has an end.", param, ctx)
-        return number
 
 
 #: Numbers that an option may have. The bounds keep sums and ratios of them finite: in ms a billion

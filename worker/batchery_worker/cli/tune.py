@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from batchery.cli.app import DEFAULT_APP, load_app
+from batchery.cli.app import DEFAULT_APP, SECONDS, load_app
 from batchery.device_names import device_type
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
@@ -281,7 +281,7 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
 @texts_option("instead of Python's own documentation")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=60.0,
     help="How long to measure; each max_batch_size once at least.",
 )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.batching.residency import DeviceModels
-from batchery_worker.device_pool.startup import python_command
+from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.batching.placement import PlacedModel, place_models
 from batchery_worker.device_pool.weights import estimate_bytes
+from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.messages import Setup
 
 logger = logging.getLogger("batchery.pool")
@@ -164,18 +164,6 @@ def choose_devices(devices: Literal["auto"] | Sequence[str]) -> list[str]:
     if devices != "auto":
         return ["cuda:0" if name == "cuda" else name for name in devices]
     return [f"cuda:{index}" for index in range(_cuda_count())] or ["cpu"]
-
-
-def python_command() -> list[str]:
-    """This interpreter, with the working directory on its path only if it is on our own.
-
-    With `-c` or `-m` it would come first: files there, such as `queue.py`, would hide Python's own,
-    which the `celery` command finds.
-    """
-    with suppress(OSError):  # The directory is gone.
-        if not {"", os.getcwd()}.isdisjoint(sys.path):
-            return [sys.executable]
-    return [sys.executable, "-P"]
 
 
 def _cuda_count() -> int:

@@ -186,11 +186,13 @@ class DeviceSupervisor:
         dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
         self._watch_limit(device, dispatched)
 
-    def tell(self, device: DeviceProcess, message: Reload) -> None:
-        """Sends a message that is no batch."""
+    def tell(self, device: DeviceProcess, message: Reload, on_late: Callable[[], None]) -> None:
+        """Sends a message that is no batch; calls `on_late` when even a start would be too late."""
         assert device.link is not None
         if not device.link.send(dump_message(message)):
             self._await_room(device)
+        if self._start_timeout_s:
+            self._hub.call_later(self._start_timeout_s, on_late)
 
     def renew(self, device: DeviceProcess) -> None:
         """Gives a device a fresh process, once it is idle and all others are ready."""

@@ -178,6 +178,18 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
+def python_command() -> list[str]:
+    """This interpreter, with the working directory on its path only if it is on our own.
+
+    With `-c` or `-m` it would come first: files there, such as `queue.py`, would hide Python's own,
+    which the `celery` command finds.
+    """
+    with contextlib.suppress(OSError):  # The directory is gone.
+        if not {"", os.getcwd()}.isdisjoint(sys.path):
+            return [sys.executable]
+    return [sys.executable, "-P"]
+
+
 def die_with_parent() -> None:
     """Has Linux kill this process when the thread that has started it ends, however it does."""
     if sys.platform == "linux":

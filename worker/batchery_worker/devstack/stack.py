@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -25,7 +24,7 @@ from batchery.cli.app import DEFAULT_APP, check_redis
 from batchery.cli.survey import parse_registered
 from batchery.errors import RedisUnavailable, StartError
 from batchery.valkey import redis_url as as_redis
-from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 
 #: How long Flower and the gateway may take for one answer, in seconds.
@@ -356,7 +355,7 @@ class Stack:
         host = self._gateway_host
         port = self._free_port("gateway", host, self._gateway_port)
         # Another package, which this one does not import.
-        command = [sys.executable, "-m", "batchery", "serve", "-A", self._app]
+        command = [*python_command(), "-m", "batchery", "serve", "-A", self._app]
         self._spawn("gateway", [*command, f"--host={host}", f"--port={port}"], {})
         shown = LOOPBACK if host in ANY_ADDRESS else host
         self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
@@ -372,7 +371,7 @@ class Stack:
         raise StartError(f"no free port for {name} from {first} to {last}: give --{name}-port")
 
     def _celery(self, *arguments: str, module: str = "celery") -> list[str]:
-        return [sys.executable, "-m", module, "-A", self._app, *arguments]
+        return [*python_command(), "-m", module, "-A", self._app, *arguments]
 
     def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self._processes[name] = GuardedProcess(

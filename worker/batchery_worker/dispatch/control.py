@@ -5,6 +5,7 @@ Everything is on the event loop's thread. Whoever ordered it asks again until it
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from celery import Celery
@@ -225,7 +226,16 @@ class DeviceControl:
             device.setup = _with_version(device.setup, order.task, order.settings)
             self._supervisor.renew(device)
         else:
-            self._supervisor.tell(device, Reload(order.task, order.settings, order.force))
+            message = Reload(order.task, order.settings, order.force)
+            end_late = partial(self._end_late, order, device, device.spawned_s)
+            self._supervisor.tell(device, message, end_late)
+
+    def _end_late(self, order: ReloadOrder, device: DeviceProcess, spawned_s: float) -> None:
+        """Gives up a version whose load hangs, and with it the process that might yet serve it."""
+        if order.devices[device.name].state == "loading" and device.spawned_s == spawned_s:
+            _fail(order, device.name, "it was not loaded within device_start_timeout_s")
+            self._supervisor.renew(device)
+            self._advance()
 
     def _on_change(self, device: DeviceProcess, reply: Reply | None) -> None:
         for order in self._orders.values():

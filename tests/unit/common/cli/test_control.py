@@ -8,7 +8,14 @@ from celery import Celery
 
 from batchery import StartError
 from batchery.cli import control
-from batchery.cli.control import choose, describe_drain, describe_reload, follow
+from batchery.cli.control import (
+    choose,
+    describe_drain,
+    describe_reload,
+    find_workers,
+    follow,
+)
+from batchery.transport.live_workers import RegisteredWorker
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -122,5 +129,21 @@ def test_a_worker_that_no_longer_answers_is_given_up(cluster: Cluster) -> None:
 def test_only_a_worker_that_is_named_is_asked(cluster: Cluster) -> None:
     cluster.answers = {"one": [answer(cpu=step())], "two": [answer(cpu=step())]}
     assert set(cluster.follow("two")) == {"two"}
+    began_s = cluster.now_s
     with pytest.raises(StartError, match="no worker 'three' with devices answers"):
         cluster.follow("three")
+    # Nobody knows it, so nobody waits for it.
+    assert cluster.now_s - began_s == 1.0
+
+
+def test_a_worker_that_has_just_begun_is_found_beside_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = RegisteredWorker(1, 5.0, {"celery"}, "named")
+    known = {"a": named, "b": RegisteredWorker(1, 5.0, None)}
+    monkeypatch.setattr(control, "registered_workers", lambda _: known)
+    answers = {"named": True, "begun": True, "plain": False}
+    monkeypatch.setattr(control, "find_installed", lambda *_: answers)
+    assert find_workers(Celery(), 1.0) == {"named", "begun"}
+    del known["b"]
+    assert find_workers(Celery(), 1.0) == {"named"}

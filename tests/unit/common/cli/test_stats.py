@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 
 from batchery.cli import stats
 from batchery.cli.survey import Survey
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_look_takes_a_time_that_has_an_end(seconds: str) -> None:
+    result = CliRunner().invoke(stats.stats, ["--once", "--timeout", seconds])
+    assert (result.exit_code, "Invalid value for '--timeout'" in result.output) == (2, True)
 
 
 class Interrupting:

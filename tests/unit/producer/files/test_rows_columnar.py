@@ -13,7 +13,7 @@ import pytest
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.rows import READ_ROWS, write_arrow, write_parquet
+from batchery_producer.files.rows import READ_ROWS, WRITE_ROWS, write_arrow, write_parquet
 
 ROWS = [{"id": n, "text": f"text {n}"} for n in range(READ_ROWS * 2 + 5)]
 
@@ -135,6 +135,14 @@ def written(results: list[Any], format_: str = "parquet") -> list[Any]:
 )
 def test_results_of_one_type_have_it_in_a_table(results: list[Any], format_: str) -> None:
     assert written(results, format_) == results
+
+
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+def test_integers_that_no_float_has_stay_exact_beside_floats(format_: str) -> None:
+    """They come in parts, each of which has one type."""
+    some = [[2**53 + 1]] * WRITE_ROWS, [[0.5]] * WRITE_ROWS
+    for results in ([*some[0], *some[1]], [*some[1], *some[0]]):
+        assert written(results, format_) == [json.dumps(each) for each in results]
 
 
 def test_results_with_different_fields_fit_one_column() -> None:

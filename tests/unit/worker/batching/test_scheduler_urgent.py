@@ -1,6 +1,7 @@
 """What goes before the rest of a batch that runs, and what does not."""
 
 from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -252,3 +253,18 @@ def test_jobs_of_thousands_of_keys_may_be_too_late_at_once() -> None:
     # A job takes a second, and the two of a key two.
     assert scheduler.next_batch(0, False, 0.0) is None
     assert len(scheduler.take_late(0.0)) == 2400
+
+
+def test_an_old_job_does_not_age_those_with_deadlines_that_go_before_it() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
+    for name, priority_class, arrived_s, deadline_s in (
+        *[("old", "low", 0.0, inf), ("dated", "low", 25.0, 40.0), ("dated", "low", 25.0, 40.0)],
+        *[("high", "high", 25.0, inf)] * 2,
+    ):
+        lane = Lane(priority_class)
+        scheduler.admit(
+            Job(name, BatchKey("a"), Limits(2), 1, arrived_s, None, lane, deadline_s=deadline_s)
+        )
+    batch = scheduler.next_batch(0, False, 25.0)
+    assert batch is not None
+    assert [job.id for job in batch.jobs] == ["high", "high"]

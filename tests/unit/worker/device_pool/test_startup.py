@@ -9,11 +9,8 @@ import pytest
 from celery import Celery
 
 from batchery import AppNotImportable, BatchTask
-from batchery_worker.device_pool.startup import (
-    app_path,
-    python_command,
-    task_modules,
-)
+from batchery_worker.device_pool.startup import app_path, task_modules
+from batchery_worker.devstack.guarded_process import python_command
 
 
 @pytest.fixture

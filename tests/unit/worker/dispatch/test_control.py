@@ -8,6 +8,7 @@ import pytest
 
 from apps.batches import FOUR, app
 from batchery import Model, ModelSettings, StepModel, install, register
+from batchery.installation import get_installation
 from batchery.model_task import ModelTask
 from batchery_worker.ipc.messages import NotReady, Ready, Reload, Reloaded
 from support.fake_devices import FakeDevice
@@ -57,6 +58,21 @@ def kill(worker: FakeWorker, device: FakeDevice) -> FakeDevice:
     worker.loop.sleep(5)
     worker.device.hear()
     return worker.device
+
+
+def test_a_load_that_hangs_is_given_up_with_its_process(start_pool: StartPool) -> None:
+    worker = start(start_pool, "cpu")
+    order(worker, model="hangs")
+    worker.loop.sleep(get_installation(app).settings.device_start_timeout_s + 1)
+    worker.loop.settle()
+    report = order(worker)
+    assert report["is_over"]
+    assert report["devices"]["cpu"]["error"] == "it was not loaded within device_start_timeout_s"
+    worker.loop.sleep(5)
+    # The fresh process has the old version, and gets the next order.
+    assert len(worker.devices.started) == 2
+    assert states(order(worker, "2", model="new")) == {"cpu": "loading"}
+    assert [each.settings and each.settings.model for each in reloads(worker.device)] == ["new"]
 
 
 def test_devices_load_a_version_one_after_the_other(start_pool: StartPool) -> None:

@@ -28,7 +28,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from batchery.errors import DeviceUnavailable, ModelLoadError
-from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.models.split import SharedCall, Whole, memory_share
 
@@ -114,7 +114,7 @@ class Group(Whole):
             end, theirs = socket.socketpair()
             with theirs:
                 process = GuardedProcess(
-                    [sys.executable, "-m", PEER, str(theirs.fileno())],
+                    [*python_command(), "-m", PEER, str(theirs.fileno())],
                     grace_s=ORPHANED_S,
                     remove=self._folder,
                     keep_open=[theirs.fileno()],
