@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
 from apps import ordinary, shop
 from batchery.transport.redis_schema import Keys
@@ -147,6 +148,18 @@ def test_an_app_that_lives_in_main_is_one_line(tmp_path: Path, redis_url: str) -
     # Celery's `worker_main` keeps the exit code to itself.
     assert "is defined in __main__, so a device process cannot import it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [("--soft-time-limit", SoftTimeLimitExceeded), ("--time-limit", TimeLimitExceeded)],
+)
+def test_limits_of_the_command_line_are_for_tasks_without_their_own(
+    start_worker: StartWorker, option: str, error: type[Exception]
+) -> None:
+    start_worker("apps.shop", option, "1")
+    with pytest.raises(error):
+        shop.nap.delay(60.0).get(timeout=TIMEOUT_S)
 
 
 def test_celery_that_hides_prefetch_is_refused(start_worker: StartWorker) -> None:

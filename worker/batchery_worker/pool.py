@@ -169,11 +169,14 @@ class HybridPool:
             error_callback=options.get("error_callback") or _ignore,
             request=request if isinstance(request, BatchRequest) else None,
         )
-        limits = (options.get("soft_timeout"), options.get("timeout"))
+        soft, hard = options.get("soft_timeout"), options.get("timeout")
         if call.request is not None:
             # Celery reads a task's limits once; the remote command `time_limit` sets them later.
             hard, soft = call.request.time_limits
-            limits = (soft or task.soft_time_limit, hard or task.time_limit)
+            soft, hard = soft or task.soft_time_limit, hard or task.time_limit
+        # Those of the command line are options of a pool.
+        known = self._ordinary.options
+        limits = soft or known.get("soft_timeout"), hard or known.get("timeout")
         self._on_loop(partial(self._dispatcher.admit, call, task, limits))
         return None
 
