@@ -9,6 +9,7 @@ from typing import Any
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.worker.autoscale import Autoscaler
 from kombu.asynchronous import Hub
 from kombu.utils.imports import symbol_by_name
 
@@ -29,6 +30,8 @@ from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.event_loop import is_cold_shutdown, is_in_signal_handler
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest, cancel_active
+
+_Autoscaler: Any = Autoscaler
 
 logger = logging.getLogger("batchery.pool")
 
@@ -329,6 +332,17 @@ class HybridPool:
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` shows of the pool."""
         return {**self._ordinary.info, **(self.figures() or {})}
+
+
+class OrdinaryAutoscaler(_Autoscaler):  # type: ignore[misc]
+    """Celery's autoscaler, which starts no processes for jobs that wait for devices."""
+
+    @property
+    def qty(self) -> int:
+        """How many jobs want a process, or have one."""
+        pool = self.worker.pool
+        demand = pool.find_demand() if isinstance(pool, HybridPool) else None
+        return int(super().qty) - (0 if demand is None else demand.held)
 
 
 def _ignore(*_: Any) -> None:
