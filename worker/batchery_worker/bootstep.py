@@ -85,7 +85,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         worker._process_task = refuse_what_raises(worker, worker._process_task, release)
         bound_decompression()
         # Celery's own count, before it is raised.
-        prefetch = (worker.pool.limit or 1) * worker.prefetch_multiplier
+        processes = worker.max_concurrency or worker.pool.limit or 1
+        prefetch = processes * worker.prefetch_multiplier
         self._add_batches(worker, settings, prefetch)
         worker.late_binding = late_binding(worker, prefetch)
 
@@ -444,18 +445,18 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
 def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str, int]:
     """The parts of queues that no batch task is routed to: what they had without batch tasks.
 
-    There are none if a batch task has no route, as it may come by any queue.
+    A batch task without a route may come by any of them, but for those that ordinary ones have.
 
     Args:
         app: The worker's app.
         tasks: All of its batch tasks.
         prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
     """
-    batch_queues = [find_queue(task) for task in tasks]
-    if None in batch_queues or not prefetch:
-        return {}
+    kinds, may_be_any = kinds_by_queue(app, 1), any(find_queue(task) is None for task in tasks)
     return {
-        str(queue): prefetch for queue in app.amqp.queues.consume_from if queue not in batch_queues
+        str(queue): prefetch
+        for queue in app.amqp.queues.consume_from
+        if prefetch and not (kinds[queue].batch if queue in kinds else may_be_any)
     }
 
 
