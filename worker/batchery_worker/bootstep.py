@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import click
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
 from celery.concurrency.prefork import TaskPool as PreforkPool
@@ -492,9 +493,16 @@ def _share_prefetch(
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:
-    """Without -Q a worker consumes the queues of all its models; with -Q, what it was told."""
-    queues = app.amqp.queues
-    if queues._consume_from is None:
-        for task in tasks:
-            if isinstance(task, ModelTask):
+    """Without -Q a worker consumes its models' queues, but those of -X; else what it was told."""
+    queues, context = app.amqp.queues, click.get_current_context(silent=True)
+    if queues._consume_from is not None:
+        return
+    left_out = (context and context.params.get("exclude_queues")) or ()
+    for task in tasks:
+        if isinstance(task, ModelTask) and task.model_queue not in left_out:
+            try:
                 queues.select_add(queues[task.model_queue])
+            except KeyError as name:
+                text = f"task {task.name!r}: its queue {name} is not among task_queues, and the app"
+                text += " creates no others (task_create_missing_queues); add it there"
+                raise SettingsError(text) from None
