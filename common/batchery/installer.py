@@ -20,15 +20,13 @@ from batchery.valkey import accept_valkey_urls
 logger = logging.getLogger(__name__)
 
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
+AUTOSCALER = "batchery_worker.pool:OrdinaryAutoscaler"
 STEP = "batchery_worker.bootstep:BatchStep"
 WATCH_STEP = "batchery_worker.operations.step:WatchStep"
 CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 
 #: Classes of Celery's in whose place a worker has ours, unless the app has chosen others.
-PARTS = {
-    "worker_consumer": CONSUMER,
-    "worker_autoscaler": "batchery_worker.pool:OrdinaryAutoscaler",
-}
+PARTS = {"worker_consumer": CONSUMER, "worker_autoscaler": AUTOSCALER}
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {

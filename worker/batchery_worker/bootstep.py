@@ -439,11 +439,11 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
     processes = worker.pool.limit or 1
     needed = max(multiplier, math.ceil(jobs / processes))
     worker.prefetch_multiplier = needed * classes
-    conf = worker.app.conf
-    if conf.worker_eta_task_limit is not None:
+    if worker.app.conf.worker_eta_task_limit is not None:
         # It is a limit of the whole prefetch, to which the first job with an ETA would lower it.
         raised = worker.prefetch_multiplier - multiplier
-        conf.worker_eta_task_limit += raised * (worker.max_concurrency or worker.concurrency)
+        raised *= worker.max_concurrency or worker.concurrency
+        worker.app.conf.worker_eta_task_limit += raised
     if needed > multiplier:
         logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
 
