@@ -20,9 +20,13 @@ from batchery.valkey import accept_valkey_urls
 logger = logging.getLogger(__name__)
 
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
+AUTOSCALER = "batchery_worker.pool:OrdinaryAutoscaler"
 STEP = "batchery_worker.bootstep:BatchStep"
 WATCH_STEP = "batchery_worker.operations.step:WatchStep"
 CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
+
+#: Classes of Celery's in whose place a worker has ours, unless the app has chosen others.
+PARTS = {"worker_consumer": CONSUMER, "worker_autoscaler": AUTOSCALER}
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {
@@ -63,12 +67,10 @@ def install(app: Celery, **settings: Any) -> Celery:
         The same app.
     """
     remember(app, settings)
-    # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
-    app.add_defaults(
-        lambda: {
-            "worker_consumer": _chosen(app, "worker_consumer") or CONSUMER,
-        }
-    )
+    # Whenever it is read: `config_from_object` forgets defaults that were there before.
+    app.on_after_configure.connect(_set_defaults, weak=False)
+    if getattr(app, "configured", False):
+        _set_defaults(app)
     app.steps["worker"].update((STEP, WATCH_STEP))
     app.steps["consumer"].add(CONSUMER_STEP)
     use_leases()
@@ -80,10 +82,10 @@ def install(app: Celery, **settings: Any) -> Celery:
     return app
 
 
-def _chosen(app: Celery, name: str) -> Any:
-    """The value in the app's configuration; None if it is Celery's default."""
-    chosen: Any = app.conf[name]
-    return None if chosen == DEFAULTS[name] else chosen
+def _set_defaults(sender: Any, **_: Any) -> None:
+    conf = sender.conf
+    # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
+    conf.add_defaults({name: own for name, own in PARTS.items() if conf[name] == DEFAULTS[name]})
 
 
 def register(

@@ -444,6 +444,16 @@ def test_leases_can_be_switched_off(both: StartConsumer, url: str, bare: Any) ->
     assert bare.keys("batchery:*") == []
 
 
+def test_messages_that_nobody_notes_as_taken_are_not_leased(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q", ack_emulation=False)
+    assert consumer.get(2) == ["1", "2"]
+    consumer.messages[0].ack()
+    assert bare.keys("unacked*") == bare.keys("batchery:*") == []
+
+
 def test_an_idle_consumer_rarely_asks(both: StartConsumer, url: str, bare: Any) -> None:
     consumer = both("a", "b", "c", "d")
     consumer.until_waiting()

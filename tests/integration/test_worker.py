@@ -10,14 +10,38 @@ from typing import Any
 import psutil
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
 from apps import ordinary, shop
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
-from support.harness import START_S, TESTS, Worker, device_busy, wait_for
+from support.harness import START_S, TESTS, Worker, device_busy, kill_all, wait_for
 from support.patience import patient
+from support.roles import as_role
 
 TIMEOUT_S = patient(30)
+
+#: An app that knows another Redis, where none answers.
+PLACED = """
+from celery import Celery
+from batchery import BatchTask, install
+
+nowhere = "redis://127.0.0.1:1/0"
+app = install(Celery("placed", broker=nowhere, backend=nowhere, set_as_current=False))
+
+
+@app.task(base=BatchTask, name="shout", shared=False)
+def shout(texts):
+    return [text.upper() for text in texts]
+"""
+
+SERVE = """
+import sys
+from placed import app
+
+app.conf.update(broker_url=sys.argv[1], result_backend=sys.argv[1])
+app.worker_main(["worker", "-c", "1", "-l", "INFO"])
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +171,35 @@ def test_an_app_that_lives_in_main_is_one_line(tmp_path: Path, redis_url: str) -
     # Celery's `worker_main` keeps the exit code to itself.
     assert "is defined in __main__, so a device process cannot import it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_program_may_say_where_redis_is_before_it_starts_a_worker(
+    tmp_path: Path, redis_url: str, client: Celery
+) -> None:
+    (tmp_path / "placed.py").write_text(PLACED)
+    (tmp_path / "serve.py").write_text(SERVE)
+    known = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
+    worker = subprocess.Popen(
+        [sys.executable, "serve.py", as_role(redis_url, "worker")],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in known},
+    )
+    try:
+        assert client.send_task("shout", ["hello"]).get(timeout=START_S) == "HELLO"
+    finally:
+        kill_all(worker)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [("--soft-time-limit", SoftTimeLimitExceeded), ("--time-limit", TimeLimitExceeded)],
+)
+def test_limits_of_the_command_line_are_for_tasks_without_their_own(
+    start_worker: StartWorker, option: str, error: type[Exception]
+) -> None:
+    start_worker("apps.shop", option, "1")
+    with pytest.raises(error):
+        shop.nap.delay(60.0).get(timeout=TIMEOUT_S)
 
 
 def test_celery_that_hides_prefetch_is_refused(start_worker: StartWorker) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import click
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
 from celery.concurrency.prefork import TaskPool as PreforkPool
@@ -85,7 +86,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         worker._process_task = refuse_what_raises(worker, worker._process_task, release)
         bound_decompression()
         # Celery's own count, before it is raised.
-        prefetch = (worker.pool.limit or 1) * worker.prefetch_multiplier
+        processes = worker.max_concurrency or worker.pool.limit or 1
+        prefetch = processes * worker.prefetch_multiplier
         self._add_batches(worker, settings, prefetch)
         worker.late_binding = late_binding(worker, prefetch)
 
@@ -437,6 +439,11 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
     processes = worker.pool.limit or 1
     needed = max(multiplier, math.ceil(jobs / processes))
     worker.prefetch_multiplier = needed * classes
+    if worker.app.conf.worker_eta_task_limit is not None:
+        # It is a limit of the whole prefetch, to which the first job with an ETA would lower it.
+        raised = worker.prefetch_multiplier - multiplier
+        raised *= worker.max_concurrency or worker.concurrency
+        worker.app.conf.worker_eta_task_limit += raised
     if needed > multiplier:
         logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
 
@@ -444,18 +451,18 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
 def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str, int]:
     """The parts of queues that no batch task is routed to: what they had without batch tasks.
 
-    There are none if a batch task has no route, as it may come by any queue.
+    A batch task without a route may come by any of them, but for those that ordinary ones have.
 
     Args:
         app: The worker's app.
         tasks: All of its batch tasks.
         prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
     """
-    batch_queues = [find_queue(task) for task in tasks]
-    if None in batch_queues or not prefetch:
-        return {}
+    kinds, may_be_any = kinds_by_queue(app, 1), any(find_queue(task) is None for task in tasks)
     return {
-        str(queue): prefetch for queue in app.amqp.queues.consume_from if queue not in batch_queues
+        str(queue): prefetch
+        for queue in app.amqp.queues.consume_from
+        if prefetch and not (kinds[queue].batch if queue in kinds else may_be_any)
     }
 
 
@@ -486,9 +493,16 @@ def _share_prefetch(
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:
-    """Without -Q a worker consumes the queues of all its models; with -Q, what it was told."""
-    queues = app.amqp.queues
-    if queues._consume_from is None:
-        for task in tasks:
-            if isinstance(task, ModelTask):
+    """Without -Q a worker consumes its models' queues, but those of -X; else what it was told."""
+    queues, context = app.amqp.queues, click.get_current_context(silent=True)
+    if queues._consume_from is not None:
+        return
+    left_out = (context and context.params.get("exclude_queues")) or ()
+    for task in tasks:
+        if isinstance(task, ModelTask) and task.model_queue not in left_out:
+            try:
                 queues.select_add(queues[task.model_queue])
+            except KeyError as name:
+                text = f"task {task.name!r}: its queue {name} is not among task_queues, and the app"
+                text += " creates no others (task_create_missing_queues); add it there"
+                raise SettingsError(text) from None

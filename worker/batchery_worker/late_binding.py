@@ -200,8 +200,12 @@ class LateBinding:
         kinds = self._kinds.get(queue, self._all_kinds)
         if not kinds.ordinary:
             return self._batches.limit(kinds.batch, level)
-        others = self._ordinary_prefetch - len(worker_state.reserved_requests)
-        return self._batches.limit(kinds.batch, level, others + self._batches.held)
+        # As Celery counts: a job that is acknowledged when it begins makes room then.
+        state: Any = worker_state
+        qos = self._channel.qos
+        unsettled = len(qos._delivered) - len(qos._dirty) - len(state.scheduled_requests)
+        others = self._ordinary_prefetch - max(0, unsettled - self._batches.held)
+        return self._batches.limit(kinds.batch, level, others)
 
     def hand_over(self, take_in: Callable[[], None]) -> None:
         """Hands messages over, and then begins batches: nothing else is about to come."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.worker.autoscale import Autoscaler
 from kombu.asynchronous import Hub
 from kombu.utils.imports import symbol_by_name
 
@@ -29,6 +30,8 @@ from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.event_loop import is_cold_shutdown, is_in_signal_handler
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest, cancel_active
+
+_Autoscaler: Any = Autoscaler
 
 logger = logging.getLogger("batchery.pool")
 
@@ -169,11 +172,14 @@ class HybridPool:
             error_callback=options.get("error_callback") or _ignore,
             request=request if isinstance(request, BatchRequest) else None,
         )
-        limits = (options.get("soft_timeout"), options.get("timeout"))
+        soft, hard = options.get("soft_timeout"), options.get("timeout")
         if call.request is not None:
             # Celery reads a task's limits once; the remote command `time_limit` sets them later.
             hard, soft = call.request.time_limits
-            limits = (soft or task.soft_time_limit, hard or task.time_limit)
+            soft, hard = soft or task.soft_time_limit, hard or task.time_limit
+        # Those of the command line are options of a pool.
+        known = self._ordinary.options
+        limits = soft or known.get("soft_timeout"), hard or known.get("timeout")
         self._on_loop(partial(self._dispatcher.admit, call, task, limits))
         return None
 
@@ -326,6 +332,17 @@ class HybridPool:
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` shows of the pool."""
         return {**self._ordinary.info, **(self.figures() or {})}
+
+
+class OrdinaryAutoscaler(_Autoscaler):  # type: ignore[misc]
+    """Celery's autoscaler, which starts no processes for jobs that wait for devices."""
+
+    @property
+    def qty(self) -> int:
+        """How many jobs want a process, or have one."""
+        pool = self.worker.pool
+        demand = pool.find_demand() if isinstance(pool, HybridPool) else None
+        return int(super().qty) - (0 if demand is None else demand.held)
 
 
 def _ignore(*_: Any) -> None:

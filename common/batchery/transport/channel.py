@@ -292,7 +292,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     ) -> Any:
         """Consumes a queue; with acknowledgements, by leases."""
         result = super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
-        if not self.leases or queue in self.active_fanout_queues:
+        if not (self.leases and self.ack_emulation) or queue in self.active_fanout_queues:
             return result
         if self.lease_store is None and not no_ack:
             self._open_lease_store()

@@ -43,7 +43,7 @@ def test_ordinary_tasks_are_not_changed_by_install() -> None:
     app.finalize()
     before, after = dict(plain.conf), dict(app.conf)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert changed <= {"worker_consumer"}
+    assert changed <= {"worker_consumer", "worker_autoscaler"}
     assert set(plain.tasks) == set(app.tasks)
     assert type(task).__mro__[2:] == type(plain_task).__mro__[2:]
     assert isinstance(task, Task)
@@ -59,6 +59,16 @@ def test_the_consumer_is_ours_unless_the_app_says_otherwise() -> None:
     own = make_app()
     own.conf.worker_consumer = "my.own:Consumer"
     assert install(own).conf.worker_consumer == "my.own:Consumer"
+
+
+def test_the_consumer_is_ours_though_the_configuration_is_read_once_more() -> None:
+    app = install(make_app())
+    assert app.conf.worker_consumer == CONSUMER
+    app.config_from_object({"task_acks_late": True})
+    assert app.conf.task_acks_late
+    assert app.conf.worker_consumer == CONSUMER
+    app.config_from_object({"worker_consumer": "my.own:Consumer"})
+    assert app.conf.worker_consumer == "my.own:Consumer"
 
 
 def test_second_install_changes_nothing() -> None:

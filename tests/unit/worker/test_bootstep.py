@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import click
 import pytest
 from celery import Celery
 from celery.concurrency.prefork import TaskPool as PreforkPool
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu import Queue
 from kombu.asynchronous.semaphore import LaxBoundedSemaphore
+from kombu.common import QoS
 
 from batchery import BatchTask, Model, Settings, SettingsError, install, register
 from batchery.queue_limits import find_destination
@@ -44,6 +46,7 @@ class Worker:
     """As much of Celery's `WorkController` as the step reads."""
 
     autoscale: tuple[int, int] | None = None
+    max_concurrency: int | None = None
     steps: tuple[Any, ...] = ()
     pool_putlocks = True
     #: None where no event loop runs.
@@ -60,7 +63,7 @@ class Worker:
     ) -> None:
         self.app = app
         self.pool: Any = pool(concurrency, app=app)
-        self.min_concurrency = concurrency
+        self.concurrency = self.min_concurrency = concurrency
         self.prefetch_multiplier = multiplier
         #: Names of the tasks whose jobs went to the pool, and of those that waited for a process.
         self.processed: list[str] = []
@@ -154,6 +157,40 @@ def test_queues_without_batch_tasks_keep_the_prefetch_that_they_have_without_bat
     prepare(worker)
     assert app.conf.broker_transport_options["queue_prefetch"]["celery"] == 8
     assert worker.prefetch_multiplier > 4
+
+
+def test_where_processes_are_added_the_prefetch_is_that_of_all_of_them() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    worker = Worker(app, concurrency=1, multiplier=1)
+    worker.max_concurrency = 10
+    prepare(worker)
+    assert app.conf.broker_transport_options["queue_prefetch"]["celery"] == 10
+
+
+def test_queues_of_ordinary_tasks_keep_their_prefetch_beside_a_batch_task_without_a_route() -> None:
+    app = make_app()
+    app.conf.task_queues = [Queue("celery"), Queue("mails"), Queue("any")]
+    app.conf.task_routes = {"mail": {"queue": "mails"}}
+    app.task(name="mail", shared=False)(make_app)
+    add_task(app)
+    prepare(Worker(app, concurrency=2, multiplier=4))
+    assert app.conf.broker_transport_options["queue_prefetch"] == {"mails": 8}
+    assert app.conf.broker_transport_options["ordinary_queues"] == ["mails"]
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+def test_a_limit_of_jobs_with_an_eta_does_not_lower_the_prefetch(limit: int | None) -> None:
+    app = make_app()
+    app.conf.worker_eta_task_limit = limit
+    add_task(app)
+    worker = Worker(app, concurrency=2, multiplier=4)
+    prepare(worker)
+    prefetch = 2 * worker.prefetch_multiplier
+    qos = QoS(Mock(), prefetch, max_prefetch=app.conf.worker_eta_task_limit)
+    assert qos.increment_eventually() == prefetch + 1
+    # As many more as without batch tasks, where it was 8.
+    assert qos.increment_eventually(1000) == prefetch + (1001 if limit is None else 50 - 8)
 
 
 def test_every_queue_may_bring_jobs_of_a_batch_task_without_a_route() -> None:
@@ -305,6 +342,27 @@ def test_no_queue_choice_consumes_the_queues_of_all_models() -> None:
     register(app, "classify", Model, queue="gpu")
     prepare(Worker(app))
     assert set(app.amqp.queues.consume_from) == {"celery", "embed", "gpu"}
+
+
+def test_queues_of_models_that_are_left_out_are_not_consumed() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    register(app, "classify", Model, queue="gpu")
+    with click.Context(click.Command("worker")) as context:
+        context.params["exclude_queues"] = ["gpu"]
+        prepare(Worker(app))
+    assert set(app.amqp.queues.consume_from) == {"celery", "embed"}
+
+
+def test_model_whose_queue_the_app_does_not_create_ends_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app()
+    app.conf.task_create_missing_queues = False
+    register(app, "embed", Model)
+    assert "task 'embed': its queue 'embed' is not among task_queues" in refused(
+        Worker(app), caplog
+    )
 
 
 def test_a_queue_choice_is_kept() -> None:

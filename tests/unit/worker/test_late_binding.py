@@ -69,6 +69,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.lease_store = Store()
+        self.qos = SimpleNamespace(_delivered=set[str](), _dirty=set[str]())
         self.active_queues = {"models"}
         self.workload: Any = None
         self.room = 0
@@ -309,8 +310,11 @@ def test_what_comes_by_a_queue_decides_how_much_is_taken(
     house.backlog.room = 32
     assert house.binding.capacity() == Capacity(32, 0)
     assert house.binding.limit_for("models", 0) == 32
-    # As many ordinary jobs as Celery would hold may be among them.
-    monkeypatch.setattr(worker_state, "reserved_requests", set(range(7)))
+    # As many ordinary jobs as Celery would hold may be among them. It counts what is not settled.
+    monkeypatch.setattr(worker_state, "reserved_requests", set(range(99)))
+    house.channel.qos._delivered.update("abcdefghi")
+    house.channel.qos._dirty.add("a")
+    monkeypatch.setattr(worker_state, "scheduled_requests", {"with an ETA"})
     assert house.binding.limit_for("mixed", 0) == 32 + 4 - (7 - 5)
     # Anything may come by a queue that no task names.
     assert house.binding.limit_for("unnamed", 0) == 32 + 4 - (7 - 5)

@@ -10,6 +10,7 @@ from celery.worker import state as worker_state
 from apps.batches import double, late
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS
+from batchery_worker.pool import OrdinaryAutoscaler
 from support.fake_worker import StartPool
 
 
@@ -129,3 +130,16 @@ def test_a_suspect_beside_a_solo_pool_can_be_terminated(
     with pytest.raises(TaskRevokedError):
         worker.result(suspect.id)
     assert worker.result(mate.id) == "mate"
+
+
+def test_jobs_that_wait_for_devices_need_no_processes(start_pool: StartPool) -> None:
+    worker = start_pool()
+    scaler = OrdinaryAutoscaler(worker.pool, 10, 1, worker=worker)
+    before = scaler.qty
+    worker.receive_each(*"abcdefgh")
+    worker.loop.settle()
+    assert scaler.qty == before
+    ordinary = worker.receive(21, task=double.name)
+    assert scaler.qty == before + (ordinary in worker_state.reserved_requests)
+    worker.work_off()
+    assert worker.result(ordinary.id) == 42

@@ -260,6 +260,7 @@ def import_app(setup: Setup) -> Celery:
     check_device(setup.device)
     module, _, attribute = setup.app.partition(":")
     app: Celery = getattr(importlib.import_module(module), attribute)
+    app.conf.update(setup.conf)
     app.set_current()
     app.set_default()
     app.loader.import_default_modules()

@@ -25,6 +25,9 @@ logger = logging.getLogger("batchery.pool")
 #: Counts the CUDA devices that torch will see, given the driver and CUDA_VISIBLE_DEVICES.
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
+#: Celery's settings that say where messages and results are, and for how long.
+PLACES = ("broker_url", "broker_read_url", "broker_write_url", "result_backend", "result_expires")
+
 #: Long enough for a cold import of torch from a slow disk, in seconds.
 _COUNT_TIMEOUT_S = 120
 
@@ -100,6 +103,7 @@ def device_setups(
         "sys_path": (os.getcwd(), *sys.path),
         "app": "" if in_process else app_path(app),
         "modules": [] if in_process else task_modules(tasks),
+        "conf": {name: each for name, each in (app.conf.changes or {}).items() if name in PLACES},
         "log_levels": levels_of_loggers(),
         "memory_fraction": settings.memory_fraction,
         "pinned": frozenset(task.name for task in models if task.pinned),

@@ -121,6 +121,8 @@ class Setup:
     #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
     #: `sys_path`. Then there is no app, and `device` is the name of the model.
     model: bytes | None = None
+    #: Settings of the Celery app: a program that starts a worker may set them after the import.
+    conf: Mapping[str, Any] = field(default_factory=dict)
     #: By name of a task: the settings of its model, where they are others than those of the app.
     versions: Mapping[str, ModelSettings] = field(default_factory=dict)
 
