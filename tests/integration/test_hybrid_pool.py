@@ -1,5 +1,7 @@
 """Ordinary tasks keep Celery's processes, limits and growth; batch tasks run on devices beside."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +66,23 @@ def test_job_whose_process_is_killed_runs_again(start_worker: StartWorker, tmp_p
     (before,) = processes(worker)
     job = hybrid.dies_once.delay(str(tmp_path / "mark"))
     assert job.get(timeout=TIMEOUT_S) != before
+
+
+def test_job_that_begins_in_a_shutdown_does_not_hold_it_up(start_worker: StartWorker) -> None:
+    """Its process says so when Celery's consumer has ended."""
+    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    (child,) = processes(worker)
+    os.kill(child, signal.SIGSTOP)
+    job = hybrid.pid.delay()
+    wait_for(lambda: f"[{job.id}] received" in worker.log, "the job is with its process")
+    stopped_s = time.monotonic()
+    worker.process.terminate()
+    # It is sent to the process in the turn of the loop in which it came; the next one ends all.
+    time.sleep(0.5)
+    os.kill(child, signal.SIGCONT)
+    assert worker.wait_exit() == 0
+    assert time.monotonic() - stopped_s < 25, "30 s are what its process waits for to be heard"
+    assert job.get(timeout=TIMEOUT_S) == child
 
 
 def test_children_forked_beside_busy_threads_of_ours_run_every_job(

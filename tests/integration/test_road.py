@@ -37,7 +37,7 @@ NO_CODE = {
 #: product found is 550: streams with limits, a Redis that hangs, Sentinels, suspects of models that
 #: have a device of their own, inputs that change or break in the middle, clients that are forked.
 MAX_FILES = 312
-MAX_LINES = 54_104
+MAX_LINES = 54_280
 
 
 class Road(NamedTuple):

@@ -5,9 +5,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from select import POLLIN, poll
+from time import monotonic
 from typing import Any
 
 from celery import Celery
+from celery.concurrency import asynpool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.worker.autoscale import Autoscaler
 from kombu.asynchronous import Hub
@@ -32,8 +35,13 @@ from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest, cancel_active
 
 _Autoscaler: Any = Autoscaler
+_asynpool: Any = asynpool
 
 logger = logging.getLogger("batchery.pool")
+
+#: How long the processes of ordinary tasks have to say that they have begun a job, in seconds. They
+#: do so at once; one that was stopped does not.
+ACCEPT_S = 2.0
 
 #: A device on a thread; an import path, because the code of devices imports torch.
 DEVICE_THREAD = "batchery_worker.device.thread:DeviceThread"
@@ -259,6 +267,7 @@ class HybridPool:
 
     def close(self) -> None:
         """Takes no more ordinary jobs."""
+        await_accepts(getattr(self._ordinary, "_pool", None))
         self._ordinary.close()
 
     def stop(self) -> None:
@@ -347,3 +356,28 @@ class OrdinaryAutoscaler(_Autoscaler):  # type: ignore[misc]
 
 def _ignore(*_: Any) -> None:
     """For a caller that does not want to know."""
+
+
+def await_accepts(pool: Any) -> None:
+    """Waits until each job that a process has been sent counts as begun.
+
+    At a shutdown Celery forgets those that do not. Then nobody reads their results, for which their
+    processes wait half a minute before they end.
+
+    Args:
+        pool: That of Celery's processes; another one, or one that sends jobs to busy processes, has
+            nothing to wait for.
+    """
+    due_s = monotonic() + ACCEPT_S
+    is_fair = getattr(pool, "sched_strategy", None) == _asynpool.SCHED_STRATEGY_FAIR
+    while is_fair and monotonic() < due_s:
+        jobs = [each for each in pool._cache.values() if not each._accepted and each._write_to]
+        if not jobs:
+            return
+        said = poll()
+        for job in jobs:
+            said.register(job._write_to.outqR_fd, POLLIN)
+        for fd, event in said.poll(ACCEPT_S * 100):
+            if not event & POLLIN:
+                return  # The process is dead.
+            pool.handle_result_event(fd)
