@@ -87,7 +87,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         bound_decompression()
         # Celery's own count, before it is raised.
         processes = worker.max_concurrency or worker.pool.limit or 1
-        prefetch = processes * worker.prefetch_multiplier
+        worker.ordinary_multiplier = worker.prefetch_multiplier
+        prefetch = processes * worker.ordinary_multiplier
         self._add_batches(worker, settings, prefetch)
         worker.late_binding = late_binding(worker, prefetch)
 

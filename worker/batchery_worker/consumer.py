@@ -137,6 +137,13 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             cancel_active(self.pool)
         super().stop()
 
+    def _update_prefetch_count(self, index: int = 0) -> Any:
+        """As Celery's, for so many more processes; ordinary jobs have a prefetch of their own."""
+        binding = getattr(self.controller, "late_binding", None)
+        if binding is not None:
+            binding.grow(index * self.controller.ordinary_multiplier)
+        return super()._update_prefetch_count(index)
+
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Makes the function that is called with each message."""
         handle = super().create_task_handler(*args)

@@ -127,6 +127,8 @@ class LateBinding:
             any(each.ordinary for each in kinds.values()),
         )
         self._ordinary_prefetch = ordinary_prefetch
+        #: Whether that is no longer what queues of ordinary tasks have in the transport's options.
+        self._grown = False
         #: Answers of `find_jobs`, which is asked with each fetch.
         self._jobs = {queue: self._name_jobs(each) for queue, each in kinds.items()}
         self._all_jobs = self._name_jobs(self._all_kinds)
@@ -147,6 +149,8 @@ class LateBinding:
             self._planned.cancel()
             self._planned = None
         channel.workload = self
+        if self._grown:
+            self.grow(0)
         # Jobs of the connection before may be held here.
         self.plan_look()
 
@@ -206,6 +210,14 @@ class LateBinding:
         unsettled = len(qos._delivered) - len(qos._dirty) - len(state.scheduled_requests)
         others = self._ordinary_prefetch - max(0, unsettled - self._batches.held)
         return self._batches.limit(kinds.batch, level, others)
+
+    def grow(self, jobs: int) -> None:
+        """Takes so many ordinary jobs more, or fewer, as their pool has grown or shrunk."""
+        self._grown = True
+        self._ordinary_prefetch = self._ordinary_prefetch and max(1, self._ordinary_prefetch + jobs)
+        if self._channel is not None:
+            parts = dict.fromkeys(self._channel.ordinary_queues, self._ordinary_prefetch)
+            self._channel.queue_prefetch = {**self._channel.queue_prefetch, **parts}
 
     def hand_over(self, take_in: Callable[[], None]) -> None:
         """Hands messages over, and then begins batches: nothing else is about to come."""

@@ -72,6 +72,8 @@ class Channel:
         self.qos = SimpleNamespace(_delivered=set[str](), _dirty=set[str]())
         self.active_queues = {"models"}
         self.workload: Any = None
+        self.ordinary_queues: list[str] = []
+        self.queue_prefetch: dict[str, int] = {}
         self.room = 0
         self.asked = 0
         self.rooms_made = 0
@@ -402,6 +404,18 @@ def test_jobs_of_which_nobody_knows_whether_they_went_begin_nowhere_here() -> No
 def test_messages_of_a_fetch_begin_together(house: House) -> None:
     house.take("1", "2")
     assert house.backlog.gathered == ["1", "2"]
+
+
+def test_ordinary_queues_follow_the_pool_on_each_channel(house: House) -> None:
+    house.channel.ordinary_queues = ["mail"]
+    house.channel.queue_prefetch = {"mail": 4, "embed": 64}
+    house.binding.grow(8)
+    assert house.channel.queue_prefetch == {"mail": 12, "embed": 64}
+    again = Channel()
+    again.ordinary_queues, again.queue_prefetch = ["mail"], {"mail": 4}
+    house.binding.bind(again, house.clock)
+    house.binding.grow(-4)
+    assert again.queue_prefetch == {"mail": 8}
 
 
 def test_messages_are_taken_in_where_no_device_is_left() -> None:
