@@ -97,7 +97,8 @@ def test_a_venv_whose_making_was_interrupted_is_made_anew(tmp_path: Path) -> Non
 
 
 def test_paths_with_spaces_reach_the_tests() -> None:
-    command = ["make", "--dry-run", "-o", ".venv/.installed", "test", "REDIS_SERVER=/a b/server"]
+    command = ["make", "--no-print-directory", "--dry-run", "-o", ".venv/.installed", "test"]
+    command += ["REDIS_SERVER=/a b/server"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shlex.split(done.stdout.replace("\\\n", ""))[0] == "TEST_REDIS_SERVER=/a b/server"
 

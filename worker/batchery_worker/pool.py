@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from select import POLLIN, poll
+from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
@@ -371,13 +371,9 @@ def await_accepts(pool: Any) -> None:
     due_s = monotonic() + ACCEPT_S
     is_fair = getattr(pool, "sched_strategy", None) == _asynpool.SCHED_STRATEGY_FAIR
     while is_fair and monotonic() < due_s:
-        jobs = [each for each in pool._cache.values() if not each._accepted and each._write_to]
-        if not jobs:
+        sent = [job._write_to for job in pool._cache.values() if not job._accepted]
+        processes = [each for each in sent if each and each._is_alive()]
+        if not processes:
             return
-        said = poll()
-        for job in jobs:
-            said.register(job._write_to.outqR_fd, POLLIN)
-        for fd, event in said.poll(ACCEPT_S * 100):
-            if not event & POLLIN:
-                return  # The process is dead.
+        for fd in wait([each.outqR_fd for each in processes], ACCEPT_S / 10):
             pool.handle_result_event(fd)
