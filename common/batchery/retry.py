@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Self, TypeVar
 
 import redis
@@ -180,7 +181,8 @@ class RetryPolicy:
         self._away_s = away_s
         self.command_s = command_s
         self._is_retrying = False
-        self._attempt_began_s: float | None = None
+        #: Of attempts that run now, by thread.
+        self._began_s: dict[int, float] = {}
         #: Whether it gave up, and nothing has worked since.
         self.is_spent = False
 
@@ -196,10 +198,8 @@ class RetryPolicy:
     @property
     def is_away(self) -> bool:
         """Whether the last attempt failed and another one follows, or one hangs."""
-        began_s = self._attempt_began_s
-        return self._is_retrying or (
-            began_s is not None and time.monotonic() - began_s > MIN_COMMAND_S
-        )
+        latest_s = time.monotonic() - MIN_COMMAND_S
+        return self._is_retrying or any(each < latest_s for each in list(self._began_s.values()))
 
     def shorten(self, socket_timeout_s: float | None) -> float | None:
         """The socket timeout that an app has, or a shorter one that the policy needs."""
@@ -225,11 +225,11 @@ class RetryPolicy:
         """
         end_s, failures = time.monotonic() + (0.0 if self.is_spent else self._away_s), 0
         while True:
-            self._attempt_began_s = time.monotonic()
+            self._began_s[get_ident()] = time.monotonic()
             try:
                 answer = function()
             except errors as error:
-                self._attempt_began_s = None
+                self._began_s.pop(get_ident(), None)
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     self.is_spent = True
@@ -244,7 +244,7 @@ class RetryPolicy:
                 self._is_retrying = self.is_spent = False
                 return answer
             finally:
-                self._attempt_began_s = None
+                self._began_s.pop(get_ident(), None)
 
     def sleep(self, seconds: float) -> None:
         """Waits, and asks `stop` several times a second.

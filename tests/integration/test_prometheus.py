@@ -183,7 +183,11 @@ class Scene:
 def dashboard_queries() -> list[str]:
     board = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
     targets = [each for panel in board["panels"] for each in panel.get("targets", [])]
-    return [each["expr"].replace("$__rate_interval", f"{round(patient(10))}s") for each in targets]
+    values = {"$__rate_interval": f"{round(patient(10))}s", "$namespace": ".*"}
+    queries = [each["expr"] for each in targets]
+    for name, value in values.items():
+        queries = [each.replace(name, value) for each in queries]
+    return queries
 
 
 @pytest.fixture(scope="module")

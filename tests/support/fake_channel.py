@@ -61,6 +61,7 @@ class Client:
 class KombuChannel:
     """Kombu's part of the channel."""
 
+    ack_emulation = True
     priority_steps = (0, 3)
     global_keyprefix = "shop-"
     connection_errors = (redis.ConnectionError, OSError)

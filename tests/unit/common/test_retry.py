@@ -1,10 +1,12 @@
 """How long somebody waits for a Redis that is away, and what being away means."""
 
+import threading
 from math import inf
 
 import pytest
 import redis
 
+from batchery import retry
 from batchery.errors import GaveUp
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded, RetryPolicy, is_away, pause_s
 
@@ -84,3 +86,23 @@ def test_policy_that_gave_up_waits_again_once_something_has_worked() -> None:
     assert policy.call(ask, (ConnectionError,)) == "there"
     failures = 1
     assert policy.call(ask, (ConnectionError,)) == "there"
+
+
+def test_attempt_that_hangs_is_seen_though_another_thread_s_has_worked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry, "MIN_COMMAND_S", 0.0)
+    policy, begun, answered = RetryPolicy(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        answered.wait()
+
+    hanging = threading.Thread(target=policy.call, args=[hang, (ConnectionError,)])
+    hanging.start()
+    begun.wait()
+    policy.call(lambda: None, (ConnectionError,))
+    assert policy.is_away
+    answered.set()
+    hanging.join()
+    assert not policy.is_away
