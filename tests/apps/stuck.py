@@ -13,6 +13,8 @@ from batchery_worker.operations import health
 health.MAX_STILL_S = 1.0
 
 app = install(Celery("stuck", set_as_current=False))
+# Another worker of the tests would take its jobs from Celery's usual queue, and drop them.
+app.conf.task_default_queue = "stuck"
 
 
 @app.task(shared=False)

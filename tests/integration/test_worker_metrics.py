@@ -192,7 +192,7 @@ def test_event_loop_that_stands_still_does_not_look_well(
     gate = tmp_path / "gate"
     gate.touch()
     # Its module is not for this process.
-    job = shop.app.send_task("apps.stuck.note", [str(gate)])
+    job = shop.app.send_task("apps.stuck.note", [str(gate)], queue="stuck")
     wait_for(lambda: not watched.is_well("/readyz"), "it is not ready", patient(20))
     assert "the event loop has stood still" in watched.says("/readyz")[1]
     # An ordinary task of the pool `solo` has the loop as long: a restart would end it.
