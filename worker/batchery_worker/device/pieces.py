@@ -229,9 +229,7 @@ class PieceWriter:
                 if job is not None:
                     text = _encode(piece.piece)
                     with self._changed:
-                        job.add(text)
-                        if job.waits:
-                            self._waiting[job] = None
+                        self._add(job, text)
                         self._changed.notify_all()
 
             return take
@@ -255,11 +253,9 @@ class PieceWriter:
                 for job in self._open.get(work_id, {}).values():
                     try:
                         for piece in each:
-                            job.add(_encode(piece))
+                            self._add(job, _encode(piece))
                     except UnserialisableResult as error:
                         refused[work_id] = Failed(error)
-                    if job.waits:
-                        self._waiting[job] = None
             if pieces:
                 self._changed.notify_all()
         return refused
@@ -293,6 +289,11 @@ class PieceWriter:
         if stored:
             with suppress(redis.RedisError, OSError):  # Readers also look for results.
                 mark_ended(self._ended.client, self._backend, stored)
+
+    def _add(self, job: StreamedJob, piece: bytes) -> None:
+        job.add(piece)
+        if job.waits:
+            self._waiting[job] = None
 
     def _run(self) -> None:
         looks = False
