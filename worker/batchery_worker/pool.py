@@ -327,16 +327,6 @@ class HybridPool:
         """Devices, waiting jobs and batches; None before the start and after the end."""
         return self._dispatcher.info() if self._dispatcher is not None else None
 
-    def record(self, recorder: str | None, after: int) -> dict[str, Any] | None:
-        """The jobs admitted since a recorder's last call; None before the start and after the end.
-
-        Args:
-            recorder: From its last answer; None at first.
-            after: The same.
-        """
-        dispatcher = self._dispatcher
-        return dispatcher.record(recorder, after) if dispatcher is not None else None
-
     @property
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` shows of the pool."""

@@ -1,18 +1,16 @@
 """`celery inspect batchery`: figures of a worker's batches, over Celery's remote control.
 
-In a worker, this module registers the command that answers, and the one that records jobs. Celery's
-command line asks only for commands that it knows by name; there, this module makes the name known,
-by the subcommand below.
+In a worker, this module registers the command that answers. Celery's command line asks only for
+commands that it knows by name; there, this module makes the name known, by the subcommand below.
 """
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 from celery.worker.control import control_command, inspect_command
 
-from batchery.protocol.figures import DRAIN, FIGURES, RECORD, RELOAD
+from batchery.protocol.figures import DRAIN, FIGURES, RELOAD
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
@@ -38,21 +36,6 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
         "time_s": time.time(),
         **(watch.figures() if watch is not None else {}),
     }
-
-
-@inspect_command(name=RECORD)
-def record(
-    state: Any, cursors: Mapping[str, Sequence[Any]] | None = None, **_: Any
-) -> dict[str, Any]:
-    """The jobs that a worker took since it was last asked; it records for ten seconds more.
-
-    `cursors` has `recorder` and `after` of the last answer of each worker, by the worker's name.
-    """
-    ask = getattr(state.consumer.pool, "record", None)
-    recorder, after = (cursors or {}).get(state.hostname, (None, 0))
-    if ask is None or (found := ask(recorder, after)) is None:
-        return NO_DEVICE
-    return {**found, "queues": _queues(state.consumer)}
 
 
 @control_command(name=RELOAD)

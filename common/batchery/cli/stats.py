@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import click
 from celery import Celery
@@ -16,7 +15,6 @@ from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import Interrupt, broker_errors, render
-from batchery.cli.recording import record
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
 from batchery.errors import StartError, counted
@@ -52,15 +50,11 @@ Everything else comes from the workers that have batch tasks; others are not ask
 "Oldest" is the age of the oldest job that waits in a worker; what is still in the queue may be
 older. Rates are those between two looks.
 
-With --record the jobs that the workers take are written to a file until Ctrl-C, and no figures are
-shown; --once has no use there, and --json prints at the end what was recorded. The file is one for
-`batchery simulate --trace`.
-
 \b
 Exit codes:
-  0    shown, or recorded
-  1    with --once or --record: no worker with devices answered
-  2    could not start: no such app, its broker does not answer, or FILE cannot be written
+  0    shown
+  1    with --once: no worker with devices answered
+  2    could not start: no such app, or its broker does not answer
   130  interrupted
 """
 
@@ -69,14 +63,6 @@ Exit codes:
 @app_options
 @click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
-@click.option(
-    "--record",
-    "trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the jobs that come to a trace, until Ctrl-C.",
-)
-@click.option("--overwrite", is_flag=True, help="With --record: replace a file that is there.")
 @timeout_option(REFRESH_S, "How long a look waits for the workers' answers.")
 @click.pass_context
 def stats(
@@ -86,20 +72,12 @@ def stats(
     redis_url: str | None,
     once: bool,
     as_json: bool,
-    trace: Path | None,
-    overwrite: bool,
     timeout_s: float,
 ) -> None:
     """Runs the command; see `HELP`."""
-    if trace is None and overwrite:
-        raise click.UsageError("--overwrite is for --record FILE")
-    if trace is not None and once:
-        raise click.UsageError("--record goes on until Ctrl-C; leave out --once")
     app = load_app(app_path, redis_url)
     with suppress(Exception):  # They name queues, and this machine may lack what they import.
         app.loader.import_default_modules()
-    if trace is not None:
-        context.exit(record(app, trace, overwrite=overwrite, as_json=as_json, timeout_s=timeout_s))
     context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))
 
 

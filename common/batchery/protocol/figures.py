@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,9 +17,6 @@ from batchery.redis_scripts import ScriptTime
 
 #: Remote-control command that asks for the figures.
 FIGURES = "batchery"
-
-#: The one that asks for the jobs since the last question.
-RECORD = "batchery_record"
 
 #: The ones that reload a model, and that drain a device or undo that.
 RELOAD, DRAIN = "batchery_reload", "batchery_drain"
@@ -42,21 +39,6 @@ TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
     float("inf"),
 )
-
-
-class RecordedJob(NamedTuple):
-    """A job that a worker has admitted."""
-
-    #: When it was sent, in Unix seconds.
-    time_s: float
-    task: str
-    priority_class: str
-    tenant: str
-    items: int
-    #: Until when it should be answered, in seconds from `time_s`; None for no deadline.
-    deadline_s: float | None
-    #: The same each time that its message is delivered.
-    message: str
 
 
 class Ratio:

@@ -48,7 +48,7 @@ MAX_TENANT_CHARS = 200
 DIGITS = 3
 
 #: Age beyond which a time of sending is not believed, in seconds: no job waits for a week, and one
-#: absurd time would stretch a recording by years.
+#: absurd time would make a job years old.
 MAX_AGE_S = 7 * 86_400
 
 #: Names of completion streams, which become parts of Redis keys.

@@ -36,7 +36,6 @@ from batchery_worker.event_loop import begin_next_turn, is_cold_shutdown
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
-from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch, trace_batch
 
 logger = logging.getLogger("batchery.pool")
@@ -78,7 +77,6 @@ class Dispatcher:
             sheds_late=settings.shed_late,
             slotted=[device.setup.task for device in devices if device.setup.task],
         )
-        self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             devices,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
@@ -173,7 +171,6 @@ class Dispatcher:
             self._in_flight.add(call, os.getpid())
             self._settlement.fail(call, InvalidItem(f"{task.name}: {NO_DEVICE}"))
             return
-        self._recorder.note(job, job.payload.message)
         self._poison.admit(job)
         # A job with an ETA comes from a timer of the loop.
         self._plan_dispatch(wakes=True)
@@ -222,19 +219,6 @@ class Dispatcher:
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
             "waiting_by_queue": self.demand.waiting_by_queue(now_s),
             "batches": self._metrics.snapshot(),
-        }
-
-    def record(self, recorder: str | None, after: int) -> dict[str, Any]:
-        """The jobs that were admitted since the last call, for `batchery stats --record`.
-
-        Args:
-            recorder: From the caller's last answer; None at first.
-            after: The same.
-        """
-        return {
-            **self._recorder.poll(recorder, after, monotonic()),
-            "devices": len(self._supervisor.devices),
-            "costs": self._scheduler.costs.figures(),
         }
 
     # Out to the devices

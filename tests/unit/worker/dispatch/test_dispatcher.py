@@ -114,22 +114,6 @@ def test_what_a_batch_of_a_task_costs_is_learned_and_shown(start_pool: StartPool
     assert costs["batches"] == 16
 
 
-def test_admitted_jobs_are_recorded_for_those_who_ask(start_pool: StartPool) -> None:
-    worker = start_pool()
-    first = worker.pool.record(None, 0)
-    assert first is not None
-    assert (first["rows"], first["devices"], first["costs"]) == ([], 1, {})
-    worker.receive_each("a", priority=6, batchery_tenant="acme", batchery_deadline=9e9)
-    worker.receive("one", "too many")
-    worker.work_off()
-    answer = worker.pool.record(first["recorder"], first["after"])
-    assert answer is not None
-    ((_, task, name, tenant, items, deadline_s, _),) = answer["rows"]
-    assert (task, name, tenant, items) == (FOUR, "low", "acme", 1)
-    assert deadline_s == pytest.approx(9e9 - time.time(), abs=60)
-    assert answer["max_batch_sizes"] == {FOUR: 4}
-
-
 def test_the_next_batch_is_taken_when_a_long_one_is_about_to_end(start_pool: StartPool) -> None:
     worker = start_pool()
     asked: list[float] = []
