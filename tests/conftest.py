@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from hypothesis import settings
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
 from support.guarded_redis import session_redis
-from support.harness import STARTUP, Worker, kill_all
+from support.harness import STARTUP, TESTS, Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # An example may take long on a busy machine; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)
+# `make test` draws the same examples each time, and few.
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("unhurried")
 
 # Before tests are collected, which asks for all servers.
@@ -58,6 +61,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip("it uses no Redis, or one of its own without users"))
     # The pages of the documentation are followed in one module, the longest.
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says which modules this run has left out; pytest says what was skipped, and how long it took."""
+    chosen = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    left_out = Counter(
+        path.relative_to(TESTS).parts[0]
+        for path in TESTS.rglob("test_*.py")
+        if not any(path.is_relative_to(each) for each in chosen)
+    )
+    if left_out:
+        listed = ", ".join(f"{place} ({count})" for place, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"`make test-all` runs more modules: {listed}.")
 
 
 def pytest_collection_finish() -> None:
@@ -236,6 +252,29 @@ def minilm_path() -> Path:
 def model_toml(minilm_path: Path) -> str:
     """Settings that make MiniLM the task `embed`."""
     return f'[models.embed]\nkind = "embedding"\nmodel = "{minilm_path}"\n'
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
+    """A cache of the Hugging Face hub with the models that pages name by their ids.
+
+    It has MiniLM; and, under the name of a model that writes texts, one with random weights.
+    """
+    # Only here, as it imports torch.
+    from support.tiny_writers import save_writer
+
+    cache = tmp_path_factory.mktemp("hub")
+    writer = save_writer(tmp_path_factory.mktemp("writer"))
+    models = {
+        "sentence-transformers--all-MiniLM-L6-v2": minilm_path,
+        "HuggingFaceTB--SmolLM2-135M-Instruct": writer,
+    }
+    for name, files in models.items():
+        for folder in ("refs", "snapshots"):
+            (cache / f"models--{name}" / folder).mkdir(parents=True)
+        (cache / f"models--{name}" / "refs" / "main").write_text("installed")
+        (cache / f"models--{name}" / "snapshots" / "installed").symlink_to(files)
+    return cache
 
 
 StartGateway = Callable[..., GatewayProcess]

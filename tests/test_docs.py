@@ -1,13 +1,13 @@
-"""The documentation is true: code blocks work, links lead somewhere, tables name what there is."""
+"""The documentation is true: code blocks work, tables name what there is.
+
+The README is followed in `tests/promises`; `mkdocs --strict` checks links.
+"""
 
 import os
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from markdown_it import MarkdownIt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -18,11 +18,9 @@ from batchery.metrics_settings import MetricsSettings
 from batchery.settings import PREFIX, PriorityClass
 from support.docs_page import follow
 from support.harness import TESTS
-from support.tiny_writers import save_writer
 
 ROOT = TESTS.parent
 PAGES = [
-    ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "deploy" / "README.md",
     ROOT / "examples" / "README.md",
@@ -47,26 +45,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
-    """A cache of the Hugging Face hub with the models that pages name by their ids.
-
-    It has MiniLM; and, under the name of a model that writes texts, one with random weights.
-    """
-    cache = tmp_path_factory.mktemp("hub")
-    writer = save_writer(tmp_path_factory.mktemp("writer"))
-    models = {
-        "sentence-transformers--all-MiniLM-L6-v2": minilm_path,
-        "HuggingFaceTB--SmolLM2-135M-Instruct": writer,
-    }
-    for name, files in models.items():
-        for folder in ("refs", "snapshots"):
-            (cache / f"models--{name}" / folder).mkdir(parents=True)
-        (cache / f"models--{name}" / "refs" / "main").write_text("installed")
-        (cache / f"models--{name}" / "snapshots" / "installed").symlink_to(files)
-    return cache
-
-
 @EACH_PAGE
 def test_every_code_block_does_what_the_page_says(
     path: Path, tmp_path: Path, redis_url: str, hub: Path
@@ -76,97 +54,6 @@ def test_every_code_block_does_what_the_page_says(
         for variable in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND", "BATCHERY_REDIS_URL"):
             environment[variable] = redis_url
     follow(path, tmp_path, environment)
-
-
-@EACH_PAGE
-def test_every_block_is_fenced_and_nothing_is_hidden_in_comments(path: Path) -> None:
-    for token in MarkdownIt().parse(path.read_text(encoding="utf-8")):
-        line = (token.map or [0])[0] + 1
-        assert token.type != "code_block", f"{path}:{line}: fence it, and name its language"
-        hidden = token.type == "html_block" and "<!--" in token.content
-        assert not hidden, f"{path}:{line}: a comment has no effect, and no reader sees it"
-
-
-def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def anchors(path: Path) -> set[str]:
-    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
-    return {
-        slug(following.content)
-        for token, following in pairwise(tokens)
-        if token.type == "heading_open"
-    }
-
-
-@EACH_PAGE
-def test_every_link_inside_the_repository_leads_somewhere(path: Path) -> None:
-    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
-    targets = [
-        str(child.attrGet("href") or child.attrGet("src"))
-        for token in tokens
-        for child in token.children or ()
-        if child.type in ("link_open", "image")
-    ]
-    for target in targets:
-        name, _, anchor = target.partition("#")
-        if ":" in name:
-            continue
-        file = (path.parent / name).resolve() if name else path
-        assert file.exists(), f"{path.name} links to {target}"
-        if anchor and file.suffix == ".md":
-            assert anchor in anchors(file), f"{path.name} links to {target}"
-
-
-#: Where a page may begin a path: at the root, or in one of the three packages.
-PLACES = [
-    ROOT,
-    ROOT / "common" / "batchery",
-    ROOT / "producer" / "batchery_producer",
-    ROOT / "worker" / "batchery_worker",
-]
-
-#: A source file in a folder, or a folder, as a page names it in backticks.
-SOURCE = re.compile(r"[\w./-]*/[\w.-]+\.(?:py|lua)|[\w-]+/(?:[\w-]+/)*")
-
-#: Maximum length of a line of prose, in characters; tables and code blocks are wider.
-MAX_LINE_CHARS = 100
-
-
-@EACH_PAGE
-def test_every_source_file_that_a_page_names_exists(path: Path) -> None:
-    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
-    named = {
-        child.content
-        for token in tokens
-        for child in token.children or ()
-        if child.type == "code_inline" and SOURCE.fullmatch(child.content)
-    }
-    missing = [name for name in named if not any((place / name).exists() for place in PLACES)]
-    assert not missing, f"{path.name} names {missing}"
-
-
-def test_picture_of_the_folders_names_only_what_exists() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    package = ROOT
-    for line in page.partition("## Folders")[2].split("```")[1].splitlines()[1:]:
-        if line and line[0].isalpha():
-            package = ROOT / line.split()[0]
-            assert package.is_dir(), line
-        for name in re.findall(r"\b\w+(?:\.py|/(?=\s))", line):
-            assert (package / name).exists(), f"{package}: no {name}"
-
-
-@EACH_PAGE
-def test_prose_is_wrapped_at_one_width(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    tokens = MarkdownIt().parse("\n".join(lines))
-    code = {line for each in tokens if each.type == "fence" for line in range(*(each.map or [0]))}
-    for number, line in enumerate(lines):
-        if number not in code and not line.startswith("|"):
-            assert len(line) <= MAX_LINE_CHARS, f"{path}:{number + 1}: {len(line)} characters"
 
 
 def values(schema: dict[str, Any]) -> str:

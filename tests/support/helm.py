@@ -48,7 +48,7 @@ HEAD = """\
 def needs_helm() -> pytest.MarkDecorator:
     """Skips a test by name where the library is missing."""
     is_there = importlib.util.find_spec("helm_sdkpy") is not None
-    return pytest.mark.skipif(not is_there, reason="needs helm-sdkpy: `make helm`")
+    return pytest.mark.skipif(not is_there, reason="needs helm-sdkpy: `make test-all` installs it")
 
 
 class Cluster(BaseHTTPRequestHandler):

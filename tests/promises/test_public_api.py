@@ -14,7 +14,7 @@ import batchery.errors
 import batchery_producer
 from batchery.errors import BatcheryError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOORS = sorted(
     path
     for folder in ("common", "producer", "worker")

@@ -13,7 +13,7 @@ import pytest
 
 from support.patience import patient
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Import package -> its folder.
 PACKAGES = {
