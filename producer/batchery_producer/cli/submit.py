@@ -32,7 +32,6 @@ from batchery_producer.files.source import FORMATS, STANDARD_STREAM, is_url
 from batchery_producer.run.file_run import FileRun, begin_run, submit_file
 from batchery_producer.run.options import WINDOW, Ending, Snapshot, SubmitOptions, Summary, duration
 from batchery_producer.run.output import Output
-from batchery_producer.run.report import Report
 
 #: Time between two lines without a terminal, in seconds.
 LINE_EVERY_S = 5.0
@@ -210,8 +209,6 @@ def try_file(
     """
     dataset, end_s = Dataset(source, **options.reading), float("inf")
     Output(dataset, output, **options.writing)
-    if options.report:
-        Report(options.report, dataset, output, options.errors)
     stop = options.stop
     probe_options = SubmitOptions(
         window=min(options.window, PROBE_JOBS),
@@ -383,7 +380,6 @@ def _options(
     help="Celery's priority of all jobs: in Redis, 0 is the highest, 9 the lowest.",
 )
 @click.option("--tenant", metavar="NAME", help="For whom the jobs run.")
-@click.option("--report", metavar="FILE.html", help="A page with figures and plots of the run.")
 @click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")

@@ -26,8 +26,6 @@ from batchery.errors import DatasetError
 #: Library -> what needs it, for messages, and the extra that installs it.
 USES = {
     "fsspec": ("URLs, bz2 and xz", "datasets"),
-    "jinja2": ("reports", "report"),
-    "matplotlib": ("reports", "report"),
     "pyarrow": ("Parquet and Arrow files", "datasets"),
     "zstandard": ("zstd files", "datasets"),
 }

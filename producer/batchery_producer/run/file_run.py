@@ -9,7 +9,7 @@ import base64
 import json
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -51,7 +51,6 @@ from batchery_producer.files.rows import TABLES
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.run.output import Output
-from batchery_producer.run.report import Figures, Report
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import encode_item
 
@@ -286,9 +285,7 @@ class FileRun:
         check_keywords(app, self.task, options.keywords or {})
         check_workers(app, self.task, self.queue)
 
-    def run(
-        self, rows: Iterable[Record | Broken], output: Output, figures: Figures | None = None
-    ) -> Summary:
+    def run(self, rows: Iterable[Record | Broken], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
         Raises:
@@ -302,7 +299,8 @@ class FileRun:
         )
         self._missing = recovery.missing if output.is_resumed else list
         self._output, self._journal = output, journal
-        self._figures = figures or Figures()
+        self._kinds: Counter[str] = Counter()
+        self._batched = self._batched_items = 0
         self._submitted = self._succeeded = self._failed = 0
         self._first_failure = self._stopped_by = ""
         self._began_s = time.monotonic()
@@ -321,7 +319,7 @@ class FileRun:
         )
         with closing(self._collector), self._publisher, closing(self._feed):
             ending, message = self._run()
-            seconds = self._elapsed_s()
+            seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
         not_found = self._dataset.not_found
         if ending is Ending.SUCCEEDED and (self._failed or output.done.failed or not_found):
@@ -391,7 +389,6 @@ class FileRun:
                 self._fail(row, INVALID_LINE, reason)
                 continue
             assert isinstance(row, Record)
-            self._figures.read(row.item if row.item_count else [row.item])
             task_id = self._journal.task_id(row.source, row.line)
             # The window holds no items, which may be large.
             itemless = replace(row, item=None)
@@ -413,7 +410,6 @@ class FileRun:
     def _to_be_sent(self, task_ids: Sequence[str]) -> Sequence[str]:
         missing = self._missing(task_ids)
         self._submitted += len(missing)
-        self._figures.sent(self._elapsed_s(), missing)
         return missing
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
@@ -425,7 +421,9 @@ class FileRun:
 
     def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
         """Adds an answer to the output; returns whether the backend may remove it."""
-        self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
+        if answer.batch_size:
+            self._batched += 1
+            self._batched_items += answer.batch_size
         if row.item_count:
             answer = joined(answer, row.item_count)
         if row.form is not None and answer.error is None:
@@ -438,14 +436,13 @@ class FileRun:
             return False
         else:
             self._succeeded += 1
-            self._figures.succeeded(self._elapsed_s())
         return True
 
     def _fail(self, row: Record | Broken, type_: str, message: str) -> None:
         self._failed += 1
         self._output.failure(row, type_, message)
         where = self._output.line_name(row)
-        self._figures.failed(self._elapsed_s(), where, type_, message)
+        self._kinds[type_] += 1
         self._first_failure = self._first_failure or f"{where}: {type_}: {message}"
         if self._options.stop_at_failure and not self._stopped_by:
             self._stopped_by = f"stopped at {where}: {type_}: {message}"
@@ -454,9 +451,6 @@ class FileRun:
         """Writes results before the backend removes them, so that none is lost."""
         self._output.flush()
         self._stream.flush()
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._began_s
 
     def _snapshot(self) -> Snapshot:
         now_s = time.monotonic()
@@ -472,8 +466,8 @@ class FileRun:
             now_s - self._began_s,
             self._rate.per_second(now_s, done),
             total,
-            self._figures.batch_sizes.mean,
-            {kind.name: kind.count for kind in self._figures.kinds},
+            self._batched_items / max(self._batched, 1),
+            dict(self._kinds.most_common()),
         )
 
 
@@ -517,7 +511,6 @@ def submit_file(
     options = replace(options or SubmitOptions(), **changes)
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
-    report = Report(options.report, dataset, output, options.errors) if options.report else None
     try:
         run, rows = begin_run(app, dataset, task, options)
     except Interrupted:
@@ -538,12 +531,10 @@ def submit_file(
                     " rows; --overwrite computes all of them anew"
                 )
         try:
-            summary = run.run(files.missing(rows), files, report.figures if report else None)
+            summary = run.run(files.missing(rows), files)
         except DatasetError as error:
             hint = "; --resume goes on from here" if files.is_begun else ""
             raise DatasetError(f"{error}{hint}") from error
-    if report:
-        report.write(run.task, summary)
     return summary
 
 

@@ -128,7 +128,6 @@ class SubmitOptions:
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
         timeout_s: Give up when no result has come for so long, in seconds; by default never.
-        report: Gets figures and plots of the run when it has ended, as one HTML page.
         progress: Called several times a second, on the caller's thread.
         stop: Asked several times a second; True ends the run. Jobs in flight stay where they are.
         began: Gets a line that says what is read, when the first row was.
@@ -157,7 +156,6 @@ class SubmitOptions:
     window: int = WINDOW
     expires_s: float | None = None
     timeout_s: float | None = None
-    report: str | Path | None = None
     progress: Callable[[Snapshot], None] = lambda _: None
     stop: Callable[[], bool] = lambda: False
     began: Callable[[str], None] = lambda _: None
