@@ -14,7 +14,7 @@ from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
-from batchery.protocol.headers import STREAMED, with_tenant
+from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.retry import RetryPolicy
 from batchery.task import check_options
 from batchery.valkey import given_redis_url
@@ -183,6 +183,7 @@ class TaskClient:
         options = route_unknown(self._app, self.name, given)
         known: Any = self._app.tasks.get(self.name)
         if known is None:
+            options["headers"] = {**(options.get("headers") or {}), **sent_now()}
             return self._app.send_task(self.name, (item,), keywords, **options)
         result: AsyncResult[Any] = known.apply_async((item,), keywords, **options)
         return result

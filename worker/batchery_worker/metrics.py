@@ -41,7 +41,7 @@ class Metrics(BatchFigures):
     devices: dict[str, BatchSums] = field(default_factory=dict)
 
     def batch_done(
-        self, done: Done, dispatched: DispatchedBatch, device: str, items: int, waited_ms: float
+        self, done: Done, dispatched: DispatchedBatch, device: str, items: int
     ) -> None:
         """Counts one batch.
 
@@ -50,7 +50,6 @@ class Metrics(BatchFigures):
             dispatched: The batch.
             device: Name of the device.
             items: Items of all its jobs together.
-            waited_ms: How long its jobs together waited from arrival to dispatch.
         """
         jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
         waits_s = [dispatched_s - job.sent_s for job in jobs]
@@ -69,7 +68,7 @@ class Metrics(BatchFigures):
             self.failed_items += count
             self._count_failure(reason, count)
         self.jobs += len(done.jobs)
-        self.waited_ms += waited_ms
+        self.waited_ms += sum(waits_s) * 1e3
         self.prepare_ms += done.prepare_ms
         self.queued_ms += done.queued_ms
         self.commit_ms += done.commit_ms

@@ -218,7 +218,7 @@ class BatchFigures(BatchSums):
     #: Jobs that could not make their deadline, and were not begun.
     shed_jobs: int = 0
     device_restarts: int = 0
-    #: From the arrival of jobs to their dispatch.
+    #: From when jobs were sent, as far as they say that, until their batch left for the device.
     waited_ms: float = 0.0
     prepare_ms: float = 0.0
     #: Between the stages of a batch on its device.

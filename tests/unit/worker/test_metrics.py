@@ -41,13 +41,15 @@ def test_a_worker_without_batches_has_no_means() -> None:
 
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 30)
-    metrics.batch_done(done(jobs=4, forward_ms=30), batch(8), "cpu", 8, 30)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4, 15.0, 0.5), "cpu", 4)
+    metrics.batch_done(done(jobs=4, forward_ms=30), batch(8, *[2.0] * 4), "cpu", 8)
     snapshot = metrics.snapshot()
     assert (snapshot["batches"], snapshot["jobs"], snapshot["items"]) == (2, 6, 12)
     assert snapshot["mean_batch_size"] == 6
-    assert (snapshot["waited_ms"], snapshot["forward_ms"]) == (60, 40)
-    assert snapshot["mean_waited_ms"] == 10
+    # From sending, though all of them came to the worker a moment ago.
+    assert snapshot["waited_ms"] == pytest.approx(23_500)
+    assert snapshot["mean_waited_ms"] == pytest.approx(23_500 / 6, abs=0.01)
+    assert snapshot["forward_ms"] == 40
     assert snapshot["mean_forward_ms"] == 20
     assert (snapshot["prepare_ms"], snapshot["queued_ms"], snapshot["commit_ms"]) == (2, 4, 6)
     assert (snapshot["mean_prepare_ms"], snapshot["mean_commit_ms"]) == (1, 3)
@@ -58,7 +60,7 @@ def test_means_and_waste_follow_from_the_sums() -> None:
 def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
-        metrics.batch_done(done(jobs=1, forward_ms=0), batch(items), "cpu", items, 0)
+        metrics.batch_done(done(jobs=1, forward_ms=0), batch(items), "cpu", items)
     assert metrics.snapshot()["batch_sizes"] == {
         "<=1": 1,
         "<=2": 1,
@@ -89,9 +91,9 @@ def test_the_items_of_each_cache_are_counted_by_how_they_got_their_results() -> 
 
 def test_each_device_has_sums_of_its_own() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4, 0)
-    metrics.batch_done(done(jobs=2, forward_ms=5), batch(2), "cuda:1", 2, 0)
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4, 0)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4)
+    metrics.batch_done(done(jobs=2, forward_ms=5), batch(2), "cuda:1", 2)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4)
     assert metrics.of_device("cuda:0") == {
         "batches": 2,
         "items": 8,
@@ -107,7 +109,7 @@ def test_failures_are_counted_by_class_of_their_error() -> None:
     metrics = Metrics()
     metrics.job_failed("shout", "ValueError")
     told = {"InvalidItem": 3, "ValueError": 1}
-    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), batch(9), "cpu", 9, 0)
+    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), batch(9), "cpu", 9)
     snapshot = metrics.snapshot()
     assert (snapshot["failed_jobs"], snapshot["failed_items"]) == (1, 4)
     assert snapshot["failures"] == {"InvalidItem": 3, "ValueError": 2}
@@ -124,7 +126,7 @@ def test_errors_of_ever_new_classes_are_counted_together() -> None:
 
 def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 30)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4)
     metrics.job_failed("shout", "ValueError")
     metrics.reused("embed", {"items": 8, "hits": 4, "deduplicated": 2, "computed": 2})
     answer = {"devices": {}, "clock_s": 1.0, "batches": metrics.snapshot()}
@@ -135,10 +137,10 @@ def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
 
 def test_each_task_has_sums_of_its_own() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4, 0)
-    metrics.batch_done(done(jobs=1, forward_ms=5), batch(1, task="embed"), "cpu", 1, 0)
+    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4)
+    metrics.batch_done(done(jobs=1, forward_ms=5), batch(1, task="embed"), "cpu", 1)
     mixed = Done(1, [("committed", ()), ("needs tracer", ()), ("fenced", ())], 1.0, 0, 0)
-    metrics.batch_done(mixed, batch(3), "cpu", 3, 0)
+    metrics.batch_done(mixed, batch(3), "cpu", 3)
     metrics.job_ended("shout", "succeeded")
     metrics.job_failed("shout", "ValueError")
     metrics.job_failed("shout", "DeadlineExceeded")
@@ -151,7 +153,7 @@ def test_each_task_has_sums_of_its_own() -> None:
 
 def test_waits_count_from_when_jobs_were_sent() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=3, forward_ms=1), batch(3, 0.09, 0.3, 4000.0), "cpu", 3, 0)
+    metrics.batch_done(done(jobs=3, forward_ms=1), batch(3, 0.09, 0.3, 4000.0), "cpu", 3)
     found = metrics.tasks["shout"]
     assert found.waits == {0.1: 1, 0.5: 1, float("inf"): 1}
     assert found.waited_s == pytest.approx(4000.39)

@@ -207,7 +207,7 @@ class Dispatcher:
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` and `celery inspect batchery` show of the pool."""
         now_s = monotonic()
-        oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
+        oldest_s = min((job.sent_s for job in self._scheduler), default=None)
         return {
             "devices": {
                 device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
@@ -517,7 +517,7 @@ class Dispatcher:
             self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(done, dispatched, device.name, items, sum(waited_ms))
+        self._metrics.batch_done(done, dispatched, device.name, items)
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
         info = batch_info(
