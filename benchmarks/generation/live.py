@@ -27,7 +27,9 @@ from benchmarks.generation.served import Served
 from benchmarks.generation.throughput import CHAT, FIRST, settings
 from benchmarks.generation.workload import Text, draw_texts
 from benchmarks.scheduling.live import cut
-from benchmarks.scheduling.shares import CLASSES
+
+#: Priority and share of each class, as a worker has them by default.
+CLASSES = {"high": (0, 50), "normal": (3, 30), "low": (6, 20)}
 
 #: Priorities of Redis's transport.
 LIVE, BULK = 0, 6

@@ -47,7 +47,6 @@ ROOMS = (
     "worker/batchery_worker/inprocess",
     "worker/batchery_worker/ipc",
     "worker/batchery_worker/late_binding.py",
-    "worker/batchery_worker/simulator",
 )
 
 SWAPPED: dict[type[ast.AST], Any] = {

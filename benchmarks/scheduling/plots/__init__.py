@@ -1,1 +1,0 @@
-"""The pictures of docs/scheduling.md: each policy with and without itself, in virtual time."""

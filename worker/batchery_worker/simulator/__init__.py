@@ -1,1 +1,0 @@
-"""The scheduler in virtual time, beside a fixed batcher. No Redis, no Celery, no torch."""
