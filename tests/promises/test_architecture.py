@@ -48,7 +48,6 @@ ENVIRONMENT = {
     "batchery_worker.devstack.stack": "hands its own on to the processes that it starts",
     "batchery_worker.operations.systemd": "systemd says there where it listens",
     "batchery_worker.models.generation.vllm_process": "hands its own on to the engine",
-    "batchery_worker.models.split.group": "transformers reads there which card is a rank's",
 }
 
 

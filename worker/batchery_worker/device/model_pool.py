@@ -280,7 +280,7 @@ class ModelPool:
     def _put_aside(self, name: str) -> bool:
         served = self.loaded[name]
         put_aside = getattr(served.model, "put_aside", None)
-        # A model in slices has parts in other processes.
+        # A model in parts would have to be put together again.
         if put_aside is None or not self._memory.is_apart or is_joint(self._device):
             return False
         try:

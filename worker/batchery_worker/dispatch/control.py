@@ -290,7 +290,7 @@ class DeviceControl:
 
 
 def _needs_fresh(device: DeviceProcess) -> bool:
-    """Whether a version needs a fresh process: where jobs have slots, or ranks load together."""
+    """Whether a version needs a fresh process: where jobs have slots, or a device has parts."""
     return bool(device.setup.slots) or is_joint(device.setup.device)
 
 

@@ -144,7 +144,6 @@ class TextModel(Model):
         try:
             with quiet(), torch.cuda.stream(self._own_stream):
                 self._load(ModelSource(self.settings))
-            self._split.share([(self, "forward")])
         except StartError:
             raise
         except Exception as error:
@@ -171,7 +170,7 @@ class TextModel(Model):
                 f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
             )
         weights = int(self.model.num_parameters(exclude_embeddings=True))
-        self.flops_per_token = 2 * weights // self._split.ranks
+        self.flops_per_token = 2 * weights
         self._finish_load(source, missing)
         self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
         self._choose_padding()
@@ -416,10 +415,9 @@ class TextModel(Model):
             self.model.to(self._device, non_blocking=True)
 
     def unload(self) -> None:
-        """Ends the threads that compute passes side by side, and what other processes hold."""
+        """Ends the threads that compute passes side by side."""
         if self._streams is not None:
             self._streams.close()
-        self._split.release(self)
 
     def warm_up(self) -> Sequence[Any]:
         """Items of several lengths, within the limits of this model."""

@@ -77,7 +77,7 @@ def test_other_kinds_have_the_same_results(build: Build, load: Load, kind: str) 
     head = "TokenClassification" if kind == "token_classification" else ""
     folder = build("bert", labels=labels, head=head)
     results = []
-    for device, split in (("cpu", "tensor"), ("cpu:0+cpu:1", "pipeline")):
+    for device, split in (("cpu", "layers"), ("cpu:0+cpu:1", "pipeline")):
         model = load(kind, folder, device, split=split, forward="padded")
         texts = ["a dog", "rain falls on green hills", "tea", "ships carry tea and salt"]
         results.append(run(model, [model.sample_item(text) for text in texts]))
@@ -310,5 +310,5 @@ def test_what_has_no_pipeline_is_refused_by_name(
 
 def test_texts_are_not_written_in_a_pipeline(build: Build) -> None:
     settings = settings_of(build("llama"), kind="generation", split="pipeline")
-    with pytest.raises(ModelLoadError, match="one token after the other; set split = 'tensor'"):
+    with pytest.raises(ModelLoadError, match="one token after the other; name one card"):
         GenerationModel(settings).load("cpu:0+cpu:1")

@@ -52,9 +52,6 @@ UNLIMITED_TOKENS = 32_768
 #: pass says nothing of it, its step might fail for ever.
 MAX_DOUBTS = 3
 
-#: What changes a batch, so that all ranks of a group do it together.
-BATCH_CALLS = ("add", "drop", "forward", "accept", "build", "shrink")
-
 #: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
 
@@ -76,18 +73,6 @@ class GenerationModel(TextGenerator):
 
     #: Around what a step computes.
     _computing: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    def load(self, device: str) -> None:
-        """Loads tokenizer and weights, allocates the cache, and compares it with a plain pass.
-
-        Raises:
-            ModelLoadError: There is no model, it cannot write texts or not from a paged cache, or
-                there is no memory for it; one line says which.
-            DeviceUnavailable: There is no such device.
-        """
-        super().load(device)
-        batch = ((self._batch, name) for name in BATCH_CALLS)
-        self._split.share([*batch, (self, "_plain_logits")])
 
     def _open_device(self, device: str) -> None:
         self._split = open_split(device, self.settings)
@@ -214,8 +199,8 @@ class GenerationModel(TextGenerator):
             return StaticBatch(self.model, self.slots)
         step_tokens = self.settings.max_batch_tokens or STEP_TOKENS[self._device.type]
         wanted = self.slots * self.max_length
-        cache_tokens = self.settings.cache_tokens or self._split.agree(
-            choose_cache_tokens(self.model, wanted, step_tokens)
+        cache_tokens = self.settings.cache_tokens or choose_cache_tokens(
+            self.model, wanted, step_tokens
         )
         return PagedBatch(self.model, self.slots, cache_tokens, step_tokens)
 
@@ -236,10 +221,6 @@ class GenerationModel(TextGenerator):
         """The content of the model's files, and how it is run."""
         run = {"device": self._device.type, "dtype": str(self.model.dtype)}
         return identity(self.settings, self._source, run, self.model)
-
-    def unload(self) -> None:
-        """Frees what other processes hold."""
-        self._split.release(self)
 
     def _limits(self) -> dict[str, int]:
         return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}

@@ -75,7 +75,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def _bytes(tensor: Any) -> int:
-    # A tensor of torchao contains several tensors; one in slices its own slice, and who has others.
+    # A tensor of torchao contains several tensors.
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]

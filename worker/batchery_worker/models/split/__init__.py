@@ -1,10 +1,10 @@
-"""How a model lies on its device: whole, in slices on a group of processes, or layer by layer.
+"""How a model lies on its device: whole, or layer by layer on several parts.
 
 A device of several parts is spelled with `+`, such as `cuda:0+cuda:1`. To all but this package it
 is one device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -14,22 +14,17 @@ from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.models.hardware.devices import device_named
 
-#: An object and the name of a method of it that all ranks of a group must call together.
-SharedCall = tuple[Any, str]
-
 
 class Whole:
     """A model whole on one device.
 
     Attributes:
         device: Where its inputs go, and its results come from.
-        ranks: Number of processes that compute it.
         stages: Number of parts that compute different passes at the same time.
         options: Keyword arguments of `from_pretrained`.
         is_whole: Whether it may be moved, quantized and captured as on a device of its own.
     """
 
-    ranks = 1
     stages = 1
     is_whole: ClassVar[bool] = True
 
@@ -52,16 +47,6 @@ class Whole:
         """Which forward pass may be tried, as the setting `forward` has it."""
         return setting
 
-    def agree(self, number: int) -> int:
-        """The least of the numbers that the processes have."""
-        return number
-
-    def share(self, calls: Sequence[SharedCall]) -> None:
-        """Has all processes make these calls together from now on; to be called last."""
-
-    def release(self, model: Any) -> None:
-        """Has all processes forget a model."""
-
     def settle_thread(self) -> None:
         """Gets a thread ready to compute passes."""
 
@@ -76,8 +61,7 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
     Raises:
         ModelLoadError: The model's settings do not go together with several parts.
     """
-    parts = device.split("+")
-    if len(parts) == 1:
+    if "+" not in device:
         return Whole(device)
     if settings.quantize != "none":
         raise ModelLoadError(
@@ -92,15 +76,11 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
         raise ModelLoadError(
             f"model {settings.model!r}: {device} needs accelerate: pip install 'batchery[split]'"
         )
-    from batchery_worker.models.split.group import enter_group
     from batchery_worker.models.split.layers import Layers
     from batchery_worker.models.split.pipeline import Pipeline
 
-    if settings.split == "pipeline":
-        return Pipeline(device, settings)
-    if settings.split == "layers" or parts[-1] in ("cpu", "disk"):
-        return Layers(device, settings)
-    return enter_group(device)
+    kind = Pipeline if settings.split == "pipeline" else Layers
+    return kind(device, settings)
 
 
 def build_empty(auto_class: Any, config: Any, settings: ModelSettings) -> Any:

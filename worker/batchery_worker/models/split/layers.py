@@ -41,7 +41,7 @@ class Layers(Whole):
         if settings.kind == "generation" and device.count("cuda") > 1:
             raise ModelLoadError(
                 f"model {settings.model!r}: texts are written from one cache, and the layers of"
-                f" {device} would need one each; set split = 'tensor', or name one card"
+                f" {device} would need one each; name one card, or set engine = 'vllm'"
             )
         super().__init__(main_device(device))
         self._name = device

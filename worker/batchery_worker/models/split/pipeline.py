@@ -7,10 +7,11 @@ the end of a stage, and the next pass waits for it on the card.
 """
 
 import logging
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,7 +24,6 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.transfers import DeviceToHost
 from batchery_worker.models.split import build_empty
-from batchery_worker.models.split.group import undisturbed
 from batchery_worker.models.split.layers import Layers
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class Pipeline(Layers):
         if settings.kind == "generation":
             raise ModelLoadError(
                 f"model {settings.model!r}: split = 'pipeline' is for passes side by side, and"
-                " texts are written one token after the other; set split = 'tensor'"
+                " texts are written one token after the other; name one card, or set"
+                " engine = 'vllm'"
             )
         super().__init__(device, settings)
         self._devices = [device_named(part) for part in self._parts]
@@ -147,6 +148,20 @@ class Pipeline(Layers):
                 self._ends[stage] = stream.record_event()
         finally:
             self._locks[stage].release()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Has a soft time limit wait for the end of the block."""
+    expire = signal.getsignal(signal.SIGALRM)
+    expired: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGALRM, lambda *args: expired.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, expire)
+        if expired and callable(expire):
+            expire(*expired[0])
 
 
 def find_layers(model: nn.Module) -> list[str]:
