@@ -141,7 +141,7 @@ class OnnxDevice(DirectDevice):
         copy = str(Path(self._copies.name, "model"))
         shutil.copytree(target.folder, copy)
         subprocess.run(
-            [sys.executable, "-m", "batchery", "export", "embedding", copy],
+            [sys.executable, "-m", "benchmarks.engine.onnx_file", copy],
             check=True,
             stdout=subprocess.DEVNULL,
         )

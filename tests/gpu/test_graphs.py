@@ -15,8 +15,8 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.classification import ClassificationModel
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward.cuda_graphs import Graph, Graphed
-from batchery_worker.models.verification import verify
 from support.tiny_models import run, save_model
+from support.verification import verify
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def test_graphs_that_follow_each_other_do_not_mix(graphed: EmbeddingModel) -> No
 
 def test_verification_passes_with_graphs() -> None:
     settings = ModelSettings(kind="embedding", model=MINILM, dtype="bf16", cuda_graphs="auto")
-    assert verify(settings, "cuda:0").passed
+    assert all(each.passed for each in verify(settings, "cuda:0").values())
 
 
 def test_a_failed_capture_leaves_the_process_as_it_was(graphed: EmbeddingModel) -> None:

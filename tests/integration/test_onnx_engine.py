@@ -4,11 +4,9 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from click.testing import CliRunner
 from apps import shop
 from batchery.cli.control import reload
 from batchery.cli.placement import placement
+from benchmarks.engine.onnx_file import export_onnx
 from conftest import StartWorker
 from support.harness import Worker
 from support.patience import patient
@@ -37,9 +36,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier with its ONNX file; not to be changed."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     save_model(folder, "bert", LABELS)
-    export = [sys.executable, "-m", "batchery", "export", "classification", str(folder)]
-    made = run(export, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert made.stdout.strip() == str(folder / "onnx" / "model.onnx")
+    export_onnx(folder, "SequenceClassification")
     return folder
 
 

@@ -5,11 +5,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from celery import Celery
@@ -26,7 +27,6 @@ from batchery.installation import get_installation
 from batchery.model import Model
 from batchery.model_task import ModelTask
 from batchery_worker.batching.planner import MIN_STREAM_TOKENS, PASS_TOKENS, plan
-from batchery_worker.cli.verify import texts_option
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.memory import Memory
@@ -63,6 +63,15 @@ Exit codes:
   2    could not start: no such app, model or device, or nothing to measure with
   130  interrupted
 """
+
+
+def read_texts(_: click.Context, __: click.Parameter, file: TextIO | None) -> list[str]:
+    """The lines of a file; none without a file."""
+    try:
+        with file or nullcontext(()) as lines:
+            return [text for line in lines if (text := line.strip())]
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{file and file.name}: no text in UTF-8: {error}") from None
 
 
 def paragraphs() -> list[str]:
@@ -278,7 +287,12 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
 @click.argument("name", metavar="MODEL")
 @click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
-@texts_option("instead of Python's own documentation")
+@click.option(
+    "--texts",
+    type=click.File(encoding="utf-8"),
+    callback=read_texts,
+    help="A text per line, instead of Python's own documentation.",
+)
 @click.option(
     "--seconds",
     type=SECONDS,

@@ -145,7 +145,7 @@ def _find_files(source: ModelSource, file: str | None) -> Sequence[Path]:
     names = ONNX_FILES if file is None else (file,)
     raise ValueError(
         f"engine = 'onnx', but there is no {' and no '.join(names)}; set onnx_file to the one to"
-        " take, or make one in a local folder: batchery export KIND FOLDER"
+        " take, or make one in a local folder: optimum-cli export onnx"
     )
 
 

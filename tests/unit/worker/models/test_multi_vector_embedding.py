@@ -15,7 +15,6 @@ from transformers import AutoModel, AutoTokenizer
 from batchery.errors import ModelLoadError
 from batchery.results import MultiVectorEmbedding
 from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Copy, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
@@ -204,10 +203,3 @@ def test_a_number_that_is_none_fails_its_text_alone(build: Build, load: Load) ->
     before, bad, after = model.postprocess(outputs)
     assert "not finite" in str(bad.exception)
     assert (before["tokens"], after["tokens"]) == (4, 4)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_verify_takes_multi_vector_embeddings(dtype: str, build: Build, load: Load) -> None:
-    report = verify(load(KIND, build("bert"), dtype=dtype).settings, "cpu")
-    assert report.passed
-    assert [each.cosine is not None for each in report.comparisons] == [True, True]

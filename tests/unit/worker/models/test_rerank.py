@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.results import Score
-from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
@@ -155,11 +154,3 @@ def test_a_model_that_is_no_reranker_is_refused_in_a_line(build: Build, load: Lo
 def test_warm_up_items_fit(build: Build, load: Load) -> None:
     model = load("rerank", build("bert", labels=LABEL))
     assert len(run(model, model.warm_up())) == 4
-
-
-@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
-def test_verify_takes_rerankers(architecture: str, build: Build, load: Load) -> None:
-    model = load("rerank", build(architecture, labels=LABEL))
-    report = verify(model.settings, "cpu")
-    assert report.passed
-    assert report.texts > 10

@@ -15,7 +15,6 @@ from batchery.results import SparseEmbedding
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models import text_model
 from batchery_worker.models.forward.cuda_graphs import Graphed
-from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any weight in fp32: the sums run in another order.
@@ -135,14 +134,6 @@ def test_a_model_without_a_head_is_refused_in_a_line(build: Build, load: Load) -
     with pytest.raises(ModelLoadError, match="has no trained masked language model") as caught:
         load("sparse_embedding", build("bert"))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_verify_takes_sparse_embeddings(dtype: str, build: Build, load: Load) -> None:
-    model = load("sparse_embedding", build("bert", head="MaskedLM"), dtype=dtype)
-    report = verify(model.settings, "cpu")
-    assert report.passed
-    assert [each.cosine is not None for each in report.comparisons] == [True, True]
 
 
 def test_a_graph_holds_what_is_read_and_no_weights(

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast, pipeline
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.results import TokenClassification
 from batchery_worker.models.token_classification import Word, find_entities
-from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Copy, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
@@ -190,14 +189,6 @@ def test_a_model_without_a_head_is_refused_in_a_line(build: Build, load: Load) -
     with pytest.raises(ModelLoadError, match="has no trained token classification head") as caught:
         load(KIND, build("bert"))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
-def test_verify_takes_token_classification(architecture: str, build: Build, load: Load) -> None:
-    model = load(KIND, build(architecture, labels=TAGS, head=HEAD))
-    report = verify(model.settings, "cpu")
-    assert report.passed
-    assert [each.cosine is not None for each in report.comparisons] == [True, True]
 
 
 def word(start: int, end: int, label: str, score: float, continues: bool = False) -> Word:

@@ -11,7 +11,6 @@ from transformers import pipeline
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.results import Classification
 from batchery_worker.batching.planner import plan
-from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
@@ -191,9 +190,3 @@ def test_a_model_of_other_labels_is_refused_in_a_line(
 def test_warm_up_items_fit(build: Build, load: Load) -> None:
     model = load(KIND, build("bert", labels=NLI))
     assert len(run(model, model.warm_up(), **model.sample_keywords)) == 4
-
-
-def test_verify_takes_zero_shot_models(build: Build, load: Load) -> None:
-    report = verify(load(KIND, build("bert", labels=NLI)).settings, "cpu")
-    assert report.passed
-    assert [each.cosine is not None for each in report.comparisons] == [True, True]

@@ -1,12 +1,9 @@
 """What is asked of CUDA, by stand-ins for torch's functions."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from batchery.settings import ModelSettings
-from batchery_worker.models import verification
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.devices import CudaMemory, settle_cuda
 from batchery_worker.models.hardware.transfers import PendingCopy
@@ -45,24 +42,6 @@ def test_cudnn_plans_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     settle_cuda()
     assert asked == [False]
-
-
-def test_verification_works_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise what belongs to no tensor would open a context on another GPU."""
-    asked: list[Any] = []
-
-    class Loads(Exception):
-        pass
-
-    def load(*_: Any, **__: Any) -> Any:
-        asked.append("load")
-        raise Loads
-
-    monkeypatch.setattr(verification, "use_device", asked.append)
-    monkeypatch.setattr(verification, "_load", load)
-    with pytest.raises(Loads):
-        verification.verify(ModelSettings(kind="embedding", model="m"), "cuda:1")
-    assert asked == ["cuda:1", "load"]
 
 
 class Event:
