@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Says which modules this run has left out; pytest says what was skipped, and how long it took."""
+    """Says which modules this run has left out."""
     chosen = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     left_out = Counter(
         path.relative_to(TESTS).parts[0]

@@ -21,8 +21,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import wait_for
 
-#: Names the one server of a test run: a path, a key of `PACKAGED`, or `FIRST`. Without it, tests of
-#: scripts and of the transport run on each server of this machine, all others on the one found first.
+#: Names the one server of a test run: a path, a key of `PACKAGED`, or `FIRST`. Without it,
+#: `tests/servers` run on each server of this machine, all other tests on the one found first.
 CHOICE = "TEST_REDIS_SERVER"
 
 #: The server that is found first, alone.
