@@ -40,9 +40,7 @@ class Metrics(BatchFigures):
     #: Sums of the devices, by name.
     devices: dict[str, BatchSums] = field(default_factory=dict)
 
-    def batch_done(
-        self, done: Done, dispatched: DispatchedBatch, device: str, items: int
-    ) -> None:
+    def batch_done(self, done: Done, dispatched: DispatchedBatch, device: str, items: int) -> None:
         """Counts one batch.
 
         Args:
