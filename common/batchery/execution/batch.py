@@ -370,7 +370,9 @@ class _Passes:
 
 
 def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
-    """Micro-batches of the items at these positions."""
+    """Micro-batches of the items at these positions; a plan is asked only where there are some."""
+    if not positions:
+        return deque()
     cuts = plan([lengths[position] for position in positions])
     return deque([positions[each] for each in chosen] for chosen in cuts)
 

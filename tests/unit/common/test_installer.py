@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 
-from batchery import BatchTask, Model, SettingsError, install, register
+from batchery import BatchTask, Failed, ItemFailed, Model, SettingsError, install, register
 from batchery.installation import get_installation
 from batchery.installer import CONSUMER, STEP
 from batchery.model_task import ModelTask
@@ -173,6 +173,27 @@ def test_a_registered_model_may_have_options_and_another_queue() -> None:
     task = register(install(make_app()), "triple", Doubling, options={"factor": 3}, queue="gpu")
     assert task.model_queue == "gpu"
     assert task.apply((2,)).get() == 6
+
+
+class Refusing(Doubling):
+    """Takes no item."""
+
+    def preprocess(self, items: Any, *_: Any, **keywords: Any) -> Any:
+        return [Failed(f"not {each}") for each in items]
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_an_item_that_preprocess_refuses_is_its_own_error_without_a_worker(
+    pads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Refusing, "pads", pads)
+    app = install(make_app())
+    task = register(app, f"refuse-{pads}", Refusing)
+    with pytest.raises(ItemFailed, match="not 5"):
+        task(5)
+    app.conf.task_always_eager = True
+    for result in (task.apply((5,)), task.delay(5)):
+        assert isinstance(result.result, ItemFailed)
 
 
 def test_a_model_may_be_named_by_its_path_which_is_imported_when_it_runs() -> None:
