@@ -25,7 +25,7 @@ from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall, notify
 from batchery_worker.inprocess.options import BatcherOptions
-from batchery_worker.inprocess.tensors import Collator
+from batchery_worker.inprocess.tensors import Collator, own_row
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 #: An item: its call, and its place there.
@@ -350,7 +350,7 @@ class BatchLoop:
         return self._runner.run(coroutine)
 
     def _outcome(self, outcome: Any) -> Any:
-        """Makes failures of outcomes that only a worker can serve."""
+        """Makes failures of what only a worker can serve, and lets go of the batch's arrays."""
         outcome = as_failed(outcome)
         if isinstance(outcome, RetryAfter | Replace):
             text = f"{self.name} answered {type(outcome).__name__}, which takes a Celery worker"
@@ -359,7 +359,7 @@ class BatchLoop:
             return Failed(error)
         if isinstance(outcome, BaseException):
             return Failed(outcome)  # Celery's Ignore and Reject.
-        return outcome
+        return own_row(outcome)
 
     def _answer(self, jobs: Sequence[Job[Item]], outcomes: Sequence[Any]) -> None:
         """Hands outcomes to their callers; coroutines of one event loop in one turn."""

@@ -393,7 +393,7 @@ def _rows_of_array(output: Any, lengths: Sequence[int], where: str, trim: bool) 
     rows = output.unbind(0) if is_tensor(output) else list(output)
     if trim:
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    return _owned(rows, output)
+    return [own_row(row) for row in rows]
 
 
 def _is_array(value: Any) -> bool:
@@ -401,16 +401,14 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _owned(rows: Iterable[Any], output: Any) -> list[Any]:
-    """Copies the rows that would keep more than twice their own memory."""
-    if is_tensor(output):
-        held_bytes = output.untyped_storage().nbytes()
-        return [row if 2 * row.nbytes >= held_bytes else row.clone() for row in rows]
+def own_row(row: Any) -> Any:
+    """A row of an array; a copy if it would keep more than twice its own memory."""
+    if is_tensor(row):
+        return row if 2 * row.nbytes >= row.untyped_storage().nbytes() else row.clone()
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(output, numpy.ndarray) or output.ndim == 1:
-        return list(rows)  # What one dimension holds are scalars or objects, and no views.
-    base: Any = output
+    if numpy is None or not isinstance(row, numpy.ndarray):
+        return row
+    base: Any = row
     while isinstance(base, numpy.ndarray) and base.base is not None:
         base = base.base
-    held_bytes = getattr(base, "nbytes", output.nbytes)
-    return [row if 2 * row.nbytes >= held_bytes else row.copy() for row in rows]
+    return row if 2 * row.nbytes >= getattr(base, "nbytes", row.nbytes) else row.copy()

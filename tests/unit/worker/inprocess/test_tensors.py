@@ -214,6 +214,17 @@ def test_a_small_row_does_not_keep_its_batch_alive() -> None:
     assert collator.rows(np.ones((2, 9, 4))[:, 0], [1, 1], "f")[0].base is None
 
 
+@pytest.mark.parametrize("make", [np.ones, torch.ones])
+@pytest.mark.parametrize("answer", [lambda rows: rows, list])
+def test_a_row_of_plain_items_does_not_keep_its_batch_alive(make: Any, answer: Any) -> None:
+    with batching(lambda items: answer(make((len(items), 4)))) as function:
+        (kept, *_) = function([1, 2, 3])
+    if make is np.ones:
+        assert kept.base is None
+    else:
+        assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
 def test_a_large_row_is_a_view() -> None:
     x = np.ones((2, 4))
     assert all(np.shares_memory(row, x) for row in Collator().rows(x, [1, 1], "f"))
