@@ -54,7 +54,7 @@ AUDIT_INSTALLED := $(AUDIT_VENV)/.installed-2.10.1-7.5.0
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test test-all test-acl vllm test-vllm mutants fuzz matrix lint audit docs bench
+.PHONY: help demo demo-chat test test-all vllm test-vllm mutants fuzz matrix lint audit docs bench
 .PHONY: gpu-check constraints clean
 
 help: ## say what there is to make
@@ -75,10 +75,6 @@ test-all: test $(HELM_INSTALLED) ## then everything else, in random order, on ea
 	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PYTEST) $(ARGS) tests \
 	  $(addprefix --ignore=,$(filter-out tests/servers,$(FIRST_TESTS)))
 
-# Only tests that use the session's Redis; the others say why they are skipped.
-test-acl: $(INSTALLED) ## run tests on a Redis over TLS with the users of `batchery acl` (TESTS=..., ARGS=...)
-	TEST_REDIS_ROLES=1 $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  $(ARGS) $(or $(TESTS),tests/integration tests/faults)
 
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 

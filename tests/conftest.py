@@ -16,12 +16,10 @@ from hypothesis import settings
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
-from support.guarded_redis import session_redis
-from support.harness import STARTUP, TESTS, Worker, kill_all
+from support.harness import STARTUP, TESTS, Worker, kill_all, open_redis
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
-from support.roles import has_roles, probing, reset_users, take_refusals
 
 if TYPE_CHECKING:
     from support.browser import Browser
@@ -57,8 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("timeout")
         limit_s = float(marker.args[0] if marker else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patient(limit_s)))
-        if has_roles() and "redis_server" not in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.skip("it uses no Redis, or one of its own without users"))
     # The pages of the documentation are followed in one module, the longest.
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
 
@@ -86,12 +82,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def redis_server(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[EmbeddedRedis | OwnRedis]:
+) -> Iterator[EmbeddedRedis]:
     """A redis-server for this test session, on a free port."""
-    if has_roles():
-        with session_redis(tmp_path_factory.mktemp("session")) as guarded:
-            yield guarded
-        return
     with EmbeddedRedis() as server:
         yield server
 
@@ -107,25 +99,15 @@ def every_redis(
 
 
 @pytest.fixture(scope="module")
-def redis_url(redis_server: EmbeddedRedis | OwnRedis) -> str:
+def redis_url(redis_server: EmbeddedRedis) -> str:
     """The URL of the session's Redis; its database is empty when a test module starts."""
     flush(redis_server.url)
-    reset_users(redis_server.url)
     return redis_server.url
-
-
-@pytest.fixture(autouse=has_roles())
-def nothing_refused(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever Redis refuses in a test with users, it fails."""
-    url = request.getfixturevalue("redis_url") if "redis_url" in request.fixturenames else None
-    yield
-    if url is not None:
-        assert take_refusals(url) == set()
 
 
 def flush(url: str) -> None:
     """Empties a Redis."""
-    with probing(url) as client:
+    with open_redis(url) as client:
         client.flushall()
 
 
@@ -236,7 +218,7 @@ def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
 @pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
     """A Redis client for `redis_url`."""
-    with probing(redis_url) as made:
+    with open_redis(redis_url) as made:
         yield made
 
 

@@ -10,10 +10,9 @@ from celery import Celery, chord
 
 from apps import callbacks
 from conftest import StartWorker
-from support.harness import queue_length, unsettled, wait_for
+from support.harness import open_redis, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(60.0)
 
@@ -36,7 +35,7 @@ def linked(gate: str, book: str) -> None:
 
 def stored(url: str, task_id: str) -> Any:
     """What is stored of a job; None if nothing is."""
-    with probing(url) as redis:
+    with open_redis(url) as redis:
         found: Any = redis.get(f"celery-task-meta-{task_id}")
     return json.loads(found) if found else None
 
@@ -68,7 +67,7 @@ def test_callbacks_of_a_job_that_runs_twice_are_sent_once(
     gate.touch()
     wait_for(lambda: unsettled(redis_url) == 0 and not queue_length(redis_url), "all is done")
     assert book.read_text().split() == [noted]
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         wait_for(lambda: not redis.keys("batchery:sent:*"), "no dedupe key is left")
 
 

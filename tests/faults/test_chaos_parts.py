@@ -32,16 +32,9 @@ from benchmarks.chaos.server import FaultyRedis
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import PREFIX, Watcher
 from benchmarks.chaos.workload import Kind, Order, orders
-from support.harness import wait_for
-from support.roles import as_admin, has_roles, probing
+from support.harness import open_redis, wait_for
 
 PLAN = Plan(kills=5, device_kills=4, stops=3, redis_restarts=2, cuts=2, fills=1, malformed=6)
-
-
-@pytest.fixture(scope="module")
-def redis_url(redis_url: str) -> str:
-    """The harness has no role: it does what it likes to Redis."""
-    return as_admin(redis_url)
 
 
 def test_a_schedule_is_the_same_for_the_same_seed_only() -> None:
@@ -398,7 +391,6 @@ def test_garbage_differs_and_none_of_it_is_a_message() -> None:
     assert kinds[0] == garbage(12)
 
 
-@pytest.mark.skipif(has_roles(), reason="it asks a Redis without TLS")
 def test_a_proxy_cuts_what_is_connected_and_follows_its_target(redis_server: EmbeddedRedis) -> None:
     with Proxy(redis_server.port) as proxy:
         with socket.create_connection(("127.0.0.1", proxy.port)) as line:
@@ -420,7 +412,7 @@ def ask(line: socket.socket) -> bytes:
 
 def test_an_outbox_submits_each_job_once_and_whole(redis_url: str) -> None:
     outbox = Outbox(redis_url)
-    with closing(outbox), probing(redis_url) as redis:
+    with closing(outbox), open_redis(redis_url) as redis:
         redis.flushdb()
         outbox.add(Order(number, kind) for number, kind in enumerate(Kind))
         assert len(outbox) == len(Kind)
@@ -443,7 +435,7 @@ def test_an_outbox_submits_each_job_once_and_whole(redis_url: str) -> None:
 
 def test_an_outbox_keeps_what_redis_refuses(redis_url: str) -> None:
     outbox = Outbox(redis_url)
-    with closing(outbox), probing(redis_url) as redis:
+    with closing(outbox), open_redis(redis_url) as redis:
         redis.flushdb()
         redis.config_set("maxmemory", 1)
         try:
@@ -496,7 +488,7 @@ def test_a_faulty_redis_fails_over_and_back_without_a_loss(tmp_path: Path) -> No
 
 
 def test_traces_are_found_wherever_a_transport_keeps_messages(redis_url: str) -> None:
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.flushdb()
         redis.lpush("list", "...in-list...")
         redis.hset("hash", "tag", "...in-hash...")

@@ -14,10 +14,9 @@ from apps.killers import batches
 from batchery import DeviceDied, InvalidItem
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
-from support.harness import Worker, queue_length, wait_for
+from support.harness import Worker, open_redis, queue_length, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(90)
 
@@ -28,12 +27,12 @@ def _app(redis_url: str) -> None:
 
 
 def dead_letters_of(redis_url: str) -> list[DeadLetter]:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         return list(DeadLetters(client))
 
 
 def suspects(redis_url: str) -> Any:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         return client.hgetall("batchery:suspects")
 
 
@@ -76,7 +75,7 @@ def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     assert queue_length(redis_url) == 0
     # Somebody has mended the task.
     (tmp_path / "pardon").touch()
-    with connect_as(killers.app, "operator") as connection:
+    with killers.app.connection_for_read() as connection:
         letters = DeadLetters.of(connection)
         assert letters is not None
         assert letters.requeue([letter.token]) == [letter.token]
@@ -180,7 +179,7 @@ def test_caller_of_a_refused_message_hears_of_it_though_its_worker_and_results_g
             task_id = sender.send_task(task, ["x"], shadow=shadow).id
         wait_for(lambda: "kept as dead letter" in worker.log, "it is refused")
         # A whole turn of the loop later.
-        with probing(redis_url) as client:
+        with open_redis(redis_url) as client:
             client.lpush("celery", "{")
             wait_for(lambda: "cannot be understood" in worker.log, "the next one is, too")
         worker.kill()

@@ -17,7 +17,6 @@ from batchery import Client
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
-from support.roles import as_admin
 from support.tiny_writers import PlainWriter, make_prompts, save_writer
 
 TIMEOUT_S = patient(90)
@@ -48,7 +47,7 @@ class Writing:
         self._wanted = wanted
         self._client = client
         self._redis_url = redis_url
-        self._redis: Any = Redis.from_url(as_admin(redis_url))
+        self._redis: Any = Redis.from_url(redis_url)
         self._told = self._redis.pubsub()  # type: ignore[no-untyped-call]
         self._told.psubscribe("celery-task-meta-*")
         assert self._told.get_message(timeout=TIMEOUT_S)["type"] == "psubscribe"

@@ -12,11 +12,10 @@ from apps import leases
 from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
-from support.harness import queue_length, unsettled, wait_for
+from support.harness import open_redis, queue_length, unsettled, wait_for
 from support.held_jobs import run_short_batches, send_at_once
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -40,7 +39,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         yield client
 
 

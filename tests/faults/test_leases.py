@@ -20,10 +20,9 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 KEYS = Keys()
 TIMEOUT_S = patient(60.0)
@@ -34,7 +33,7 @@ IDLE = ("-Q", "nothing", "-c", "1")
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         yield client
 
 

@@ -14,9 +14,8 @@ from batchery.cli.explain import explain
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.transport.live_workers import LiveWorkers
 from conftest import StartGateway, StartWorker
-from support.harness import Worker, kill_all, queue_length, wait_for
+from support.harness import Worker, kill_all, open_redis, queue_length, wait_for
 from support.patience import patient
-from support.roles import acting_as, probing
 from support.steady_callers import SteadyCallers
 
 TIMEOUT_S = patient(60)
@@ -38,9 +37,8 @@ def start(start_worker: StartWorker, folder: Path, devices: str = "cpu") -> Work
 
 
 def run(command: Any, *arguments: str) -> Result:
-    with acting_as(reloaded.app, "operator"):
-        options = ["-A", "apps.reloaded", "--timeout", str(patient(1))]
-        return CliRunner().invoke(command, [*arguments, *options])
+    options = ["-A", "apps.reloaded", "--timeout", str(patient(1))]
+    return CliRunner().invoke(command, [*arguments, *options])
 
 
 def call() -> list[str]:
@@ -158,7 +156,7 @@ def test_jobs_of_the_only_device_wait_in_redis_until_it_is_back(
 
 def list_served(redis_url: str) -> set[str]:
     """The queues of which Redis says that they are served."""
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         workers = LiveWorkers(client, "").registered().values()
     return {queue for worker in workers for queue in worker.queues or ()}
 

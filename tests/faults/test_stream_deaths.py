@@ -12,10 +12,9 @@ import pytest
 
 from batchery import Client
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(90)
 
@@ -34,7 +33,7 @@ def start(start_worker: StartWorker, **options: Any) -> Worker:
 
 def leases(redis_url: str) -> list[Any]:
     """The keys of the workers that hold leases."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         return list(redis.scan_iter("batchery:lease:*"))
 
 

@@ -14,9 +14,8 @@ import pytest
 
 from apps import more
 from conftest import StartWorker
-from support.harness import PYTHONPATH, START_S, queue_length, wait_for
+from support.harness import PYTHONPATH, START_S, open_redis, queue_length, wait_for
 from support.patience import patient
-from support.roles import as_command, probing
 
 TIMEOUT_S = patient(30)
 
@@ -28,7 +27,7 @@ def _more(redis_url: str) -> None:
 
 def trace(redis_url: str) -> list[dict[str, Any]]:
     """What the tasks have written down."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         return [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
 
 
@@ -86,8 +85,6 @@ def test_jobs_of_a_higher_priority_go_first(start_worker: StartWorker, redis_url
 
 @pytest.mark.usefixtures("start_worker")
 def test_celery_multi_starts_and_stops_detached_workers(redis_url: str, tmp_path: Path) -> None:
-    worker_url, _ = as_command(redis_url, ["worker", "-A", "apps.more"])
-
     def multi(*arguments: str) -> str:
         celery = str(Path(sys.executable).with_name("celery"))
         command = [celery, "multi", *arguments, "-A", "apps.more"]
@@ -98,8 +95,8 @@ def test_celery_multi_starts_and_stops_detached_workers(redis_url: str, tmp_path
                 **os.environ,
                 "PYTHONPATH": PYTHONPATH,
                 "PYTHONWARNINGS": "ignore",
-                "CELERY_BROKER_URL": worker_url,
-                "CELERY_RESULT_BACKEND": worker_url,
+                "CELERY_BROKER_URL": redis_url,
+                "CELERY_RESULT_BACKEND": redis_url,
             },
             capture_output=True,
             text=True,

@@ -15,9 +15,8 @@ from celery.utils.nodenames import worker_direct
 
 from apps import more
 from conftest import StartWorker
-from support.harness import Worker, device_busy, queue_length, wait_for
+from support.harness import Worker, device_busy, open_redis, queue_length, wait_for
 from support.patience import patient
-from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(30)
 
@@ -34,13 +33,13 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 @pytest.fixture(autouse=True)
 def _nothing_traced(redis_url: str) -> None:
     more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.delete(more.TRACE)
 
 
 def trace(redis_url: str, job_id: str | None = None) -> list[dict[str, Any]]:
     """What was written down, of one job or of none."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         lines = [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
     return [line for line in lines if line["id"] == job_id]
 
@@ -287,7 +286,7 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
     seen: list[dict[str, Any]] = []
     beats: list[dict[str, Any]] = []
     handlers = {"task-succeeded": seen.append, "worker-heartbeat": beats.append}
-    with connect_as(more.app, "monitor") as connection:
+    with more.app.connection_for_read() as connection:
         receiver = more.app.events.Receiver(connection, handlers=handlers)
         with receiver.consumer_context(wakeup=False) as (listening, _, _):
             # The first event proves that somebody listens.
@@ -330,7 +329,7 @@ def test_a_call_of_the_users_class_comes_first_once_per_job(worker: Worker, redi
     # In the main process, when the batch has run.
     assert {each["pid"] for (each,) in found} == {worker.process.pid}
     assert worker.process.pid not in device_pids
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         kinds = [json.loads(line)["kind"] for line in redis.lrange(more.TRACE, 0, -1)]
     # Those of an earlier test may come late.
     assert next(kind for kind in kinds if kind in ("ran", "called")) == "ran"

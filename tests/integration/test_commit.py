@@ -13,9 +13,8 @@ from celery import Celery
 
 from apps import commits
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
-from support.roles import connect_as, probing
 
 TIMEOUT_S = patient(30)
 
@@ -29,7 +28,7 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 def redis(redis_url: str, worker: Worker) -> Iterator[Any]:
     commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     wait_for(lambda: not worker.inspect(commits.app, "active"), "earlier jobs are counted")
-    with probing(redis_url) as opened:
+    with open_redis(redis_url) as opened:
         yield opened
 
 
@@ -71,11 +70,11 @@ class Events:
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
-        connection = self._stack.enter_context(connect_as(self._app, "monitor"))
+        connection = self._stack.enter_context(self._app.connection_for_read())
         receiver: Any = self._app.events.Receiver(connection, handlers={"*": self.seen.append})
         self._listening, _, _ = self._stack.enter_context(receiver.consumer_context(wakeup=False))
         # Nobody says when the subscription holds; an event of our own does.
-        own = self._stack.enter_context(connect_as(self._app, "worker"))
+        own = self._stack.enter_context(self._app.connection_for_read())
         sender: Any = self._stack.enter_context(self._app.events.Dispatcher(own))
         while "test-probe" not in [event["type"] for event in self.seen]:
             sender.send("test-probe")

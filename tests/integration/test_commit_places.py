@@ -9,11 +9,10 @@ from typing import Any
 from celery import Celery
 
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
 from support.redis_places import with_database
-from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -30,12 +29,12 @@ def client(broker: str, results: str) -> Iterator[Celery]:
 
 
 def has_leases(url: str) -> bool:
-    with probing(url) as redis:
+    with open_redis(url) as redis:
         return bool(list(redis.scan_iter("batchery:lease:*")))
 
 
 def stored(url: str, job_id: str) -> Any:
-    with probing(url) as redis:
+    with open_redis(url) as redis:
         return redis.get(f"celery-task-meta-{job_id}")
 
 

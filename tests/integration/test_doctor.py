@@ -20,7 +20,6 @@ from support.commands import run, start
 from support.harness import PYTHONPATH, TESTS, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import as_admin
 
 DEPLOY = TESTS.parent / "deploy"
 
@@ -311,15 +310,11 @@ def read_deploy_options() -> dict[str, str]:
 
 def test_open_flower_is_found_and_one_with_a_login_is_not(redis_url: str, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
-    with Stack(
-        "apps.shop", redis_url=as_admin(redis_url), flower_port=0, environment=environment
-    ) as stack:
+    with Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment) as stack:
         report = diagnose(redis_url, "-A", "apps.shop", "--flower", str(stack.flower_url))
         assert report["found"]["flower-open"] == f"{stack.flower_url} asks for no password"
     environment["FLOWER_BASIC_AUTH"] = "user:secret"
-    with Stack(
-        "apps.shop", redis_url=as_admin(redis_url), flower_port=0, environment=environment
-    ) as stack:
+    with Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment) as stack:
         report = diagnose(redis_url, "-A", "apps.shop", "--flower", str(stack.flower_url))
         assert "flower-open" not in {*report["found"], *report["unchecked"]}
 

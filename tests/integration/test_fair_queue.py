@@ -9,8 +9,7 @@ from celery import Celery
 
 from apps import tally
 from conftest import StartWorker
-from support.harness import unsettled, wait_for
-from support.roles import probing
+from support.harness import open_redis, unsettled, wait_for
 
 #: Items of a batch of `tally`.
 BATCH = 32
@@ -93,7 +92,7 @@ def test_ordinary_jobs_of_two_tenants_take_turns_and_stock_workers_help(
     wait_for(book.exists, "our worker has sorted the queue")
     stock = start_worker("apps.stock").wait_ready()
     gate.touch()
-    with probing(redis_url) as bare:
+    with open_redis(redis_url) as bare:
         keys = [f"celery-task-meta-{job}" for job in jobs]
         wait_for(lambda: bare.exists(*keys) == len(keys), "all are answered", 90)
         assert not bare.llen("celery")

@@ -11,15 +11,8 @@ from apps import shop
 from batchery_worker.devstack.stack import Stack
 from support.harness import PYTHONPATH, wait_for
 from support.patience import patient
-from support.roles import as_admin
 
 JOBS = 300
-
-
-@pytest.fixture(scope="module")
-def redis_url(redis_url: str) -> str:
-    """A stack is all roles at once."""
-    return as_admin(redis_url)
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,9 @@ from celery.exceptions import TaskRevokedError
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, open_redis, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 DIMENSIONS = 384
 
@@ -104,7 +103,7 @@ def test_requests_of_all_dimensions_share_a_batch(
         calls = [threads.submit(post, gateway, {**body, "dimensions": each}) for each in (8, 9)]
         try:
             wait_for(lambda: queue_length(redis_url, "embed") == 2, "both wait", JOB_TIMEOUT_S)
-            with probing(redis_url) as bare:
+            with open_redis(redis_url) as bare:
                 messages = [json.loads(each) for each in bare.lrange("embed", 0, -1)]
         finally:
             client.control.add_consumer("embed", reply=True, timeout=JOB_TIMEOUT_S, limit=1)

@@ -23,7 +23,6 @@ from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import wait_for
 from support.redis_places import with_database
-from support.roles import as_admin
 
 
 def requests(samples: Any, route: str, status: int) -> float:
@@ -202,7 +201,7 @@ def test_folder_of_metrics_goes_with_a_killed_parent(start_gateway: StartGateway
 @pytest.fixture
 def quiet_url(redis_url: str) -> str:
     """A database where the gateways of other tests ask nobody."""
-    return as_admin(with_database(redis_url, 5))
+    return with_database(redis_url, 5)
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from apps import hybrid
 from batchery import InvalidItem
 from batchery.transport.dead_letters import MAX_MESSAGE_BYTES
 from conftest import StartWorker
-from support.harness import Worker, unsettled, wait_for
+from support.harness import Worker, open_redis, unsettled, wait_for
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(120)
 
@@ -68,7 +67,7 @@ def decode_message(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
     """A message of a kind of task, with its body decoded."""
     name, _, arguments = KINDS[kind]
     client.send_task(name, arguments, queue="aside")
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         found: Any = redis.rpop("aside")
     read: dict[str, Any] = json.loads(found)
     return {**read, "body": json.loads(base64.b64decode(read["body"]))}
@@ -79,7 +78,7 @@ def put(redis_url: str, kind: str, messages: Sequence[dict[str, Any]]) -> None:
     for each in messages:
         if isinstance(body := each.get("body"), list):
             each["body"] = base64.b64encode(json.dumps(body).encode()).decode()
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.lpush(KINDS[kind][1], *map(json.dumps, messages))
 
 
@@ -123,7 +122,7 @@ def test_wrong_header_ends_its_message_and_nothing_else(
     (name,) = headers
     with pytest.raises(InvalidItem, match=f"(?i){name}"):
         client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         values: Any = redis.hvals("batchery:dead")
         letters = [json.loads(each.partition(b"\0")[2]) for each in values]
     (reason,) = (each["reason"] for each in letters if each["id"] == message["headers"]["id"])
@@ -145,7 +144,7 @@ def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     message["body"][2][follows] = [dict(callback)]
     if follows == "errbacks":
         message["body"][0] = ["no number"]
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         # It stays: an ordinary job is acknowledged before its callback is sent.
         redis.hset("gone", "a", "b")
         before = redis.type(queue)

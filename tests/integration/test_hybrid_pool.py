@@ -14,7 +14,6 @@ from apps import hybrid
 from conftest import StartWorker
 from support.harness import Worker, wait_ended, wait_for
 from support.patience import patient
-from support.roles import connect_as
 
 TIMEOUT_S = patient(60)
 BOTH = ("-Q", "celery,devices")
@@ -24,7 +23,7 @@ BOTH = ("-Q", "celery,devices")
 def _app(redis_url: str) -> Iterator[None]:
     hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     yield
-    with connect_as(hybrid.app, "operator") as connection:
+    with hybrid.app.connection_for_read() as connection:
         hybrid.app.control.purge(connection)
 
 

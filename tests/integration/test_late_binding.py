@@ -14,10 +14,9 @@ from apps import leases
 from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, open_redis, queue_length, unsettled, wait_for
 from support.held_jobs import run_short_batches, send_at_once
 from support.patience import patient
-from support.roles import probing
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -38,7 +37,7 @@ PATIENT: Any = {"env": {"LEASE_EXPIRY_S": "60"}}
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         yield client
 
 

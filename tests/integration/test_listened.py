@@ -13,9 +13,8 @@ from celery import Celery
 
 from apps.listened import GATE, HOOKED, PLAIN, SENT, TRACE
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -44,7 +43,7 @@ def workers(start_module_worker: StartWorker) -> dict[str, Worker]:
 
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Any]:
-    with probing(redis_url, decode_responses=True) as client:
+    with open_redis(redis_url, decode_responses=True) as client:
         yield client
 
 

@@ -21,7 +21,6 @@ from batchery.errors import ModelLoadError
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
-from support.roles import acting_as
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
 
@@ -36,8 +35,7 @@ NAMES = [f"bert{number}" for number in range(6)]
 def list_placed(redis_url: str, app: str = "apps.swapping") -> dict[tuple[str, str], Any]:
     """What `batchery placement` says, by device and model."""
     swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with acting_as(swapping.app, "monitor"):
-        done = CliRunner().invoke(placement, ["-A", app, "--json"])
+    done = CliRunner().invoke(placement, ["-A", app, "--json"])
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {(line["device"], line["model"]): line for line in lines}
 
@@ -100,8 +98,7 @@ def test_models_are_where_their_settings_say(
         ("cpu:1", "two"): "devices",
         ("cpu:1", "large"): "all devices",
     }
-    with acting_as(swapping.app, "monitor"):
-        table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
+    table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
     assert "loaded" in table
     assert "replicas" in table
 
@@ -153,8 +150,7 @@ def test_model_that_can_never_fit_fails_its_jobs_with_the_sums(
 
 
 def order(name: str) -> Result:
-    with acting_as(swapping.app, "operator"):
-        return CliRunner().invoke(reload, [name, "-A", "apps.swapping", *LOOK])
+    return CliRunner().invoke(reload, [name, "-A", "apps.swapping", *LOOK])
 
 
 def test_models_above_the_limit_are_reloaded_under_load(
@@ -297,5 +293,4 @@ def find_devices(worker: Worker, client: Celery) -> dict[str, Any]:
 def drain_device(device: str, redis_url: str, *options: str) -> Result:
     """Runs `batchery drain`."""
     swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with acting_as(swapping.app, "operator"):
-        return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping", *LOOK])
+    return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping", *LOOK])

@@ -20,7 +20,6 @@ from benchmarks.engine.onnx_file import export_onnx
 from conftest import StartWorker
 from support.harness import Worker
 from support.patience import patient
-from support.roles import acting_as
 from support.tiny_models import save_model
 
 TIMEOUT_S = patient(120)
@@ -120,8 +119,7 @@ def test_six_models_share_the_memory_of_two(
     ]
     for name, job in jobs:
         assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"{name}-")
-    with acting_as(shop.app, "monitor"):
-        done = CliRunner().invoke(placement, ["-A", "apps.shop", "--json"])
+    done = CliRunner().invoke(placement, ["-A", "apps.shop", "--json"])
     placed = [json.loads(line) for line in done.stdout.splitlines()]
     assert Counter(model["state"] for model in placed) == {"loaded": 2, "not loaded": 4}
     assert {model["held_bytes"] for model in placed} == {size_bytes}
@@ -134,8 +132,7 @@ def test_six_models_share_the_memory_of_two(
 def load_version(name: str, *options: object) -> tuple[int, str]:
     """Exit code and output of `batchery reload`."""
     arguments = [name, *map(str, options), "-A", "apps.shop", "--timeout", "0.5"]
-    with acting_as(shop.app, "operator"):
-        done = CliRunner().invoke(reload, arguments)
+    done = CliRunner().invoke(reload, arguments)
     return done.exit_code, done.output
 
 

@@ -16,7 +16,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.openai_server.model import OpenAIServerModel
 from batchery_worker.models.openai_server.rate_limit import make_rate_limit
 from conftest import flush
-from support.harness import TESTS, wait_for
+from support.harness import TESTS, open_redis, wait_for
 from support.openai_server import (
     Call,
     Cut,
@@ -29,7 +29,6 @@ from support.openai_server import (
 )
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import as_role, probing
 from support.step_driver import StepDriver
 
 
@@ -85,8 +84,7 @@ def test_limits_hold_for_all_processes_together(
 
     names = ("left", "right")
     server.replies = {f"{name} {number}": [reply] for name in names for number in range(100)}
-    url = as_role(redis_url, "worker")
-    command = [sys.executable, "-c", textwrap.dedent(ASK), url, server.url, setting]
+    command = [sys.executable, "-c", textwrap.dedent(ASK), redis_url, server.url, setting]
     processes = [
         subprocess.Popen([*command, str(per_minute), name, str(max_new_tokens)], cwd=TESTS)
         for name in names
@@ -126,13 +124,13 @@ def loaded(url: str, server: OpenAIServer, **settings: Any) -> Iterator[StepDriv
 @pytest.fixture
 def limited(server: OpenAIServer, redis_url: str) -> Iterator[StepDriver]:
     flush(redis_url)
-    with loaded(as_role(redis_url, "worker"), server) as driver:
+    with loaded(redis_url, server) as driver:
         yield driver
 
 
 def full_ms(redis_url: str) -> int:
     """In how long all tokens are there again, and a second more."""
-    with probing(redis_url) as bare:
+    with open_redis(redis_url) as bare:
         (key,) = bare.keys("*batchery:rate:*")
         return int(bare.pttl(key))
 
@@ -183,7 +181,7 @@ def test_clock_of_redis_that_goes_back_holds_up_nobody(
     server.replies["takes all"] = [pause_after("a", 600)]
     limited.join("takes all", max_new_tokens=1_000)
     wait_for(lambda: server.asked, "it has taken them")
-    with probing(redis_url) as bare:
+    with open_redis(redis_url) as bare:
         (key,) = bare.keys("*batchery:rate:*")
         # Its end is a time of that clock, too.
         bare.hincrby(key, "at", 3_600_000)

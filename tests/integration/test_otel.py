@@ -14,9 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from apps import traced
 from batchery import AsyncClient, Client, otel
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(30)
 
@@ -33,7 +32,7 @@ def tracer(worker: Worker, redis_url: str) -> Iterator[Any]:
     otel.instrument()
     yield TracerProvider().get_tracer("caller")
     otel.uninstrument()
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.delete(traced.SPANS)
 
 
@@ -41,7 +40,7 @@ def spans(redis_url: str, jobs: int) -> tuple[list[dict[str, Any]], list[dict[st
     """The spans of the jobs, and of their batches, once all are there."""
 
     def found() -> Any:
-        with probing(redis_url) as redis:
+        with open_redis(redis_url) as redis:
             made = [json.loads(line) for line in redis.lrange(traced.SPANS, 0, -1)]
         of_jobs = [each for each in made if each["name"] == "run/traced.shout"]
         of_batches = [each for each in made if each["name"] == "process traced.shout"]

@@ -14,10 +14,9 @@ from batchery.errors import RedisUnavailable
 from batchery.operations.exporter import why_silent
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
-from support.harness import wait_for
+from support.harness import open_redis, wait_for
 from support.patience import patient
 from support.redis_places import with_password
-from support.roles import probing
 
 
 def refusal(url: str, **options: Any) -> str:
@@ -108,7 +107,7 @@ def test_a_sentinel_that_hangs_holds_no_probe_up() -> None:
 
 
 def test_the_check_leaves_no_connection_behind(redis_url: str) -> None:
-    with probing(redis_url) as client:
+    with open_redis(redis_url) as client:
         before = len(client.client_list())
         check_redis(redis_url)
         wait_for(lambda: len(client.client_list()) <= before, "its connection is closed")

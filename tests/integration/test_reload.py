@@ -14,7 +14,6 @@ from batchery.cli.explain import explain
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
-from support.roles import acting_as
 from support.served_models import save_writer
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
@@ -71,8 +70,7 @@ def _app(redis_url: str) -> None:
 
 
 def run(command: Any, *arguments: object) -> Result:
-    with acting_as(shop.app, "operator"):
-        return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
+    return CliRunner().invoke(command, [*map(str, arguments), "-A", "apps.shop"])
 
 
 #: Replaces a model of the worker.

@@ -10,14 +10,13 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import DatasetError, RedisUnavailable
+from batchery import DatasetError
 from batchery.transport.redis_schema import Keys
 from batchery_producer import Ending, Snapshot, Summary, submit_file
 from conftest import StartWorker
 from support.bulk_runs import Command, read_rows, write_rows
 from support.harness import Worker, unsettled, wait_for
 from support.patience import patient
-from support.roles import acting_as, has_roles, take_refusals
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
@@ -58,18 +57,17 @@ def go_on(
     client: Celery, source: Path, task: str, folder: Path, progress: Callable[[Snapshot], None]
 ) -> Summary:
     """Takes a run up again, whose output and trace are in a folder."""
-    with acting_as(client, "operator"):
-        return submit_file(
-            source,
-            task,
-            folder / "out.jsonl",
-            app=client,
-            queue=QUEUE,
-            keywords={"path": str(folder / "trace")},
-            resume=True,
-            timeout_s=patient(60),
-            progress=progress,
-        )
+    return submit_file(
+        source,
+        task,
+        folder / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        keywords={"path": str(folder / "trace")},
+        resume=True,
+        timeout_s=patient(60),
+        progress=progress,
+    )
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
@@ -237,16 +235,6 @@ def test_without_resume_the_output_stays_and_resume_is_named(
     code, _, stderr = Command(tmp_path, redis_url, *begun, "--task", TASK).end()
     assert code == 2
     assert "already there; --resume submits the missing rows" in stderr
-
-
-@pytest.mark.skipif(not has_roles(), reason="whoever has no users may do all")
-def test_who_may_only_send_jobs_is_told_who_goes_on(
-    tmp_path: Path, redis_url: str, client: Celery, begun: list[str]
-) -> None:
-    output = tmp_path / "out.jsonl"
-    with pytest.raises(RedisUnavailable, match="use the user `operator` of `batchery acl`"):
-        submit_file(tmp_path / "in.jsonl", TASK, output, app=client, queue="nobody", resume=True)
-    assert take_refusals(redis_url) == {("tests-producer", "nobody", "toplevel")}
 
 
 def test_an_output_without_a_journal_is_not_added_to(tmp_path: Path, client: Celery) -> None:

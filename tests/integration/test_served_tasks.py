@@ -20,13 +20,11 @@ from conftest import StartWorker
 from support.bulk_runs import APP, Command, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
-from support.roles import acting_as
 
 
 def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    with acting_as(shop.app, "monitor"):
-        return CliRunner().invoke(command, ["-A", APP, *arguments])
+    return CliRunner().invoke(command, ["-A", APP, *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from batchery import InvalidItem
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.commands import run_code
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
 from support.redis_places import make_certificate
-from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -78,7 +77,7 @@ def test_signed_jobs_take_the_fast_way(
 
 @pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
-    with probing(redis_url) as made:
+    with open_redis(redis_url) as made:
         made.delete(Keys().dead, Keys().dead_messages)
         yield made
 

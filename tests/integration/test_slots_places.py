@@ -12,7 +12,6 @@ from batchery import Engine, ModelLoadError
 from conftest import StartWorker
 from support.harness import TESTS
 from support.patience import patient
-from support.roles import as_role
 
 TIMEOUT_S = patient(60)
 
@@ -55,7 +54,7 @@ print("done")
 
 def test_step_model_runs_on_a_thread_of_a_test_and_eagerly(redis_url: str, tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", IN_PROCESS, as_role(redis_url, "worker")],
+        [sys.executable, "-c", IN_PROCESS, redis_url],
         cwd=tmp_path,
         env={"PYTHONPATH": str(TESTS), "PATH": ""},
         capture_output=True,

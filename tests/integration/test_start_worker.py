@@ -10,7 +10,6 @@ import pytest
 from conftest import flush
 from support.harness import PYTHONPATH
 from support.patience import patient
-from support.roles import as_role
 
 TIMEOUT_S = patient(60)
 
@@ -81,7 +80,7 @@ def test_a_worker_in_a_test_runs_batches_in_the_process_of_the_test(
 ) -> None:
     flush(redis_url)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TEST, as_role(redis_url, "worker"), pool, case],
+        [sys.executable, "-W", "error", "-c", TEST, redis_url, pool, case],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "WORKER_LOGLEVEL": "error"},
         cwd=tmp_path,
         capture_output=True,

@@ -16,10 +16,9 @@ from batchery_worker.commit import committer
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.messages import Work, dump_context
 from conftest import flush
-from support.harness import wait_for
+from support.harness import open_redis, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import as_role, probing
 
 # Celery's own backend calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
@@ -30,7 +29,7 @@ def make_app(redis_url: str) -> Iterator[Any]:
     flush(redis_url)
     apps: list[Celery] = []
 
-    def make(url: str = as_role(redis_url, "worker"), **conf: Any) -> Celery:
+    def make(url: str = redis_url, **conf: Any) -> Celery:
         app = install(Celery("started", broker=url, backend=url, set_as_current=False))
         app.conf.update({"task_track_started": True, **conf})
         apps.append(app)
@@ -145,7 +144,7 @@ def test_one_round_trip_for_a_batch(make_app: Any, redis_url: str) -> None:
     choose_task(app)
     states = StartedStates(app)
     states.store(build_work_name(message("first")))
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         before = redis.info("commandstats")
         states.store(build_work_name(*(message(f"many-{number}") for number in range(50))))
         after = redis.info("commandstats")

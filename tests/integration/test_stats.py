@@ -18,7 +18,6 @@ from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for
 from support.redis_places import with_database
-from support.roles import connect_as
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +245,7 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
         return kind in events
 
     client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
-    with connect_as(client, "monitor") as own:
+    with client.connection_for_read() as own:
         receiver: Any = client.events.Receiver(own, handlers={"*": note})
         with receiver.consumer_context(wakeup=False) as (connection, _, _):
             # The first event proves that somebody listens; a job may be faster than a subscription.

@@ -24,7 +24,6 @@ from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from batchery_worker.devstack.stack import RemoteWorker, Stack
 from support.harness import wait_ended, wait_for
 from support.patience import patient
-from support.roles import as_admin
 
 APP = """
 import time
@@ -132,12 +131,6 @@ class Up:
         code = self.process.wait(patient(120))
         wait_ended(self.family)
         return code
-
-
-@pytest.fixture(scope="module")
-def redis_url(redis_url: str) -> str:
-    """A stack is all roles at once."""
-    return as_admin(redis_url)
 
 
 @pytest.fixture

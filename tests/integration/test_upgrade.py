@@ -15,9 +15,8 @@ import pytest
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker, flush
 from support.gateway import GatewayProcess
-from support.harness import TESTS, Worker, kill_all, queue_length, unsettled, wait_for
+from support.harness import TESTS, Worker, kill_all, open_redis, queue_length, unsettled, wait_for
 from support.patience import patient
-from support.roles import probing
 
 ROOT = TESTS.parent
 
@@ -169,7 +168,7 @@ def test_a_rolling_upgrade_under_load_loses_nothing(
         third.kill()
         assert fourth.stop() == 0
         wait_progress("before", "it was taken back")
-        with probing(versions.url) as store:
+        with open_redis(versions.url) as store:
             wait_for(lambda: store.zcard(Keys().workers) == 1, "the dead are forgotten", TIMEOUT_S)
         (versions.folder / "end").touch()
         assert [load.wait(TIMEOUT_S) for load in loads] == [0, 0]
@@ -178,7 +177,7 @@ def test_a_rolling_upgrade_under_load_loses_nothing(
         for load in loads:
             kill_all(load)
     assert unsettled(versions.url) == queue_length(versions.url) == 0
-    with probing(versions.url) as store:
+    with open_redis(versions.url) as store:
         assert not store.exists(Keys().dead, Keys().workers, Keys().worker_info)
         assert store.get(Keys().schema) == b"1"
 
@@ -216,7 +215,7 @@ def test_gateways_of_both_versions_know_each_others_tasks(
 def test_a_worker_does_not_touch_what_a_newer_version_has_written(
     redis_url: str, start_worker: StartWorker
 ) -> None:
-    with probing(redis_url) as store:
+    with open_redis(redis_url) as store:
         store.set(Keys().schema, 99)
         store.lpush("celery", "of the future")
         worker = start_worker("apps.shop", ready=False)

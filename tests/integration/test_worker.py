@@ -17,7 +17,6 @@ from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import START_S, TESTS, Worker, device_busy, kill_all, wait_for
 from support.patience import patient
-from support.roles import as_role
 
 TIMEOUT_S = patient(30)
 
@@ -180,7 +179,7 @@ def test_a_program_may_say_where_redis_is_before_it_starts_a_worker(
     (tmp_path / "serve.py").write_text(SERVE)
     known = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
     worker = subprocess.Popen(
-        [sys.executable, "serve.py", as_role(redis_url, "worker")],
+        [sys.executable, "serve.py", redis_url],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name not in known},
     )

@@ -11,9 +11,8 @@ from celery.exceptions import BackendStoreError, NotRegistered
 from apps import ledger
 from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from support.harness import Worker, unsettled, wait_for
+from support.harness import Worker, open_redis, unsettled, wait_for
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -39,7 +38,7 @@ def _healthy(redis_url: str, worker: Worker) -> Any:
 
 def put(redis_url: str, message: Any) -> None:
     """Puts a message on the queue as it is."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.lpush("celery", message if isinstance(message, bytes) else json.dumps(message))
 
 
@@ -51,7 +50,7 @@ def template(client: Celery, redis_url: str) -> dict[str, Any]:
 
 def taken(redis_url: str) -> dict[str, Any]:
     """The message that was put aside."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         found: Any = redis.rpop("aside")
         message: dict[str, Any] = json.loads(found)
     return message
@@ -183,7 +182,7 @@ def test_a_second_callback_that_redis_refuses_fails_its_job_alone(
         client.signature("apps.ledger.misbehave", app=client, options={"queue": queue})
         for queue in ("celery", "no-queue")
     ]
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         redis.set("no-queue", "of another type")
         job = ledger.misbehave.apply_async(("x",), link=callbacks)
         mate = ledger.misbehave.delay("mate")

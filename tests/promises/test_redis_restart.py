@@ -8,10 +8,9 @@ from typing import Any
 from celery import Celery
 
 from conftest import StartWorker
-from support.harness import Worker, ask, queue_length, unsettled, wait_ended, wait_for
+from support.harness import Worker, ask, open_redis, queue_length, unsettled, wait_ended, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -24,7 +23,7 @@ def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:
 
 def results(url: str, ids: list[str]) -> list[Any]:
     """The results that are stored, in order."""
-    with probing(url) as redis:
+    with open_redis(url) as redis:
         found: Any = redis.mget([f"celery-task-meta-{each}" for each in ids])
     return [json.loads(each)["result"] for each in found if each]
 

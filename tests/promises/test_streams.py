@@ -29,10 +29,9 @@ from batchery import (
 from batchery.protocol.headers import STREAMED
 from batchery_producer import piece_reader
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
-from support.roles import probing
 
 TIMEOUT_S = patient(60)
 
@@ -169,7 +168,7 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
     app.conf.redis_client_name = "readers"
 
     def connections() -> int:
-        with probing(redis_url) as redis:
+        with open_redis(redis_url) as redis:
             return sum(each["name"] == "readers" for each in redis.client_list())
 
     async def scene() -> int:

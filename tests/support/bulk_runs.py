@@ -13,7 +13,6 @@ from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import PYTHONPATH, queue_length, unsettled, wait_for
 from support.own_redis import find_lasting_port
 from support.patience import patient
-from support.roles import as_command
 
 #: The app that the tests submit to, and its queue.
 APP = "apps.shop"
@@ -44,9 +43,8 @@ class Command:
     """A `batchery submit` process."""
 
     def __init__(self, directory: Path, redis_url: str, *arguments: str) -> None:
-        redis_url, words = as_command(redis_url, arguments)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "batchery_producer.cli.submit", *words],
+            [sys.executable, "-m", "batchery_producer.cli.submit", *arguments],
             cwd=directory,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,7 +9,6 @@ from typing import Any
 
 from support.harness import PYTHONPATH
 from support.patience import patient
-from support.roles import as_command
 
 #: How long a command may take, in seconds.
 TIMEOUT_S = patient(60)
@@ -17,9 +16,8 @@ TIMEOUT_S = patient(60)
 
 def start(redis_url: str, *command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     """Starts a Python module as a command, on a Redis and with the tests' apps."""
-    redis_url, words = as_command(redis_url, command, cwd)
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", *words],
+        [sys.executable, "-W", "ignore", "-m", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.harness import PYTHONPATH, START_S, wait_ended, wait_for
 from support.patience import patient
-from support.roles import as_role, grant
 
 #: The line that tells its address.
 READY = re.compile(r"batchery serve: (http://\S+)")
@@ -60,7 +59,6 @@ class GatewayProcess:
             ),
             **(environment or {}),
         }
-        grant(redis_url, arguments, own)
         batchery = str(Path(sys.executable).with_name("batchery"))
         with self._log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -72,7 +70,7 @@ class GatewayProcess:
                 env={
                     **os.environ,
                     "PYTHONPATH": PYTHONPATH,
-                    **{name: as_role(value, "gateway") for name, value in own.items()},
+                    **own,
                 },
             )
 

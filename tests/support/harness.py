@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 import psutil
 from celery import Celery
+from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from batchery.gateway_settings import JOBS_QUEUE
 from support.patience import patient
-from support.roles import as_role, grant, probing
 
 T = TypeVar("T")
 
@@ -45,6 +44,13 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = patient(3
     return value
 
 
+@contextmanager
+def open_redis(url: str, **options: Any) -> Iterator[Any]:
+    """A client of a Redis; its answers have no types, as redis-py has those of its async client."""
+    with Redis.from_url(url, **options) as client:
+        yield client
+
+
 def ask(app: Celery, command: str, names: list[str]) -> Any:
     """Asks workers by `celery inspect`; None if none answers.
 
@@ -58,13 +64,13 @@ def ask(app: Celery, command: str, names: list[str]) -> Any:
 
 def queue_length(redis_url: str, queue: str = "celery") -> int:
     """The number of messages in a queue."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         return int(redis.llen(queue))
 
 
 def unsettled(redis_url: str) -> int:
     """The number of messages that workers hold, by a lease or in kombu's own way."""
-    with probing(redis_url) as redis:
+    with open_redis(redis_url) as redis:
         return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
 
 
@@ -138,9 +144,6 @@ class Worker:
         command += ["-n", f"{self.log_file.stem}@test"]
         if is_alone:
             command += ["--without-mingle", "--without-gossip"]
-        grant(redis_url, ["-A", app, *arguments], env or {}, cwd)
-        role = "gateway-worker" if JOBS_QUEUE in arguments else "worker"
-        redis_url = as_role(redis_url, role)
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments],
@@ -156,7 +159,7 @@ class Worker:
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
                     "BATCHERY_REDIS_URL": redis_url,
-                    **{name: as_role(value, role) for name, value in (env or {}).items()},
+                    **(env or {}),
                 },
             )
 
