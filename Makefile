@@ -75,7 +75,6 @@ test-all: test $(HELM_INSTALLED) ## then everything else, in random order, on ea
 	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PYTEST) $(ARGS) tests \
 	  $(addprefix --ignore=,$(filter-out tests/servers,$(FIRST_TESTS)))
 
-
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## run the tests of the engine vllm (ARGS=... are options of pytest)
