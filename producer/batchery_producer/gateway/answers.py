@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import orjson
-from celery.utils.functional import chunks
 from starlette.responses import Response
 
 from batchery_producer.gateway.callers import Caller
@@ -19,15 +18,12 @@ T = TypeVar("T")
 _THREADS = ThreadPoolExecutor(2, "batchery-long-work")
 
 
-def json_list(values: Iterable[Any], *, at_a_time: int = 1) -> bytes:
+def json_list(values: Iterable[Any]) -> bytes:
     """A list as JSON; arrays of numpy are lists in it.
 
-    Values are written a few at a time. In a thread, others have their turn between them.
+    Values are written one by one. In a thread, others have their turn between them.
     """
-    parts = (
-        orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        for some in chunks(iter(values), at_a_time)
-    )
+    parts = (orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) for each in values)
     return b"[" + b",".join(parts) + b"]"
 
 

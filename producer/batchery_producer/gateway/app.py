@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from batchery.errors import BatcheryError
 from batchery.settings import Settings
+from batchery_producer.gateway import process_batch
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard, needs_no_key
 from batchery_producer.gateway.metrics import Measured, Measurements
@@ -36,11 +37,9 @@ from batchery_producer.gateway.routes import (
     openai,
     operations,
     page,
-    process_batch,
     tasks,
     tei,
     tei_server,
-    tgi,
 )
 from batchery_producer.gateway.running import running
 
@@ -124,7 +123,6 @@ ROUTERS = (
     cohere.router,
     tei.router,
     tei_server.router,
-    tgi.router,
     process_batch.router,
     tasks.router,
     operations.router,

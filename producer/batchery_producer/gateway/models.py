@@ -1,26 +1,19 @@
-"""The models of the settings, as requests name them, and what their small files say.
-
-A model's texts become tokens here, as no device is needed for that.
-"""
+"""The models of the settings, as requests name them, and what their small files say."""
 
 import asyncio
 import base64
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field, GetPydanticSchema
+from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
-from tokenizers import Encoding, Tokenizer
-from typing_extensions import TypedDict
 
 from batchery.settings import ModelSettings
-from batchery_producer.gateway.answers import json_list
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: Items in one message of a request with several: few enough that several devices share a request,
@@ -233,149 +226,6 @@ def read_info(model: ServedModel) -> ModelInfo:
     return ModelInfo(
         {int(number): str(name) for number, name in labels.items()}, min(stated, default=None)
     )
-
-
-# Their tokenizers
-
-
-#: Tokens that are written at a time: as few as are read in a moment, and as many as make it fast.
-TOKENS_AT_A_TIME = 500
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTokenizer:
-    """The tokenizer of a model, as its `tokenizer.json` says, without limits.
-
-    Attributes:
-        library: That of the library `tokenizers`.
-        prompts: Texts to put in front, by name.
-        default_prompt: Name of the prompt for requests that name none.
-        frame: Special tokens in front of a text, and behind it.
-    """
-
-    library: Tokenizer
-    prompts: Mapping[str, str]
-    default_prompt: str | None
-    frame: tuple[list[int], list[int]]
-
-    def prompt(self, name: str | None) -> str:
-        """The text that goes in front.
-
-        Raises:
-            Problem: There is no such prompt.
-        """
-        name = self.default_prompt if name is None else name
-        if name is None:
-            return ""
-        if name not in self.prompts:
-            there = ", ".join(sorted(self.prompts)) or "none"
-            raise Problem(
-                Kind.INVALID,
-                f"prompt_name {name!r:.80}: no such prompt; there are: {there}",
-                param="prompt_name",
-            )
-        return self.prompts[name]
-
-    def tokens(self, texts: Sequence[str], *, special: bool) -> bytes:
-        """The tokens of each text, as JSON, and where they stand in it, in bytes."""
-        encodings = self.library.encode_batch(texts, add_special_tokens=special)
-        return b"[%b]" % b",".join(
-            json_list(_describe_tokens(text, encoding), at_a_time=TOKENS_AT_A_TIME)
-            for text, encoding in zip(texts, encodings, strict=True)
-        )
-
-    def without_frame(self, ids: list[int]) -> list[int]:
-        """Token ids without the special tokens that the tokenizer puts around a text."""
-        before, after = self.frame
-        end = len(ids) - len(after)
-        if len(before) <= end and ids[: len(before)] == before and ids[end:] == after:
-            return ids[len(before) : end]
-        return ids
-
-    def texts(self, ids: Sequence[Sequence[int]], *, skip_special: bool) -> bytes:
-        """The texts of token ids, as JSON; ids of no token are left out."""
-        return json_list(
-            self.library.decode_batch([*map(list, ids)], skip_special_tokens=skip_special)
-        )
-
-
-def load_tokenizer(model: ServedModel) -> ModelTokenizer:
-    """Loads the tokenizer of a model.
-
-    Raises:
-        Problem: It has none that the library reads, or its files are not here.
-    """
-    files = ModelFiles(model)
-    path = files.path("tokenizer.json")
-    if path is None:
-        raise Problem(
-            Kind.UNSUPPORTED,
-            f"model {model.name!r}: has no tokenizer.json, so its texts are tokenized in workers"
-            " alone; save its fast tokenizer with save_pretrained",
-        )
-    try:
-        library = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing narrower.
-        raise Problem(
-            Kind.UNSUPPORTED, f"model {model.name!r}: its tokenizer.json cannot be read: {error}"
-        ) from error
-    library.no_truncation()
-    library.no_padding()
-    general = files.json("config_sentence_transformers.json")
-    settings = model.settings
-    return ModelTokenizer(
-        library,
-        {**(general.get("prompts") or {}), **settings.prompts},
-        settings.default_prompt or general.get("default_prompt_name"),
-        _frame(library),
-    )
-
-
-def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens in front of a text, and behind it."""
-    whole = library.encode("a")
-    inside = [place for place, is_special in enumerate(whole.special_tokens_mask) if not is_special]
-    if not inside:
-        return [], []
-    return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
-
-
-class SimpleToken(TypedDict):
-    """One token of a text."""
-
-    id: Annotated[int, Field(ge=0)]
-    text: Annotated[str, Field(description="As it stands in the text; the name of special ones.")]
-    special: bool
-    start: Annotated[
-        int | None, Field(ge=0, description="Its first byte in the text's UTF-8, with the prompt.")
-    ]
-    stop: Annotated[int | None, Field(ge=0, description="The byte behind its last one.")]
-
-
-def _describe_tokens(text: str, encoding: Encoding) -> Iterator[SimpleToken]:
-    """The tokens of a text, one by one.
-
-    All of them at once would take the garbage collector long, during which no thread runs.
-    """
-    places = bytes_of_chars(text).tolist()
-    each = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
-    for index, (token, name, is_special) in enumerate(each):
-        chars = None if is_special else encoding.token_to_chars(index)
-        start, end = chars or (0, 0)
-        yield {
-            "id": token,
-            "text": text[start:end] if chars else name,
-            "special": not chars,
-            "start": places[start] if chars else None,
-            "stop": places[end] if chars else None,
-        }
-
-
-def bytes_of_chars(text: str) -> NDArray[np.int64]:
-    """Where each character begins in the text's UTF-8, and where the last one ends."""
-    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    widths = 1 + sum((points > limit).astype(np.int64) for limit in (0x7F, 0x7FF, 0xFFFF))
-    return np.concatenate(([0], np.cumsum(widths))).astype(np.int64)
 
 
 # Their vectors, as workers send them: float32, little-endian, in base64

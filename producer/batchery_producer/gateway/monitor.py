@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from celery import Celery
 from pydantic import BaseModel, Field
@@ -190,56 +189,6 @@ def _throughput(now: Survey, before: Survey | None) -> ThroughputStatus | None:
 def _rate(counts: Iterable[tuple[int, float]]) -> float:
     """Of all workers together, each by its own clock."""
     return round(sum(count / seconds for count, seconds in counts), 3)
-
-
-# The devices of a queue
-
-
-#: Bytes of what these routes call a GB, as torch's users count.
-GB = 2**30
-
-
-class DeviceFigures(NamedTuple):
-    """The devices that serve a queue.
-
-    Attributes:
-        names: Of those that are ready, each once, sorted.
-        allocated_bytes: Memory that tensors hold on all of them; None if no device counts it, as
-            on a CPU.
-        peak_bytes: Maximum that they held.
-    """
-
-    names: tuple[str, ...] = ()
-    allocated_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
-def find_devices(workers: Mapping[str, WorkerFigures], queue: str) -> DeviceFigures:
-    """Finds the devices that serve a queue.
-
-    Args:
-        workers: Those with devices, by name.
-        queue: Workers that do not consume it are left out.
-    """
-    ready = [
-        (name, device)
-        for worker in workers.values()
-        if queue in worker.queues
-        for name, device in worker.devices.items()
-        if device.state == "ready"
-    ]
-    allocated = [n for _, each in ready if (n := each.memory.allocated_bytes) is not None]
-    peak = [n for _, each in ready if (n := each.memory.peak_bytes) is not None]
-    return DeviceFigures(
-        tuple(sorted({name for name, _ in ready})),
-        sum(allocated) if allocated else None,
-        sum(peak) if peak else None,
-    )
-
-
-def in_gb(size_bytes: int | None) -> float | None:
-    """A size in GB; None for none."""
-    return None if size_bytes is None else round(size_bytes / GB, 3)
 
 
 # Surveys

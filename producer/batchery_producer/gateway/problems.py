@@ -229,13 +229,6 @@ class TeiErrorBody(TypedDict):
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
 
-class TgiErrorBody(TypedDict):
-    """An error of the routes of Text Generation Inference."""
-
-    error: str
-    error_type: Literal["overloaded", "validation", "generation"]
-
-
 class CohereErrorBody(TypedDict):
     """An error of Cohere's routes."""
 
@@ -275,20 +268,12 @@ def _build_tei_error(problem: Problem, _: int) -> TeiErrorBody:
     return {"error": problem.message, "error_type": TEI_TYPES.get(problem.kind, "Validation")}
 
 
-def _build_tgi_error(problem: Problem, status: int) -> TgiErrorBody:
-    kind: Literal["validation", "generation"] = (
-        "validation" if status in (413, 422) else "generation"
-    )
-    return {"error": problem.message, "error_type": "overloaded" if status == 429 else kind}
-
-
 OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error, OpenAIErrorBody)
 TEI = ErrorFormat(
     {Kind.EMPTY: 400, Kind.UNSUPPORTED: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503},
     _build_tei_error,
     TeiErrorBody,
 )
-TGI = ErrorFormat({Kind.FAILED: 424}, _build_tgi_error, TgiErrorBody)
 COHERE = ErrorFormat(
     {Kind.INVALID: 400, Kind.EMPTY: 400},
     lambda problem, _: CohereErrorBody(message=problem.message),
@@ -304,9 +289,8 @@ FORMS: dict[str, ErrorFormat] = {
     "/v1/embed": COHERE,
     "/v1/rerank": COHERE,
     "/v2/": COHERE,
-    **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity", "/tokenize"), TEI),
-    "/generate": TGI,
-    **dict.fromkeys(("/decode", "/info", "/health", "/metrics"), TEI),
+    **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity"), TEI),
+    **dict.fromkeys(("/info", "/health", "/metrics"), TEI),
 }
 
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)

@@ -13,13 +13,11 @@ from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.health import Absence, Health, stop
-from batchery_producer.gateway.metrics import BatchCounters, Measurements
+from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import (
     ModelInfo,
-    ModelTokenizer,
     PerModel,
     ServedModels,
-    load_tokenizer,
     read_info,
     read_prompts,
 )
@@ -38,12 +36,11 @@ class Gateway:
     models: ServedModels
     client: AsyncClient
     health: Health
-    tokenizers: PerModel[ModelTokenizer]
     model_facts: PerModel[ModelInfo]
     prompts: PerModel[Mapping[str, str]]
     files: FileStore
     batches: BatchStore
-    batch_counters: BatchCounters
+    store: Store
     task_records: TaskRecords
     stream_records: TaskRecords
     result_waiter: ResultWaiter
@@ -88,12 +85,11 @@ async def running(
                 models=models,
                 client=client,
                 health=health,
-                tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_info),
                 prompts=PerModel(read_prompts),
                 files=files,
                 batches=BatchStore(store, files, jobs),
-                batch_counters=BatchCounters(store),
+                store=store,
                 task_records=records,
                 stream_records=TaskRecords(store, "stream"),
                 result_waiter=waiter,

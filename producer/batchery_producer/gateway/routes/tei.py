@@ -19,7 +19,7 @@ from batchery_producer.gateway.inference import (
     read_items,
     run_items,
 )
-from batchery_producer.gateway.models import LEAST_NORM, ModelTokenizer, ServedModel, numbers
+from batchery_producer.gateway.models import LEAST_NORM, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
@@ -142,28 +142,11 @@ async def list_response(request: Request, values: Iterable[Any], count: int) -> 
     return Response(content, media_type="application/json")
 
 
-async def read_texts(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
-    """The items of a request. Token ids lose the special tokens around them, as workers add those.
-
-    Raises:
-        Problem: There are none, or one is empty.
-    """
-    items = read_items(request, "inputs", inputs)
-    if all(isinstance(item, str) for item in items):
-        return items
-    try:
-        tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(model)
-    except Problem:
-        # Without its files here, ids are taken as they are.
-        return items
-    return [item if isinstance(item, str) else tokenizer.without_frame(item) for item in items]
-
-
 @router.post("/embed", response_model=list[list[float]])
 async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -> Response:
     """One vector for each text."""
     served = get_gateway(request).models.find(body.model or model, ("embedding",))
-    items = await read_texts(request, served, body.inputs)
+    items = read_items(request, "inputs", body.inputs)
     results = await embed_items(request, served, items, body.keywords(served), body.dimensions)
     vectors = [numbers(result["vector"]) for result in results]
     return await list_response(request, vectors, sum(map(len, vectors)))
@@ -173,7 +156,7 @@ async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -
 async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
     served = get_gateway(request).models.find(body.model or model, ("multi_vector_embedding",))
-    items = await read_texts(request, served, body.inputs)
+    items = read_items(request, "inputs", body.inputs)
     check_growth(count_chars(items))
     keywords = {**body.keywords(served), "encoding": "base64"}
     results = await run_items(request, served, items, keywords)
@@ -188,7 +171,7 @@ async def embed_sparse(
 ) -> Response:
     """One sparse vector for each text."""
     served = get_gateway(request).models.find(body.model or model, ("sparse_embedding",))
-    items = await read_texts(request, served, body.inputs)
+    items = read_items(request, "inputs", body.inputs)
     results = await run_items(request, served, items, body.keywords(served))
     vectors = (
         [

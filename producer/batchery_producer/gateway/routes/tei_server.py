@@ -1,4 +1,4 @@
-"""What clients of TEI expect of a server with one model: `POST /`, `/info`, and tokens."""
+"""What clients of TEI expect of a server with one model: `POST /` and `/info`."""
 
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -12,19 +12,11 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery.settings import Settings
-from batchery_producer.gateway.answers import json_response, off_loop
-from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId
+from batchery_producer.gateway.answers import json_response
+from batchery_producer.gateway.bodies import JsonRoute, ModelName
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.generation import KINDS as WRITERS
-from batchery_producer.gateway.inference import check_growth, count_chars, read_items
-from batchery_producer.gateway.models import (
-    UNKNOWN,
-    ModelInfo,
-    ModelTokenizer,
-    ServedModel,
-    SimpleToken,
-)
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.models import UNKNOWN, ModelInfo, ServedModel
+from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.tei import (
     EmbedAllRequest,
     EmbedRequest,
@@ -33,7 +25,6 @@ from batchery_producer.gateway.routes.tei import (
     PredictRequest,
     RerankTextsRequest,
     SimilarityRequest,
-    TeiRequest,
     TokenRequest,
     ZeroShotRequest,
     embed,
@@ -46,9 +37,7 @@ from batchery_producer.gateway.routes.tei import (
     similarity,
     zero_shot,
 )
-from batchery_producer.gateway.routes.tgi import GenerateRequest, generate_as_root
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.request_fields import expected
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
@@ -62,8 +51,7 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
     "sparse_embedding": (EmbedSparseRequest, embed_sparse),
     "classification": (PredictRequest, predict),
     "rerank": (RerankTextsRequest, rerank),
-    # Kinds that TEI does not have; the first of them is TGI's.
-    "generation": (GenerateRequest, generate_as_root),
+    # Kinds that TEI does not have.
     "zero_shot": (ZeroShotRequest, zero_shot),
     "token_classification": (TokenRequest, find_entities),
 }
@@ -71,7 +59,7 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
 #: Forms that the schema has for `POST /`.
 ROOT_FORMS: tuple[type[BaseModel], ...] = (
     *(EmbedRequest, EmbedAllRequest, EmbedSparseRequest),
-    *(PredictRequest, RerankTextsRequest, SimilarityRequest, GenerateRequest),
+    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
 )
 BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
 
@@ -149,7 +137,7 @@ async def root(
     """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
     given = body.get("model")
     name = given if isinstance(given, str) and given else model
-    served = get_gateway(request).models.find(name, None if name else HANDLERS)
+    served = get_gateway(request).models.find(name, HANDLERS)
     form, run = HANDLERS[served.kind]
     # The form of a body tells what the kind leaves open.
     if served.kind == "embedding" and isinstance(body.get("inputs"), dict):
@@ -201,116 +189,14 @@ def _describe_type(
     return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
-#: What TEI tells of a server that TGI tells, too.
-SHARED_INFO = (
-    *("model_id", "model_sha", "model_dtype", "max_concurrent_requests", "max_client_batch_size"),
-    *("version", "sha", "docker_label"),
-)
-
-
-def build_writer_info(known: ServerInfo) -> dict[str, Any]:
-    """A model that writes, in TGI's words."""
-    tokens = known["max_input_length"]
-    found: dict[str, Any] = {name: dict(known)[name] for name in SHARED_INFO}
-    found |= {"model_pipeline_tag": "text-generation", "router": "batchery", "max_best_of": 1}
-    found |= {"max_stop_sequences": 16, "max_input_tokens": tokens, "max_total_tokens": tokens}
-    return found
-
-
-@router.get("/info", response_model=ServerInfo | dict[str, Any])
+@router.get("/info", response_model=ServerInfo)
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
     gateway = get_gateway(request)
-    served = get_gateway(request).models.find(model, None)
+    served = gateway.models.find(model, HANDLERS)
     try:
         known: ModelInfo = await gateway.model_facts.of(served)
     except Problem:
         # Only a worker has its files.
         known = UNKNOWN
-    found = build_info(served, known, gateway.settings, request.state.caller)
-    return json_response(build_writer_info(found) if served.kind in WRITERS else found)
-
-
-# Tokens, which need no worker
-
-
-#: Work on more characters or tokens goes to a thread: it takes longer than to get there.
-INLINE_CHARS = 2_000
-
-
-class TokenizeRequest(TeiRequest):
-    """Texts for `/tokenize`."""
-
-    inputs: Annotated[
-        str | list[str],
-        expected("a text, or a list of texts"),
-        Field(examples=["the cat", ["the cat", "a dog"]]),
-    ]
-    add_special_tokens: bool = True
-    prompt_name: Annotated[
-        str | None, Field(description="Name of a prompt to put in front of each text.")
-    ] = None
-
-
-class DecodeRequest(TeiRequest):
-    """Token ids for `/decode`."""
-
-    ids: Annotated[
-        list[TokenId] | list[list[TokenId]],
-        expected("a list of token ids, or a list of such"),
-        Field(examples=[[101, 1996, 4937, 102]]),
-    ]
-    skip_special_tokens: bool = True
-
-
-@router.post("/tokenize", response_model=list[list[SimpleToken]])
-async def tokenize(request: Request, body: TokenizeRequest, model: ModelName = None) -> Response:
-    """The tokens of each text, and where they stand."""
-    served = get_gateway(request).models.find(body.model or model, None)
-    texts = read_items(request, "inputs", body.inputs)
-    chars = count_chars(texts)
-    request.state.caller.check(len(texts), chars)
-    _check_lengths(served, texts)
-    tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(served)
-    prompt = tokenizer.prompt(body.prompt_name)
-    chars += len(prompt) * len(texts)
-    check_growth(chars)
-    prompted = [prompt + text for text in texts]
-    content = await off_loop(
-        request.state.caller,
-        lambda: tokenizer.tokens(prompted, special=body.add_special_tokens),
-        is_long=chars > INLINE_CHARS,
-    )
-    return Response(content, media_type="application/json")
-
-
-@router.post("/decode", response_model=list[str])
-async def decode(request: Request, body: DecodeRequest, model: ModelName = None) -> Response:
-    """The text of each list of token ids."""
-    served = get_gateway(request).models.find(body.model or model, None)
-    ids = read_items(request, "ids", body.ids)
-    count = count_chars(ids)
-    request.state.caller.check(len(ids), count)
-    _check_lengths(served, ids)
-    check_growth(count)
-    tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(served)
-    content = await off_loop(
-        request.state.caller,
-        lambda: tokenizer.texts(ids, skip_special=body.skip_special_tokens),
-        is_long=count > INLINE_CHARS,
-    )
-    return Response(content, media_type="application/json")
-
-
-def _check_lengths(model: ServedModel, items: list[str] | list[list[int]]) -> None:
-    """Holds texts to the model's limit, as its workers do.
-
-    Raises:
-        Problem: One is too long.
-    """
-    limit = model.settings.max_chars
-    for index, item in enumerate(items):
-        if len(item) > limit:
-            raise Problem(
-                Kind.INVALID, f"item {index}: its length {len(item)} is above max_chars = {limit}"
-            )
+    return json_response(build_info(served, known, gateway.settings, request.state.caller))

@@ -20,11 +20,11 @@ from batchery_producer.gateway.app import list_routes
 from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, parse
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.problems import answer as read_answer
+from batchery_producer.gateway.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.cohere import CohereRerankRequest
 from batchery_producer.gateway.routes.openai import CreateBatchRequest, EmbeddingsRequest
-from batchery_producer.gateway.routes.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.tei import PipelineRequest, PredictRequest, SimilarityRequest
-from batchery_producer.gateway.routes.tei_server import HANDLERS, DecodeRequest
+from batchery_producer.gateway.routes.tei_server import HANDLERS
 from batchery_producer.request_fields import RequestBody
 
 #: Characters that matter in texts of JSON, and others.
@@ -102,7 +102,7 @@ def test_no_item_is_checked_after_one_that_is_wrong() -> None:
 MANY = 10_000
 
 
-@pytest.mark.parametrize("item", [{}, 1.5, None, [None], [1.5], ["", 1], {"a": 1}])
+@pytest.mark.parametrize("item", [{}, 1.5, ["", 1]])
 @pytest.mark.parametrize(
     ("model", "form"),
     [
@@ -111,7 +111,6 @@ MANY = 10_000
         (SimilarityRequest, '{"inputs": {"source_sentence": "a", "sentences": MANY}}'),
         (PredictRequest, '{"inputs": MANY}'),
         (PipelineRequest, '{"inputs": MANY, "parameters": {}}'),
-        (DecodeRequest, '{"ids": MANY}'),
         (CohereRerankRequest, '{"query": "a", "documents": MANY, "rank_fields": MANY}'),
         (ProcessBatchRequest, '{"texts": MANY}'),
         (CreateBatchRequest, '{"metadata": MANY}'),

@@ -1,0 +1,298 @@
+"""Texts in, labels out: `/process-batch`, the same as a stream, and what both did."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from fastapi.sse import format_sse_event
+from pydantic import Field, StringConstraints
+from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
+
+from batchery.protocol.figures import WorkerFigures
+from batchery_producer.answers import BatchSummary, Outcome
+from batchery_producer.gateway.bodies import WHOLE, JsonRoute
+from batchery_producer.gateway.event_stream import EVENTS_CONTENT, SSE_TYPE, EventStream
+from batchery_producer.gateway.inference import check_all, run_outcomes
+from batchery_producer.gateway.models import ServedModel
+from batchery_producer.gateway.problems import Problem, build_problem
+from batchery_producer.gateway.running import Gateway, get_gateway
+from batchery_producer.request_fields import RequestBody
+
+router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
+
+KINDS = ("classification",)
+
+#: Media type of lines of JSON, which a stream may have in place of server-sent events.
+LINES_TYPE = "application/x-ndjson"
+
+#: Digits after the point of times and rates.
+DIGITS = 6
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=10_000)]
+
+
+class ProcessBatchRequest(RequestBody):
+    """Texts to label."""
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=100)]
+    max_length: Annotated[int, WHOLE, Field(ge=50, le=1024, description="In tokens.")] = 512
+    batch_size: Annotated[int, WHOLE, Field(ge=1, le=32, description="Texts in a message.")] = 16
+    model: Annotated[str | None, Field(description="The first classifier if missing.")] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the jobs; those with others share no batches, so none goes without need."""
+        limit = min(self.max_length, model.settings.max_length or self.max_length)
+        return {} if limit == model.settings.max_length else {"max_length": limit}
+
+
+class LabelledText(TypedDict):
+    """One text with its label."""
+
+    text: str
+    sentiment: str
+    confidence: float
+    token_count: int
+    processing_order: int
+    truncated: bool
+
+
+class ProcessBatchResponse(TypedDict):
+    """All labels, in the order of the texts; times in seconds."""
+
+    results: list[LabelledText]
+    total_texts: int
+    processing_time: float
+    average_time_per_text: float
+    batch_info: dict[str, int | str | None]
+    performance_metrics: dict[str, float | int | None]
+
+
+@router.post("/process-batch")
+async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessBatchResponse:
+    """The label of each text."""
+    gateway, model, began_s = get_gateway(request), _find_model(request, body), time.perf_counter()
+    call = run_outcomes(request, model, body.texts, body.keywords(model), body.batch_size)
+    outcomes = check_all(await call)
+    took_s, count = time.perf_counter() - began_s, len(outcomes)
+    batches, results = collect_batches(outcomes), label(body.texts, outcomes, 0)
+    await _count(gateway, count, batches)
+    used_gb = None
+    if not all(batch.device.startswith("cpu") for batch in batches):
+        used_gb = describe_devices(await gateway.monitor.workers(), model.queue)[1]
+    limit = min(body.max_length, model.settings.max_length or body.max_length)
+    cut_at = (each["token_count"] for each in results if each["truncated"])
+    return {
+        "results": results,
+        "total_texts": count,
+        "processing_time": round(took_s, DIGITS),
+        "average_time_per_text": round(took_s / count, DIGITS),
+        "batch_info": {
+            "requested_batch_size": body.batch_size,
+            "actual_batches_used": len(batches),
+            # A text that was cut tells the model's own limit.
+            "max_length": min(cut_at, default=limit),
+            "device": ", ".join(sorted({batch.device for batch in batches})) or None,
+        },
+        "performance_metrics": {
+            "texts_per_second": round(count / took_s, 3),
+            "gpu_memory_used": used_gb,
+            "total_tokens_processed": sum(each["token_count"] for each in results),
+        },
+    }
+
+
+@router.post(
+    "/process-batch-stream",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "An event for each step.",
+            "content": {**EVENTS_CONTENT, LINES_TYPE: {"itemSchema": {"type": "object"}}},
+        }
+    },
+)
+async def process_batch_stream(
+    request: Request,
+    body: ProcessBatchRequest,
+    form: Annotated[Literal["sse", "jsonl"] | None, Query(alias="format")] = None,
+) -> Response:
+    """The labels batch by batch, as server-sent events or as lines of JSON."""
+    gateway, model, size = get_gateway(request), _find_model(request, body), body.batch_size
+    # Here an error has a status of its own.
+    gateway.health.check()
+    gateway.health.absence.check(model.name, model.queue)
+    batches = [body.texts[start : start + size] for start in range(0, len(body.texts), size)]
+    calls = [
+        asyncio.ensure_future(run_outcomes(request, model, texts, body.keywords(model), size))
+        for texts in batches
+    ]
+    # Also looks at the errors that nobody awaits after the first.
+    asyncio.gather(*calls, return_exceptions=True)
+    accepts_lines = form is None and LINES_TYPE in request.headers.get("accept", "")
+    media_type = LINES_TYPE if form == "jsonl" or accepts_lines else SSE_TYPE
+    events = _write(_list_events(gateway, body, batches, calls), media_type)
+    return EventStream(events, lambda: [call.cancel() for call in calls], media_type)
+
+
+async def _list_events(
+    gateway: Gateway,
+    body: ProcessBatchRequest,
+    batches: Sequence[Sequence[str]],
+    calls: Sequence["asyncio.Future[list[Outcome]]"],
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, in order, until the first error; all batches are sent at once."""
+    began_s, total, size = time.perf_counter(), len(body.texts), body.batch_size
+    started = {"total_texts": total, "batch_size": size, "estimated_batches": len(batches)}
+    yield {"status": "started", **started}
+    results: list[LabelledText] = []
+    used: set[BatchSummary] = set()
+    for number, (texts, call) in enumerate(zip(batches, calls, strict=True), 1):
+        step = {"batch_number": number, "batch_size": len(texts)}
+        progress = round(len(results) / total, DIGITS)
+        yield {"status": "processing_batch", **step, "progress": progress}
+        batch_began_s = time.perf_counter()
+        try:
+            outcomes = check_all(await call, len(results) if batches[1:] else None)
+        except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
+            problem = build_problem(error)
+            failed = {"batch_number": number, "detail": problem.message, "kind": problem.kind}
+            retry = {"retry_after_s": problem.retry_after_s} if problem.retry_after_s else {}
+            yield {"status": "error", **failed, **retry}
+            return
+        took_s, partial = time.perf_counter() - batch_began_s, label(texts, outcomes, len(results))
+        results += partial
+        used |= collect_batches(outcomes)
+        yield {
+            "status": "batch_complete",
+            "batch_number": number,
+            "batch_time": round(took_s, DIGITS),
+            "texts_per_second": round(len(partial) / max(took_s, 1e-6), 3),
+            "partial_results": partial,
+        }
+    # Before the last event, after which callers hang up.
+    await _count(gateway, total, used)
+    total_s = time.perf_counter() - began_s
+    times = {"total_time": total_s, "average_time_per_text": total_s / total}
+    rounded = {name: round(value, DIGITS) for name, value in times.items()}
+    yield {"status": "completed", **rounded, "final_results": results}
+
+
+async def _write(events: AsyncIterator[dict[str, Any]], media_type: str) -> AsyncIterator[bytes]:
+    async for event in events:
+        line = orjson.dumps(event)
+        is_sse = media_type == SSE_TYPE
+        yield format_sse_event(data_str=line.decode()) if is_sse else line + b"\n"
+
+
+def _find_model(request: Request, body: ProcessBatchRequest) -> ServedModel:
+    request.state.caller.check(len(body.texts), sum(map(len, body.texts)))
+    return get_gateway(request).models.find(body.model, KINDS)
+
+
+def label(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[LabelledText]:
+    """The label of each text, of which the first has this place in its request."""
+    return [
+        {
+            "text": text,
+            "sentiment": outcome.value["label"],
+            "confidence": outcome.value["score"],
+            "token_count": outcome.value["tokens"],
+            "processing_order": order,
+            "truncated": outcome.value.get("truncated", False),
+        }
+        for order, (text, outcome) in enumerate(zip(texts, outcomes, strict=True), start)
+    ]
+
+
+def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchSummary]:
+    """The batches in which items were computed; results from a cache have none."""
+    return {outcome.batch for outcome in outcomes if outcome.batch is not None}
+
+
+# What these routes did, in all processes of all gateways: a sorted set in Redis, which can add and
+# can keep a maximum.
+
+
+COUNTERS = "batch-stats"
+
+
+class BatchStatsResponse(TypedDict):
+    """What was counted, and the devices of the first classifier; memory in GB, null on a CPU."""
+
+    total_requests: int
+    total_texts_processed: int
+    average_batch_time: Annotated[float, Field(description="Of a forward pass, in seconds.")]
+    peak_batch_size: int
+    device: str | None
+    model_loaded: bool
+    current_gpu_memory: float | None
+    max_gpu_memory: float | None
+
+
+@router.get("/batch-stats")
+async def batch_stats(request: Request) -> BatchStatsResponse:
+    """What was counted since the beginning, and the devices of the first classifier."""
+    gateway = get_gateway(request)
+    gateway.health.check()
+    key = gateway.store.key(COUNTERS)
+    found = await gateway.store.run(lambda client: client.zrange(key, 0, -1, withscores=True))
+    totals = {name.decode(): score for name, score in found}
+    model = next((each for each in gateway.models if each.kind in KINDS), None)
+    workers = {} if model is None else await gateway.monitor.workers()
+    device, used_gb, peak_gb = describe_devices(workers, model.queue if model else "")
+    return {
+        "total_requests": int(totals.get("requests", 0)),
+        "total_texts_processed": int(totals.get("texts", 0)),
+        "average_batch_time": round(
+            totals.get("forward_s", 0.0) / max(totals.get("batches", 0), 1), DIGITS
+        ),
+        "peak_batch_size": int(totals.get("peak_batch_size", 0)),
+        "device": device,
+        "model_loaded": device is not None,
+        "current_gpu_memory": used_gb,
+        "max_gpu_memory": peak_gb,
+    }
+
+
+async def _count(gateway: Gateway, texts: int, batches: set[BatchSummary]) -> None:
+    forward_s = sum(batch.forward_ms for batch in batches) / 1000
+    sums = {"requests": 1, "texts": texts, "batches": len(batches), "forward_s": forward_s}
+    peak = max((batch.size for batch in batches), default=0)
+    key = gateway.store.key(COUNTERS)
+
+    def add(client: Any) -> None:
+        with client.pipeline(transaction=False) as pipe:
+            for name, amount in sums.items():
+                pipe.zincrby(key, amount, name)
+            pipe.zadd(key, {"peak_batch_size": peak}, gt=True)
+            pipe.execute()
+
+    # If Redis has gone, the request is not counted: its labels matter more.
+    with suppress(Problem):
+        await gateway.store.run(add)
+
+
+def describe_devices(
+    workers: Mapping[str, WorkerFigures], queue: str
+) -> tuple[str | None, float | None, float | None]:
+    """The devices that are ready for a queue, their memory in use and its peak, in GB."""
+    ready = {
+        (worker, name): device
+        for worker, figures in workers.items()
+        if queue in figures.queues
+        for name, device in figures.devices.items()
+        if device.state == "ready"
+    }
+
+    def add_up(name: str) -> float | None:
+        sizes = [getattr(device.memory, name) for device in ready.values()]
+        known = [size for size in sizes if size is not None]
+        return round(sum(known) / 2**30, 3) if known else None
+
+    names = ", ".join(sorted({name for _, name in ready})) or None
+    return names, add_up("allocated_bytes"), add_up("peak_bytes")
