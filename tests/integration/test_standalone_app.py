@@ -169,14 +169,13 @@ def test_a_worker_with_a_model_starts_without_a_line_of_other_libraries(
     assert [line for line in log.splitlines() if line and not line.startswith(" ")] == []
 
 
-@pytest.mark.parametrize("process", [False, True])
 def test_an_engine_starts_without_a_line_of_other_libraries(
-    minilm_path: Path, tmp_path: Path, process: bool
+    minilm_path: Path, tmp_path: Path
 ) -> None:
     script = (
         "from batchery import Engine, ModelSettings\n"
         f"model = ModelSettings(kind='embedding', model={str(minilm_path)!r})\n"
-        f"with Engine(model, process={process}) as engine: print(len(engine.call('a text')))\n"
+        "with Engine(model) as engine: print(len(engine.call('a text')))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],

@@ -11,7 +11,6 @@ import gc
 import logging
 import math
 import os
-import pickle
 import queue
 import socket
 import sys
@@ -20,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -28,7 +26,7 @@ from celery import Celery, signals
 from celery.result import denied_join_result
 
 from batchery.device_names import main_device
-from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
+from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.installation import get_installation
 from batchery.model import StepModel
@@ -41,7 +39,6 @@ from batchery_worker.device.functions import EventLoop, run_batch, soft_time_lim
 from batchery_worker.device.intake import Intake, excused
 from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
 from batchery_worker.device.loading import (
-    EngineModel,
     build_identity,
     check_device,
     find_memory,
@@ -64,7 +61,6 @@ from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_p
 from batchery_worker.ipc.messages import (
     Began,
     Cancel,
-    Done,
     Loaded,
     Loads,
     NotReady,
@@ -74,7 +70,6 @@ from batchery_worker.ipc.messages import (
     ResultsWait,
     Setup,
     Work,
-    dump_outcomes,
     dump_reply,
     load_message,
 )
@@ -462,56 +457,6 @@ class Device:
         return {"models": models, "memory": self._memory.figures()}
 
 
-class EngineDevice(Device):
-    """Serves the model of an `Engine`, which gets the objects that it returns; stores nothing."""
-
-    def start(self, setup: Setup, app: Celery | None = None) -> Ready:  # noqa: ARG002 (has none)
-        """Loads the model and warms it up.
-
-        Raises:
-            BatcheryError: Says in one line what is missing.
-        """
-        started_s = time.monotonic()
-        assert setup.model is not None
-        sys.path[:] = list(setup.sys_path)
-        try:
-            model: EngineModel = pickle.loads(setup.model)
-        except Exception as error:
-            raise ModelLoadError(
-                f"model {setup.device!r}: its device process cannot read it:"
-                f" {type(error).__name__}: {error}; define its class in a module that can be"
-                " imported"
-            ) from error
-        self._memory, served = model.serve()
-        self._models.keep(served, time.monotonic() - started_s)
-        self._reuse = SingleFlight(ResultCache(None))  # No batch has a policy for it.
-        return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
-
-    def _prepare(self, frame: bytes) -> DeviceBatch:
-        work: Work = load_message(frame)
-        served = self._models.loaded[work.task]
-        started_s = time.perf_counter()
-        try:
-            items, keywords = pickle.loads(cast(bytes, work.jobs[0][1]))
-        except Exception as error:  # noqa: BLE001 - whatever the code of the items raises
-            text = (
-                f"the device process cannot read it: {type(error).__name__}: {error};"
-                " define its class in a module that can be imported"
-            )
-            # One outcome, however many items there are: the parent sends halves of them.
-            items = [Failed(InvalidItem(text))]
-        else:
-            work = replace(work, keywords=keywords)
-            items = prepare(served.model, items, keywords)
-        prepared_s = time.perf_counter()
-        return DeviceBatch(work, items, served, None, (prepared_s - started_s) * 1e3, prepared_s)
-
-    def _answer(self, batch: DeviceBatch) -> None:
-        outcomes = ("", (dump_outcomes(batch.outcomes),))
-        tokens = batch.tokens, batch.computed_tokens
-        self.tell(Done(batch.work.id, [outcomes], batch.forward_ms, *tokens, figures=batch.figures))
-
-
 def _or_die(stage: Callable[[], None]) -> None:
     """Ends the process if the thread fails: its batches would never be answered."""
     try:
@@ -537,16 +482,13 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    device = Device(end) if setup.model is None else EngineDevice(end)
+    device = Device(end)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
         log.setblocking(True)
         keep_private(log)
-        # The batches of an engine have no tasks that lines could name.
-        handler = ForwardingHandler(
-            setup.name, log, lambda: device.current if setup.model is None else None
-        )
+        handler = ForwardingHandler(setup.name, log, lambda: device.current)
     forward_logs(handler, setup.log_levels)
     # As in Celery's own pools: a job that a function awaits may wait for this very device.
     with denied_join_result():
@@ -558,7 +500,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         gc.set_threshold(*usual)
         if is_ready:
             _or_die(device.run)
-        end_process(has_app=is_ready and setup.model is None)
+        end_process(has_app=is_ready)
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
@@ -577,7 +519,7 @@ def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
         name, text = type(error).__name__, str(error)
         if not isinstance(error, BatcheryError):
             text = f"{setup.app or setup.device}: {name}: {error}"
-            name = "AppNotImportable" if setup.model is None else "ModelLoadError"
+            name = "AppNotImportable"
         device.tell(NotReady(name, text))
         return False
     device.tell(ready)

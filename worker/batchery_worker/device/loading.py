@@ -109,7 +109,7 @@ def weigh_model(model: Model) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """A model of an engine, to be loaded, and its limits; can be pickled if its maker can.
+    """A model of an engine, to be loaded, and its limits.
 
     Attributes:
         name: Its name in errors.
@@ -136,11 +136,9 @@ class EngineModel:
         served.limit(self.max_batch_tokens)
         return memory, served
 
-    def work(self, number: int, keywords: Mapping[str, Any], content: bytes = b"") -> Work:
-        """A batch as `LoadedModel` knows it; `content` has items and keywords, if they travel."""
-        jobs = [("", content, False)] if content else ()
-        limits = self.max_batch_size, self.max_batch_tokens
-        return Work(number, self.name, keywords, jobs, *limits)
+    def work(self, keywords: Mapping[str, Any]) -> Work:
+        """A batch as `LoadedModel` knows it."""
+        return Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
 
 def _load(

@@ -14,7 +14,7 @@ from batchery.settings import ModelSettings, Settings
 from batchery_worker.device.loading import EngineModel
 from batchery_worker.inprocess.batch_loop import BatchLoop
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
-from batchery_worker.inprocess.engine_device import LocalDevice, SpawnedDevice
+from batchery_worker.inprocess.engine_device import LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
@@ -41,7 +41,7 @@ class EngineCall(BatchedCall[Any, Any]):
         Raises:
             InvalidItem: The item or a keyword is wrong.
             OutOfMemory: The device has no memory for this item alone.
-            DeviceDied: The device process died while it computed this item alone.
+            DeviceDied: The device computes nothing any more, as after a fault of CUDA.
             ModelLoadError: The model cannot be loaded.
             DeviceUnavailable: The device does not exist.
             NoResult: None came within `timeout_s`.
@@ -78,10 +78,7 @@ class Engine(EngineCall):
         engine.submit("some text")              # a concurrent.futures.Future
     ```
 
-    A result is what the model's `postprocess` gives. The model runs on one thread of this process,
-    or with `process=True` in a process of its own. When such a process dies, halves of its batch
-    run in the next one, until the item that kills it is alone: that one fails with `DeviceDied`,
-    after its second process has died.
+    A result is what the model's `postprocess` gives. The model runs on one thread of this process.
 
     Entering the `with` loads the model; otherwise the first call does. The setting `cache` has no
     effect, as results are kept in Redis.
@@ -93,7 +90,6 @@ class Engine(EngineCall):
         /,
         *,
         device: str | None = None,
-        process: bool = False,
         max_batch_tokens: int | None = None,
         **options: Any,
     ) -> None:
@@ -103,11 +99,6 @@ class Engine(EngineCall):
             model: A name in `[models]` of the settings; or the settings of a model; or a model of
                 your own, not loaded yet.
             device: As torch spells it; None for the first one of the setting `devices`.
-            process: Whether the model runs in a process of its own. Then neither waits for the
-                interpreter lock of the other, and its crash ends no caller. Choose it where this
-                process computes in Python: beside one thread that never waits, the model has a
-                tenth of its throughput otherwise. Items and results are pickled, and a model of
-                your own must be importable.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
             options: Those of `batched`, besides `length`; by default the settings of their names.
@@ -135,11 +126,7 @@ class Engine(EngineCall):
             or settings.max_batch_tokens,
             settings.memory_fraction,
         )
-        self._device: SpawnedDevice | LocalDevice = (
-            SpawnedDevice(served, settings.device_start_timeout_s, settings.max_pass_s)
-            if process
-            else LocalDevice(served)
-        )
+        self._device = LocalDevice(served)
         thread = make_thread(self, BatchLoop(_run, name, chosen))
         # The thread must not keep the engine alive.
         thread.load, thread.unload = self._device.load, self._device.close
@@ -215,7 +202,6 @@ def _make_builtin(settings: ModelSettings) -> Model:
 
 
 def _itself(model: Model) -> Model:
-    # A function of the module, as it is pickled for the device process.
     return model
 
 
@@ -228,7 +214,7 @@ def _options(
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model
     known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
-    check_names(name, given, ["device", "process", *known])
+    check_names(name, given, ["device", *known])
     return BatcherOptions(**{**usual, **given})
 
 

@@ -118,9 +118,6 @@ class Setup:
     pinned: frozenset[str] = frozenset()
     #: Memory for models; None for no limit, or for the default of a CUDA device.
     model_memory_bytes: int | None = None
-    #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
-    #: `sys_path`. Then there is no app, and `device` is the name of the model.
-    model: bytes | None = None
     #: Settings of the Celery app: a program that starts a worker may set them after the import.
     conf: Mapping[str, Any] = field(default_factory=dict)
     #: By name of a task: the settings of its model, where they are others than those of the app.
@@ -152,9 +149,7 @@ class Work:
     id: int
     task: str
     keywords: Mapping[str, Any]
-    #: Of each job: task id, items, and whether it is a multi-item job, and of which form. An engine
-    #: has one job a batch; items and keywords are pickled by themselves, as their classes may be
-    #: unknown to the device.
+    #: Of each job: task id, items, and whether it is a multi-item job, and of which form.
     jobs: Sequence[tuple[str, Sequence[Any], Form]]
     max_batch_size: int
     max_batch_tokens: int | None
@@ -287,7 +282,7 @@ class Done(NamedTuple):
     id: int
     #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`. Of a
     #: committed job, the text of its result, if anybody reads it, and the outcome, if something
-    #: listens. For an engine: the outcomes of all items, written by `dump_outcomes`.
+    #: listens.
     jobs: Sequence[tuple[str, tuple[Any, ...]]]
     forward_ms: float
     #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
@@ -366,38 +361,9 @@ def load_reply(frame: bytes) -> Reply:
     return reply
 
 
-def dump_outcomes(outcomes: Sequence[Any]) -> bytes:
-    """Pickles outcomes for an engine; those that cannot be pickled become failures that say so."""
-    outcomes = [_sendable_failure(each) if isinstance(each, Failed) else each for each in outcomes]
-    try:
-        return pickle.dumps(outcomes, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - whatever the values' own code raises
-        return pickle.dumps(list(map(_sendable_value, outcomes)), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _sendable_failure(failed: Failed) -> Failed:
-    return failed if _why_stuck(failed) is None else _as_text(failed)
-
-
 def _as_text(failed: Failed) -> Failed:
     error = failed.exception
     return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error_text(error)}"))
-
-
-def _sendable_value(outcome: Any) -> Any:
-    if (error := _why_stuck(outcome)) is None:
-        return outcome
-    text = f"the result is a {type(outcome).__name__} that cannot be pickled ({error})"
-    return Failed(UnserialisableResult(text))
-
-
-def _why_stuck(value: Any) -> Exception | None:
-    """What a value raises on its way: some exceptions can be pickled, and not read."""
-    try:
-        pickle.loads(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-    except Exception as error:  # noqa: BLE001 - as above
-        return error
-    return None
 
 
 def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:

@@ -252,7 +252,7 @@ def test_a_name_of_the_settings_brings_their_limits(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch": 3}, "no option max_batch; there are device, process, max_batch_size"),
+        ({"max_batch": 3}, "no option max_batch; there are device, max_batch_size"),
         ({"length": len}, "no option length"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
         ({"max_batch_tokens": 0}, "max_batch_tokens=0: give a whole number above 0"),

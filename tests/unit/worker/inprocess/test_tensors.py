@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
 from batchery.outcomes import Failed
-from batchery.testing import ManualBatcher
 from batchery_worker.inprocess.batcher import BatchedFunction, batched
 from batchery_worker.inprocess.tensors import Collator
 from batchery_worker.models.hardware import transfers  # noqa: F401 - before CUDA is a fake
@@ -494,9 +493,9 @@ def test_copies_to_a_device_are_whole_whichever_stream_is_ahead(
 
 def calls_of_mixed_lengths(**options: Any) -> int:
     """How often a function is called for two short and two long items, at first."""
-    batcher = ManualBatcher(lambda batch: [0] * len(batch["ids"]), pad={"ids": 0}, **options)
-    batcher([{"ids": [1] * length} for length in (1, 200, 1, 200)])
-    return len(batcher.batches)
+    with batched(lambda batch: [0] * len(batch["ids"]), pad={"ids": 0}, **options) as function:
+        function([{"ids": [1] * length} for length in (1, 200, 1, 200)])
+        return function.stats.calls_of_function
 
 
 def test_a_gpu_pads_rather_than_being_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
