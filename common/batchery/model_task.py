@@ -1,11 +1,10 @@
 """The task of a model: a batch task with a queue of its own, whose function is a `Model`."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
-from celery.canvas import chunks
 from celery.utils.imports import symbol_by_name
 
 from batchery.execution.batch import compute, prepare
@@ -16,17 +15,6 @@ from batchery.task import BatchTask
 
 #: Guards the loading of a model: threads of an ordinary pool must share one copy.
 _loading = threading.Lock()
-
-
-class QueuedChunks(chunks):
-    """Celery's `chunks`, whose queue holds for its parts, too."""
-
-    def group(self) -> Any:
-        """The parts, as jobs of `starmap`."""
-        whole = super().group()
-        for part in whole.tasks:
-            part.set(queue=self.options["queue"])
-        return whole
 
 
 class ModelTask(BatchTask):
@@ -86,19 +74,6 @@ class ModelTask(BatchTask):
         # Celery asks here for a task's default options, in `delay` as in `send_task`.
         options = super()._get_exec_options()  # type: ignore[misc]
         return {**options, "queue": self.model_queue}
-
-    def map(self, it: Iterable[Any]) -> Any:
-        """As Celery's `map`, in the model's queue."""
-        return super().map(it).set(queue=self.model_queue)
-
-    def starmap(self, it: Iterable[Any]) -> Any:
-        """As Celery's `starmap`, in the model's queue."""
-        return super().starmap(it).set(queue=self.model_queue)
-
-    def chunks(self, it: Iterable[Any], n: int) -> Any:
-        """As Celery's `chunks`, in the model's queue."""
-        made: Any = QueuedChunks
-        return made(self.s(), it, n, app=self.app, queue=self.model_queue)
 
     @property
     def model_settings(self) -> ModelSettings | None:

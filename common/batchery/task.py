@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
-from operator import length_hint
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from celery import VERSION, Celery, Task, __version__, uuid
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import Signature, chunks, group, maybe_signature
 from celery.result import AsyncResult, ResultSet, allow_join_result
 from celery.signals import worker_ready
 from celery.utils.imports import symbol_by_name
@@ -68,6 +68,17 @@ OTHER_SEND_OPTIONS = {
 
 #: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
 MIN_BULK_ITEMS = 16
+
+
+class ItemChunks(chunks):
+    """Celery's `chunks`, of jobs that carry the items of a chunk."""
+
+    def group(self) -> Any:
+        """The jobs."""
+        task, it, n = self._unpack_args(self.kwargs)
+        rest = iter(it)
+        parts = iter(lambda: list(islice(rest, n)), [])
+        return group((task.type.starmap(part) for part in parts), app=self._app)
 
 
 class Delivery:
@@ -388,18 +399,32 @@ class BatchTask(_Task):
         return symbol_by_name(STREAM_JOB)(self, item, timeout_s, keywords)
 
     def map(self, it: Iterable[Any]) -> Any:
-        """As Celery's `map`.
+        """As Celery's `map`, in one job that carries all items, so that a device runs them.
 
         Raises:
             InvalidItem: There are more items than a job may have.
         """
-        multi_item.check_map(length_hint(it))
-        return super().map(it)
+        items = list(it)
+        multi_item.check_map(len(items))
+        if not items:
+            # Nothing is called; Celery's own task answers with an empty list.
+            return super().map(items)
+        carried = {"v": multi_item.VERSION, "n": len(items), "values": True}
+        return self.signature((items,), immutable=True, headers={HEADER: carried})
 
     def starmap(self, it: Iterable[Any]) -> Any:
-        """As Celery's `starmap`; see `map`."""
-        multi_item.check_map(length_hint(it))
-        return super().starmap(it)
+        """As Celery's `starmap`, where each tuple has one element, the item; see `map`.
+
+        Raises:
+            BatchArgumentError: A tuple has another number of elements.
+            InvalidItem: There are more items than a job may have.
+        """
+        return self.map([only_item(self.name, args) for args in it])
+
+    def chunks(self, it: Iterable[Any], n: int) -> Any:
+        """As Celery's `chunks`, each chunk as one job of `starmap`."""
+        made: Any = ItemChunks
+        return made(self.s(), it, n, app=self.app)
 
     def submit_many(
         self,

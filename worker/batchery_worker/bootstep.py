@@ -43,7 +43,6 @@ from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
 from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
-from batchery_worker.map_strategy import use_devices
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
@@ -121,7 +120,6 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
-        use_devices(worker.app)
 
 
 class LateBindingStep(_ConsumerStep):  # type: ignore[misc]

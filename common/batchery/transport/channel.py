@@ -363,15 +363,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             super()._brpop_start(timeout)
         else:
             with refusals_as_lost_connection():
-                self._ask(may_note=False)
+                self._ask()
 
-    def _ask(self, *, may_note: bool) -> None:
+    def _ask(self) -> None:
         self._raise_if_fenced()
         connection = self.client.connection
         if self._prepared is not connection._sock:
             self._prepare(connection)
         self._has_room = False
-        if self.fetcher.ask(connection, may_note=may_note):
+        if self.fetcher.ask(connection):
             self._in_poll = connection
             self._brpop_sent_at = monotonic()
             self._fetching, self._waiting = True, False
@@ -426,11 +426,10 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         """Fetches because a push has come; returns whether an answer must be read.
 
         The answer is waited for, as Redis answers sooner than the loop turns. The push is in front
-        of it. So no batch can begin meanwhile, and Redis may note one that is about to.
+        of it.
         """
-        assert self.lease_store is not None
         self._fruitless = False
-        self._ask(may_note=not self.lease_store.running_batches.are_some)
+        self._ask()
         is_asked = self._fetching
         self._fetching, self._in_poll = False, None
         if not is_asked:

@@ -50,8 +50,6 @@ class FetchRequest(NamedTuple):
     capacity: Capacity
     #: Whether Redis is asked to tell of changes, too.
     watches: bool
-    #: Whether a single message is noted as about to run.
-    notes: bool
 
 
 class EncodedFetch(NamedTuple):
@@ -87,8 +85,8 @@ class Fetcher:
         self._lease_store = lease_store
         self._inbox = inbox
         self._sha = ""
-        #: The last questions, with notes and without: an idle worker asks both again and again.
-        self._known: dict[bool, SentFetch] = {}
+        #: The last question: an idle worker asks it again and again.
+        self._known: SentFetch | None = None
         self._asked: SentFetch | None = None
         self._asked_s = 0.0
         #: The parts of each queue.
@@ -119,31 +117,25 @@ class Fetcher:
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
         self.forget_entry()
-        self._known.clear()
-        self._lease_store.running_batches.forget_fetched()
+        self._known = None
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
         connection.send_command("SCRIPT", "LOAD", script_text(LUA, "fetch"))
         self._sha = bytes_to_str(connection.read_response())
 
-    def ask(self, connection: Any, *, may_note: bool) -> bool:
-        """Sends the question, whose answer is the script's; False if no queue may give anything.
-
-        Args:
-            connection: Where it is sent.
-            may_note: Whether Redis may note a single message as about to run, as no batch runs.
-        """
+    def ask(self, connection: Any) -> bool:
+        """Sends the question, whose answer is the script's; False if no queue may give anything."""
         channel = self._channel
         free = min(channel.qos.free, channel.fetch_messages)
         queues = tuple(channel._queue_cycle.consume(len(channel.active_queues)))
         watches = not self._brought_much
-        asked = self._known.get(may_note)
+        asked = self._known
         if asked is None or not self._is_as_then(asked, free, queues, watches):
-            asked = self._anew(free, queues, watches, may_note)
+            asked = self._anew(free, queues, watches)
             if asked is None:
                 return False
-            self._known[may_note] = asked
+            self._known = asked
         if self._unsorted is not None:
             self._lease_store.sort_tenants(self._unsorted)
             self._unsorted = None
@@ -166,24 +158,15 @@ class Fetcher:
             and question.capacity == self._capacity()
         )
 
-    def _anew(
-        self, free: int, queues: tuple[str, ...], watches: bool, may_note: bool
-    ) -> SentFetch | None:
+    def _anew(self, free: int, queues: tuple[str, ...], watches: bool) -> SentFetch | None:
         """Works a question out; None if no queue may give anything."""
         all_limits = self._limits(free, queues)
         limits = self._join({part: limit for part, limit in all_limits.items() if limit > 0})
         if not limits:
             return None
         capacity = self._capacity()
-        question = FetchRequest(
-            self._lease_store.worker,
-            free,
-            limits,
-            capacity,
-            watches,
-            notes=may_note and capacity.batch > 0,
-        )
-        known = self._known.get(may_note)
+        question = FetchRequest(self._lease_store.worker, free, limits, capacity, watches)
+        known = self._known
         if known is not None and known.question == question:
             spelled = known.spelled
         else:
@@ -220,7 +203,7 @@ class Fetcher:
             *("EVALSHA", self._sha, len(fixed) + len(names)),
             *fixed,
             *names,
-            *(question.worker, question.free, MAX_FETCH_BYTES, entry, int(question.notes)),
+            *(question.worker, question.free, MAX_FETCH_BYTES, entry),
             *(len(question.limits), *(limit for _, limit in question.limits)),
             *(number for _, number in lists),
         )
@@ -272,8 +255,6 @@ class Fetcher:
             self.forget_entry()
         self._unsorted = answer.pop() if answer and len(answer) % 2 else None
         brought = len(answer or ()) // 2 - 1
-        if brought == 1 and asked.question.notes:
-            self._lease_store.running_batches.fetched(str(int(answer[1])))
         self._brought_much = brought >= asked.messages
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:

@@ -1,9 +1,7 @@
 """Suspects: the jobs that were on a device when their worker died, or were just read by it.
 
 A worker notes each batch in Redis before it goes to a device, and does not wait for the answer: a
-note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch. On an
-idle machine to send costs almost as much, as it wakes Redis: so a job that comes alone, to a worker
-where no batch runs, is noted by the fetch that brings it.
+note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch.
 
 A message may end its worker while it is read, before anything runs. So each fetch notes what it
 brings, and the next one removes that note. Messages that were in such a note when their worker died
@@ -47,9 +45,6 @@ MAX_DELIVERY_DEATHS = 2
 
 #: Field of the note of what a worker reads, among the notes of its batches.
 DELIVERY = "delivery"
-
-#: The note that a fetch made, as a batch; those that are sent from here begin at 1.
-FETCHED = 0
 
 _Command = tuple[str | int, ...]
 
@@ -148,31 +143,6 @@ class RunningBatches:
         #: Batches that ended. They can wait for the next command: recovery ignores jobs whose
         #: leases are gone.
         self._ended: list[int] = []
-        #: Batches that began and have not ended.
-        self._running: set[int] = set()
-        #: Token of the message that a fetch has noted, until a batch begins.
-        self._fetched: str | None = None
-
-    @property
-    def are_some(self) -> bool:
-        """Whether batches run, or notes wait to be sent."""
-        return bool(self._running or self._waiting)
-
-    def fetched(self, token: str) -> None:
-        """Notes that a fetch has removed all notes, and made one for its only message.
-
-        Call it only where `are_some` was False when the fetch was sent, and still is.
-        """
-        self._fetched, self._ended = token, []
-
-    def forget_fetched(self) -> None:
-        """Has the next batch remove the note of a fetch, unless that batch runs.
-
-        The note may not have been used; or the answer to the fetch may be lost.
-        """
-        self._fetched = None
-        if FETCHED not in self._running:
-            self._ended.append(FETCHED)
 
     def began(
         self,
@@ -193,14 +163,7 @@ class RunningBatches:
             cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
-        if list(jobs) == [self._fetched] and not (alone or in_slots or cleared):
-            self._fetched = None
-            self._running.add(FETCHED)
-            return FETCHED
-        if self._fetched is not None:
-            self.forget_fetched()
         batch = next(self._numbers)
-        self._running.add(batch)
         words = ["alone" if alone else "slots" if in_slots else "shared"]
         for token, task_id in jobs.items():
             words += (token, encode_id(task_id))
@@ -222,7 +185,6 @@ class RunningBatches:
 
     def ended(self, batch: int) -> None:
         """Notes that a batch has left its device; Redis learns it with the next batch."""
-        self._running.discard(batch)
         self._ended.append(batch)
         # Check the connection now, so that the next batch need not wait for it.
         if self._connection is not None and not self._is_well():
@@ -231,7 +193,7 @@ class RunningBatches:
     def drop(self) -> None:
         """Forgets what was not sent, because the worker is fenced."""
         self._waiting.clear()
-        self._ended, self._fetched = [], None
+        self._ended = []
 
     def drop_connection(self) -> None:
         """Gives the connection back; the next note connects anew."""

@@ -18,7 +18,6 @@
 -- KEYS[8..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
 --                   then those of the next. Written by producers, read by every worker.
 -- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
---           1 if the worker runs no batch, so that a single message is noted as the one that is about to;
 --           number of parts, which are lists of one queue and priority class; for each part how many messages
 --           it may give; then for each list the number of its part
 -- Returns   {number of suspects, first token, index of queue key, message, index, message, ...}, and at the end
@@ -30,10 +29,10 @@
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
-local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[6])
+local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
 local left = {}
 for part = 1, parts do
-  left[part] = tonumber(ARGV[6 + part])
+  left[part] = tonumber(ARGV[5 + part])
 end
 local answer, fields, unsorted = {0, 0}, {}, nil
 local are_some_sorted = redis.call('EXISTS', KEYS[7]) == 1
@@ -46,7 +45,7 @@ local function sort_some(list)
 end
 
 for i = 8, #KEYS do
-  local part = tonumber(ARGV[parts + i - 1])
+  local part = tonumber(ARGV[parts + i - 2])
   local asked, got
   local sorted = are_some_sorted and redis.call('HGET', KEYS[7], KEYS[i])
   local length = sorted and redis.pcall('LLEN', KEYS[i])
@@ -119,11 +118,6 @@ for i, field in ipairs(fields) do
     redis.call('HSET', KEYS[2], unpack(slice))
     slice = {}
   end
-end
-if ARGV[5] == '1' and #fields == 1 then
-  -- All other notes are of batches that have ended.
-  redis.call('DEL', KEYS[6])
-  redis.call('HSET', KEYS[6], 0, 'shared ' .. answer[2] .. ' ?')
 end
 redis.call('HSET', KEYS[6], 'delivery', 'shared ' .. answer[2] .. ' ' .. answer[2] + #fields - 1)
 if unsorted then

@@ -7,9 +7,7 @@
 -- KEYS[3]  HASH  lease:<worker>, see fetch.lua
 -- KEYS[4]  HASH  running:<worker>: batch id -> "shared", "slots" or "alone", then token and task id of
 --                each of its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
---                removed when it ends; expires a day after the last one began. Batch 0 was written
---                by fetch.lua, with ? for the id; it does not expire, as a fenced worker cannot
---                write it. And "delivery" -> "shared" or "alone", first and last token of the messages
+--                removed when it ends; expires a day after the last one began. And "delivery" -> "shared" or "alone", first and last token of the messages
 --                that the worker reads: written by fetch.lua, and by the worker before it reads a
 --                suspect; removed by the next fetch.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
@@ -72,7 +70,7 @@ if ARGV[3] == '1' then
     for token, id in string.gmatch(batch, ' (%d+) (%S+)') do
       noted[token] = true
       if redis.call('HEXISTS', KEYS[3], token) == 1 then
-        ids[#ids + 1] = id ~= '?' and id or id_of(token)
+        ids[#ids + 1] = id
       end
     end
     suspects = suspects + #ids
