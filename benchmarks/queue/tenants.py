@@ -99,7 +99,7 @@ def fetch(client: Any, scripts: Any) -> None:
     keys = [workers, KEYS.lease("me"), token, suspects, waiting, KEYS.running("me")]
     # What has no tenants can be compared with: the same benchmark runs there.
     keys += [KEYS.tenants] if hasattr(KEYS, "tenants") else []
-    scripts.run("fetch", [*keys, "q"], "me", BATCH, 2**24, "", 0, 1, BATCH, 1)
+    scripts.run("fetch", [*keys, "q"], "me", BATCH, 2**24, "", 1, BATCH, 1)
     client.delete(KEYS.lease("me"))
 
 

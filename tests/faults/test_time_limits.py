@@ -68,3 +68,15 @@ def test_jobs_with_different_limits_never_share_a_batch(worker: Worker) -> None:
     ]
     for number, job in enumerate(jobs):
         assert {mate % 2 for mate in job.get(timeout=TIMEOUT_S)["mates"]} == {number % 2}
+
+
+def test_a_device_that_gives_no_sign_is_killed_and_its_jobs_run_again(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.shop", "-Q", "silent", env={"BATCHERY_MAX_PASS_S": str(patient(2))})
+    (device,) = worker.devices()
+    device.suspend()
+    job = shop.shout.apply_async(("a",), queue="silent")
+    assert job.get(timeout=TIMEOUT_S) == "A"
+    wait_for(lambda: not device.is_running(), "the silent process is gone")

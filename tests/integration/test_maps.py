@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from celery import Celery, chord, signature
+from celery import chord, signature
 
 from apps import mapped
 from batchery import BatchArgumentError, InvalidItem, ItemFailed
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker
 from support.patience import patient
 
 TIMEOUT_S = patient(60)

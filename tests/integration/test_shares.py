@@ -1,5 +1,6 @@
 """Shares on a real worker: bulk waits in it, and whoever comes later is not behind it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from celery import Celery
 
 from apps import tally
-from batchery import Client, InvalidItem
+from batchery import Client, DeadlineExceeded, InvalidItem
 from conftest import StartWorker
 from support.harness import wait_for
 from support.patience import patient
@@ -73,6 +74,31 @@ def test_jobs_of_one_class_do_not_wait_in_redis_behind_those_taken_of_another(
     assert order.index("live") == 1
     # One batch at a time goes before others; this is the next, and batches are short here.
     assert order.index("soon") <= 2 + 3 * BATCH
+
+
+def test_late_job_is_shed_before_it_costs_anything(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    start_worker("apps.tally", env={"BATCHERY_SHED_LATE": "true"})
+    path, gate = tmp_path / "computed", tmp_path / "go"
+    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+
+        def send(text: str, **headers: float) -> Any:
+            return app.send_task(tally.tally.name, [text], {"path": str(path)}, headers=headers)
+
+        first = send(str(gate))
+        wait_for(path.exists, "a batch runs")
+        deadline_s = time.time() + 1
+        late, in_time = send("late", batchery_deadline=deadline_s), send("in time")
+        wait_for(lambda: time.time() > deadline_s, "the deadline is over")
+        gate.touch()
+        assert [job.get(timeout=TIMEOUT_S) for job in (first, in_time)] == [
+            str(gate).upper(),
+            "IN TIME",
+        ]
+        with pytest.raises(DeadlineExceeded):
+            late.get(timeout=TIMEOUT_S)
+    assert "late" not in path.read_text().splitlines()
 
 
 def test_live_job_goes_between_two_calls_for_a_job_with_many_items(

@@ -1,23 +1,18 @@
 """What a lease_store does with Redis, on every redis-server that there is."""
 
-import json
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 
-from batchery.errors import RedisUnavailable
 from batchery.transport import membership
-from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
+from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
 from batchery.transport.membership import Heartbeat
 from batchery.transport.redis_schema import Keys
-from batchery.transport.worker_registry import require_supported
 from support.harness import wait_for
-from support.own_redis import OwnRedis
 
 KEYS = Keys()
 EXPIRY_S = 1.0
@@ -63,7 +58,7 @@ def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
     fixed += [KEYS.running(lease_store.worker), KEYS.tenants]
-    arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 1]
+    arguments = [lease_store.worker, 100, 2**20, "", 1, 100, 1]
     answer = lease_store.scripts.run("fetch", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:
@@ -78,37 +73,6 @@ def waiting(client: Any) -> list[str]:
 
 def leased(lease_store: LeaseStore) -> int:
     return int(lease_store.client.hlen(lease_store.lease_key))
-
-
-def test_acknowledgements_are_sent_together(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = fetch(lease_store, owner, "1", "2", "3")
-    for token in tokens[:2]:
-        lease_store.ack(token)
-    assert leased(lease_store) == 3
-    assert owner.forgotten == tokens[:2]
-    assert not lease_store.holds(tokens[0])
-    assert lease_store.holds(tokens[2])
-    lease_store.flush()
-    assert leased(lease_store) == 1
-
-
-def test_flush_sends_all_waiting_acknowledgements(lease_store: LeaseStore, owner: Owner) -> None:
-    for _ in range(30):
-        for token in fetch(lease_store, owner, *["x"] * 100):
-            lease_store.ack(token)
-    assert leased(lease_store) == 3000
-    lease_store.flush()
-    assert leased(lease_store) == 0
-
-
-def test_message_without_a_lease_cannot_be_acknowledged(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    (token,) = fetch(lease_store, owner, "1")
-    lease_store.ack(token)
-    lease_store.ack(token)
-    lease_store.flush()
-    assert owner.forgotten == [token]
 
 
 def test_acknowledgements_wait_for_a_redis_that_is_away(
@@ -128,39 +92,6 @@ def _nowhere() -> redis.ConnectionPool:
     return redis.ConnectionPool(host="127.0.0.1", port=1)
 
 
-def test_threads_that_flush_at_the_same_time_lose_nothing(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    tokens = [token for _ in range(20) for token in fetch(lease_store, owner, *["x"] * 100)]
-
-    def acknowledge(part: list[str]) -> None:
-        for token in part:
-            lease_store.ack(token)
-
-    def flush() -> None:
-        for _ in range(20):
-            lease_store.flush()
-
-    threads = [threading.Thread(target=acknowledge, args=(tokens[at::2],)) for at in (0, 1)]
-    threads += [threading.Thread(target=flush) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lease_store.flush()
-    assert leased(lease_store) == 0
-    assert sorted(owner.forgotten, key=int) == tokens
-
-
-def test_requeue_to_either_end(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = fetch(lease_store, owner, "1", "2", "3")
-    lease_store.client.lpush("queue", "4")
-    lease_store.requeue(tokens[1:], first=True)
-    lease_store.requeue(tokens[:1], first=False)
-    assert waiting(lease_store.client) == ["2", "3", "4", "1"]
-    assert not lease_store.holds(tokens[0])
-
-
 def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
     lease_store = LeaseStore(bare, "", EXPIRY_S)
     lease_store.open()
@@ -172,14 +103,6 @@ def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
     assert waiting(bare) == ["1", "3", "4", "5"]
     assert not bare.zcard(KEYS.workers)
     assert not bare.hlen(KEYS.worker_info)
-
-
-def test_reconcile_adopts_leases_of_a_lost_answer(lease_store: LeaseStore, owner: Owner) -> None:
-    known = fetch(lease_store, owner, "1")
-    lost = fetch(lease_store, None, "2", "3")
-    again = lease_store.reconcile(owner, active=[])
-    assert again == [(lost[0], "queue", b"2"), (lost[1], "queue", b"3")]
-    assert lease_store.holds(known[0])
 
 
 def test_reconcile_redelivers_waiting_messages_and_counts_running_ones(
@@ -208,15 +131,6 @@ def test_message_acknowledged_meanwhile_is_not_redelivered(
     assert leased(lease_store) == 0
 
 
-def test_tokens_are_not_given_twice_after_redis_forgot_the_last(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    fetch(lease_store, owner, "1", "2", "3")
-    lease_store.client.set(KEYS.token, 1)
-    lease_store.reconcile(owner, active=[])
-    assert fetch(lease_store, owner, "4") == ["4"]
-
-
 def test_fenced_worker_registers_anew_and_holds_nothing(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
@@ -229,15 +143,6 @@ def test_fenced_worker_registers_anew_and_holds_nothing(
     lease_store.ack(tokens[0])
     lease_store.flush()
     assert fetch(lease_store, owner, "3")
-
-
-def test_worker_learns_that_others_took_over(lease_store: LeaseStore, other: LeaseStore) -> None:
-    heart = Heartbeat(lease_store, lease_store.client)
-    heart.beat(0.0)
-    assert not lease_store.fenced
-    lease_store.client.zrem(KEYS.workers, lease_store.worker)
-    heart.beat(1.0)
-    assert lease_store.fenced
 
 
 def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
@@ -272,20 +177,6 @@ def test_jobs_of_a_silent_worker_return_to_their_queues(
     heart.beat(1.0)
     assert waiting(lease_store.client) == ["1", "2"]
     assert lease_store.client.hgetall(KEYS.suspects) == {b"job": b"1"}
-
-
-@pytest.mark.parametrize(("said", "after_s"), [(2.0, 2.0), (0.5, 0.5), ("soon", 1.0), (-1, 1.0)])
-def test_silent_worker_is_dead_after_the_expiry_that_it_registered(
-    lease_store: LeaseStore, other: LeaseStore, owner: Owner, said: object, after_s: float
-) -> None:
-    fetch(other, owner, "1")
-    lease_store.client.hset(KEYS.worker_info, other.worker, json.dumps({"expiry_s": said}))
-    heart = Heartbeat(lease_store, lease_store.client)
-    tenths = 0
-    while not waiting(lease_store.client):
-        heart.beat(tenths / 10)
-        tenths += 1
-    assert (tenths - 1) / 10 == after_s
 
 
 def test_deaths_right_after_an_outage_are_not_counted(
@@ -334,45 +225,6 @@ def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
     assert leased(lease_store) == 0
 
 
-def test_suspect_cleared_during_a_flush_is_sent_with_the_next_one(
-    lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease_store.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
-    tokens = fetch(lease_store, owner, "1", "2")
-    for token, suspect in zip(tokens, ("first", "second"), strict=True):
-        lease_store.suspect(token, suspect, Deaths(0))
-    lease_store.committed(tokens[:1])
-    stock = lease_store.client.pipeline
-
-    def held_up(**options: bool) -> Any:
-        pipe = stock(**options)
-        execute = pipe.execute
-
-        def meanwhile(**more: bool) -> Any:
-            # On the event loop's thread, while the heart's waits for Redis.
-            taken = lease_store._bookkeeping.take_cleared()
-            lease_store.committed(tokens[1:])
-            assert taken == []
-            return execute(**more)
-
-        monkeypatch.setattr(pipe, "execute", meanwhile)
-        return pipe
-
-    monkeypatch.setattr(lease_store.client, "pipeline", held_up)
-    lease_store._flush_some()
-    monkeypatch.undo()
-    lease_store.flush()
-    assert lease_store.client.hgetall(KEYS.suspects) == {}
-
-
-def test_still_held_returns_only_leases_that_redis_has(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    tokens = fetch(lease_store, owner, "1", "2")
-    lease_store.client.hdel(lease_store.lease_key, tokens[0])
-    assert lease_store.still_held(tokens) == {tokens[1]}
-
-
 def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: Owner) -> None:
     tokens = fetch(lease_store, owner, "1")
     child = os.fork()
@@ -383,22 +235,6 @@ def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: 
     os.waitpid(child, 0)
     assert leased(lease_store) == 1
     assert waiting(lease_store.client) == []
-
-
-def test_two_channels_have_two_stores_and_the_next_channel_gets_one_that_was_left(
-    every_redis: OwnRedis,
-) -> None:
-    def make() -> LeaseStore:
-        return LeaseStore(redis.Redis.from_url(every_redis.url), "", EXPIRY_S)
-
-    first, second = (
-        acquire_lease_store(("here", os.getpid()), channel, make) for channel in ("a", "b")
-    )
-    assert first is not second
-    first.holder = None
-    assert acquire_lease_store(("here", os.getpid()), "c", make) is first
-    discard_lease_store(first)
-    assert acquire_lease_store(("here", os.getpid()), "d", make) is not first
 
 
 def test_store_that_no_channel_comes_back_for_keeps_only_what_runs(
@@ -423,29 +259,6 @@ def test_store_that_no_channel_comes_back_for_keeps_only_what_runs(
     lease_store.ack(runs)
     heartbeat.beat(4.2 * EXPIRY_S)
     assert leased(lease_store) == 0
-
-
-@pytest.mark.parametrize(
-    ("info", "words"),
-    [
-        ({"redis_version": "6.0.16"}, "is Redis 6.0.16"),
-        ({"redis_version": "7.0.15", "redis_mode": "cluster"}, "is a Redis Cluster"),
-    ],
-)
-def test_unsupported_redis_is_refused(info: dict[str, str], words: str) -> None:
-    with pytest.raises(RedisUnavailable, match=words):
-        require_supported(info)
-
-
-def test_redis_that_evicts_keys_logs_a_warning(bare: Any, caplog: pytest.LogCaptureFixture) -> None:
-    bare.config_set("maxmemory-policy", "allkeys-lru")
-    try:
-        lease_store = LeaseStore(bare, "", EXPIRY_S)
-        lease_store.open()
-        lease_store.close()
-    finally:
-        bare.config_set("maxmemory-policy", "noeviction")
-    assert "allkeys-lru" in caplog.text
 
 
 def test_reading_of_a_suspect_is_noted_and_blamed_while_redis_is_full(

@@ -39,8 +39,6 @@ class Redis:
         limits: list[int] | None = None,
         steps: int = 1,
         parts: list[int] | None = None,
-        entry: str = "",
-        notes: bool = False,
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
@@ -52,7 +50,7 @@ class Redis:
         answer = self.scripts.run(
             "fetch",
             [*fixed, *queues],
-            *[ME, wanted, room, entry, int(notes), len(limits), *limits, *parts],
+            *[ME, wanted, room, "", len(limits), *limits, *parts],
         )
         if not answer:
             return answer
@@ -65,10 +63,6 @@ class Redis:
     def wait_for(self, worker: str, batch: int, ordinary: int, **kinds: int) -> None:
         """Enters another worker as waiting."""
         self.client.hset(KEYS.waiting, worker, json.dumps([batch, ordinary, kinds]))
-
-    def waiting(self) -> dict[str, Any]:
-        found = self.client.hgetall(KEYS.waiting)
-        return {worker.decode(): json.loads(entry) for worker, entry in found.items()}
 
     def give(self, *jobs: tuple[int, str, int]) -> list[int]:
         """Gives jobs back: token, queue, and kind of each."""
@@ -192,7 +186,7 @@ def test_fetch_tells_how_many_suspects_there_are(there: Redis) -> None:
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1)
+    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 1, 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -206,7 +200,7 @@ def fill(client: Any) -> None:
 
 FULL: dict[str, Callable[[Redis], object]] = {
     "fetch": lambda there: there.fetch("a"),
-    "fetch that notes": lambda there: there.fetch("a", notes=True),
+    "fetch that notes": lambda there: there.fetch("a"),
     "renew": lambda there: there.renew(),
     "register": lambda there: not there.scripts.run("register", REGISTERS, "another", "{}", 0, 1),
     "recover": lambda there: there.recover(counts=1),
@@ -317,7 +311,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1)
+    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 1, 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 
@@ -379,23 +373,6 @@ def test_two_that_ran_alone_at_the_same_time_are_not_counted(there: Redis) -> No
     assert blamed(there.client) == {"one": 0, "two": 0}
 
 
-def test_a_fetch_notes_a_message_that_comes_alone(there: Redis) -> None:
-    there.client.hset(KEYS.running(ME), "7", "shared 1 gone")
-    push(there.client, "a", "1", "2")
-    there.fetch("a", notes=True)
-    before = {b"7": b"shared 1 gone"}
-    assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 1 2"}
-    push(there.client, "a", "3")
-    there.fetch("a")
-    assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 3 3"}
-    push(there.client, "a", "4")
-    there.fetch("a", notes=True)
-    note = {b"0": b"shared 4 ?"}
-    assert there.client.hgetall(KEYS.running(ME)) == {**note, b"delivery": b"shared 4 4"}
-    assert there.fetch("a", notes=True) == []
-    assert there.client.hgetall(KEYS.running(ME)) == note
-
-
 def test_recover_suspects_what_its_worker_was_reading(there: Redis) -> None:
     jobs = ["a", "b", "c"]
     messages = [json.dumps(kombu_message(headers={"id": job})) for job in jobs]
@@ -411,7 +388,7 @@ def test_recover_counts_a_death_against_what_was_read_alone(there: Redis) -> Non
     push(there.client, "a", json.dumps(kombu_message(headers={"id": "odd id"})))
     for deaths in (1, 2):
         there.register()
-        ((token, _, _),) = there.fetch("a", notes=True)
+        ((token, _, _),) = there.fetch("a")
         there.client.hset(KEYS.running(ME), "delivery", f"alone {token} {token}")
         there.recover(beat=there.beat(), counts=1)
         assert blamed(there.client)["delivery:odd%20id"] == deaths
@@ -420,11 +397,11 @@ def test_recover_counts_a_death_against_what_was_read_alone(there: Redis) -> Non
 @pytest.mark.parametrize(
     "job", ["7fd2-a_b.c", "odd id", "50%?", "a/b~c", "größe", "\u65e5\u672c", "a\tb"]
 )
-def test_recover_finds_the_id_of_what_a_fetch_has_noted(there: Redis, job: str) -> None:
+def test_recover_finds_the_id_of_what_was_being_read(there: Redis, job: str) -> None:
     push(there.client, "a", json.dumps(kombu_message(headers={"id": job, "stamps": {"id": "x"}})))
-    there.fetch("a", notes=True)
-    assert there.recover(beat=there.beat(), counts=1) == [1, 1]
-    assert blamed(there.client) == {encode_id(job): 0}
+    there.fetch("a")
+    there.recover(beat=there.beat(), counts=1)
+    assert blamed(there.client) == {f"delivery:{encode_id(job)}": 0}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +409,7 @@ def test_recover_finds_the_id_of_what_a_fetch_has_noted(there: Redis, job: str) 
 )
 def test_recover_blames_nobody_for_a_message_without_an_id(there: Redis, message: str) -> None:
     push(there.client, "a", message)
-    there.fetch("a", notes=True)
+    there.fetch("a")
     assert there.recover(beat=there.beat(), counts=1) == [1, 0]
     assert blamed(there.client) == {}
     assert len(there.queue("a")) == 1
@@ -537,64 +514,3 @@ def test_a_script_is_loaded_again_where_redis_forgot_it(there: Redis) -> None:
     there.renew()
     there.client.script_flush()
     assert there.renew()
-
-
-def test_fetch_enters_the_worker_as_waiting_if_nothing_comes(there: Redis) -> None:
-    entry = json.dumps([8, 0, {"a": 1}])
-    assert there.fetch("a", entry=entry) == []
-    assert there.waiting() == {ME: [8, 0, {"a": 1}]}
-    push(there.client, "a", "1")
-    assert there.fetch("a", entry=entry)
-    assert there.waiting() == {}
-
-
-def test_fetch_of_a_worker_that_can_begin_nothing_ends_its_waiting(there: Redis) -> None:
-    there.fetch("a", entry=json.dumps([8, 0, {"a": 1}]))
-    there.fetch("a")
-    assert there.waiting() == {}
-
-
-def test_fetch_enters_the_worker_at_maxmemory(there: Redis) -> None:
-    fill(there.client)
-    assert there.fetch("a", entry=json.dumps([8, 0, {"a": 1}])) == []
-    assert there.waiting() == {ME: [8, 0, {"a": 1}]}
-
-
-def test_jobs_go_to_the_front_in_order_and_unmarked(there: Redis) -> None:
-    texts = [json.dumps({"headers": {}, "properties": {"n": n}}) for n in range(4)]
-    push(there.client, "a", *texts)
-    there.fetch("a", wanted=3)
-    there.wait_for("other", 2, 0, a=1)
-    assert there.give((1, "a", 1), (2, "a", 1), (3, "a", 1)) == [1, 2]
-    assert there.queue("a") == [texts[0], texts[1], texts[3]]
-    there.wait_for("third", 1, 0, a=1)
-    assert there.give((3, "a", 1)) == [3]
-    assert there.leases() == {}
-
-
-def test_jobs_go_only_to_workers_that_wait_for_their_kind(there: Redis) -> None:
-    push(there.client, "a", "1", "2", "3")
-    there.fetch("a")
-    assert there.give((1, "a", 1)) == []
-    there.wait_for(ME, 8, 8, a=3)
-    assert there.give((1, "a", 1)) == []
-    there.wait_for("other", 8, 8, b=3)
-    assert there.give((1, "a", 1)) == []
-    there.wait_for("other", 0, 2, a=2)
-    assert there.give((1, "a", 1), (2, "a", 2), (3, "a", 2)) == [2, 3]
-    assert there.queue("a") == ["2", "3"]
-
-
-def test_job_whose_lease_has_ended_is_not_given(there: Redis) -> None:
-    push(there.client, "a", "1")
-    there.fetch("a")
-    there.client.delete(KEYS.lease(ME))
-    there.wait_for("other", 8, 0, a=1)
-    assert there.give((1, "a", 1)) == []
-    assert there.queue("a") == []
-
-
-def test_worker_that_is_recovered_waits_no_longer(there: Redis) -> None:
-    there.wait_for(ME, 8, 0, a=1)
-    there.recover()
-    assert there.waiting() == {}

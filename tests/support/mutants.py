@@ -31,22 +31,21 @@ VARIABLE = "BATCHERY_MUTANT"
 #: How long the tests of a mutant may take, in seconds: a loop that never ends was noticed.
 TIMEOUT_S = 120.0
 
-#: Rooms of decisions, which unit tests alone must hold.
+#: Rooms and modules of decisions, which unit tests alone must hold.
 ROOMS = (
     "common/batchery/execution",
     "common/batchery/protocol",
-    "common/batchery/transport",
+    "common/batchery/transport/leases.py",
+    "common/batchery/transport/worker_registry.py",
     "producer/batchery_producer/answers.py",
     "producer/batchery_producer/collector.py",
     "producer/batchery_producer/files",
     "worker/batchery_worker/batching",
-    "worker/batchery_worker/commit",
-    "worker/batchery_worker/completion",
-    "worker/batchery_worker/dispatch",
-    "worker/batchery_worker/in_flight.py",
+    "worker/batchery_worker/commit/eligibility.py",
+    "worker/batchery_worker/commit/listeners.py",
+    "worker/batchery_worker/dispatch/admission.py",
     "worker/batchery_worker/inprocess",
     "worker/batchery_worker/ipc",
-    "worker/batchery_worker/late_binding.py",
 )
 
 SWAPPED: dict[type[ast.AST], Any] = {

@@ -11,7 +11,7 @@ from kombu import serialization as kombu_serialization
 from kombu.utils.json import JSONEncoder, loads
 
 from batchery_worker import events as events_module
-from batchery_worker.events import MAX_EVENTS, BatchEvents, are_plain, use_batch_events
+from batchery_worker.events import MAX_EVENTS, BatchEvents, use_batch_events
 
 NOW_S = 1_700_000_000.25
 
@@ -99,24 +99,6 @@ def test_what_is_not_plain_is_encoded_by_kombu(app: Any, odd: Any) -> None:
     assert event["odd"] == loads(json.dumps(odd, cls=JSONEncoder))
 
 
-def test_plain_events_are_encoded_here(app: Any) -> None:
-    events = dispatcher(app)
-    events.send("task-started", uuid="1")
-    events.flush()
-    assert events.producer.encoded == [True]
-    assert are_plain([{"a": 1, "b": {"c": None, "d": 2.5}}])
-
-
-def test_an_encoder_of_somebodys_own_is_used(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = serialization.registry._encoders["json"]
-    changed = known._replace(encoder=lambda _: '["his own"]')
-    monkeypatch.setitem(serialization.registry._encoders, "json", changed)
-    events = dispatcher(app)
-    events.send("task-started", uuid="1")
-    events.flush()
-    assert events.producer.sent == [("task.multi", "application/json", ["his own"])]
-
-
 def test_a_batch_of_events_leaves_at_once_and_no_more_are_kept(app: Any) -> None:
     asked: list[None] = []
     events = dispatcher(app, on_send_buffered=lambda: asked.append(None))
@@ -141,33 +123,6 @@ def test_groups_that_nobody_wants_are_not_sent(app: Any) -> None:
     events.send("task-started", uuid="1")
     events.flush()
     assert len(events.producer.sent) == 1
-
-
-def test_celerys_own_options_are_left_to_celery(app: Any) -> None:
-    events = dispatcher(app)
-    events.send("task-started", uuid="1", utcoffset=lambda: 7)
-    events.flush()
-    assert events.producer.sent[0][2][0]["utcoffset"] == 7
-
-
-def test_what_cannot_be_sent_is_kept_as_celery_keeps_it(app: Any) -> None:
-    events = dispatcher(app)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("gone")
-
-    well, events.producer.publish = events.producer.publish, refuse
-    events.send("task-started", uuid="1")
-    events.flush()
-    events.producer.publish = well
-    events.flush()
-    assert [event["uuid"] for event in events.producer.sent[0][2]] == ["1"]
-
-
-def test_a_worker_uses_it(app: Any) -> None:
-    assert not issubclass(app.events.Dispatcher, BatchEvents)
-    use_batch_events(app)
-    assert issubclass(app.events.Dispatcher, BatchEvents)
 
 
 def test_a_dispatcher_of_the_apps_own_stays(app: Any) -> None:

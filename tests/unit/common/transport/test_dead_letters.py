@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from batchery.transport import dead_letters
 from batchery.transport.dead_letters import (
     MAX_REASON_CHARS,
     describe,
@@ -66,45 +65,3 @@ def test_long_reason_is_cut() -> None:
     letter = describe("x" * (MAX_REASON_CHARS + 1), "an-id", "embed")
     assert letter["reason"] == "x" * MAX_REASON_CHARS
     assert (letter["id"], letter["task"]) == ("an-id", "embed")
-
-
-class Store:
-    """The leases of a worker, one of them on this message."""
-
-    lease_key = "lease"
-
-    def __init__(self, raw: bytes | None) -> None:
-        self.client = self
-        self.raw = raw
-        self.reasons: list[str] = []
-
-    def hget(self, key: str, token: str) -> bytes | None:
-        return self.raw
-
-    def dead_letter(self, token: str, letter: Any) -> bool:
-        self.reasons.append(letter["reason"])
-        return True
-
-    dead_letter_on_ack = dead_letter
-
-
-@pytest.mark.parametrize(
-    ("raw", "told"),
-    [
-        (b'q\0{"headers": {"id": "a", "task": 7}, "body": ""}', ["a"]),
-        (b"q\0{", []),
-        (None, []),
-    ],
-)
-def test_caller_of_a_message_that_is_not_read_is_told_if_its_id_can_be(
-    monkeypatch: pytest.MonkeyPatch, raw: bytes | None, told: list[str]
-) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(
-        dead_letters, "on_dead_letter", [lambda headers, *_: heard.append(headers["id"])]
-    )
-    store: Any = Store(raw)
-    dead_letters.dead_letter_unread(store, "1", "x" * 99_999)
-    assert heard == told
-    # People read no more of it.
-    assert store.reasons == ["x" * MAX_REASON_CHARS]

@@ -12,7 +12,6 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.transport.redis import Channel as KombuChannel
 from kombu.utils.json import dumps, loads
 
-from batchery.transport import inbox as quick
 from batchery.transport.inbox import Message, read_json
 
 JSON = "application/json"
@@ -90,22 +89,3 @@ def test_a_body_that_is_not_accepted_is_refused() -> None:
 def test_a_body_that_is_no_json_is_refused_in_kombus_words() -> None:
     with pytest.raises(DecodeError, match="Expecting value"):
         _ = make(b"not json").payload
-
-
-def test_another_type_of_body_is_left_to_kombu() -> None:
-    assert make(b"[1]", content_type="application/data").payload == "[1]"
-
-
-def test_decoder_that_the_app_registered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(serialization.registry._decoders, JSON, lambda _: "his own")
-    assert make(b"[1]").payload == "his own"
-
-
-def test_kombus_decoder_is_not_asked_where_it_is_not_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(_: bytes) -> None:
-        raise AssertionError("kombu's own decoder was asked")
-
-    monkeypatch.setattr(quick, "loads", fail)
-    assert read_json(b'{"plain": [1, 2.5, null]}') == {"plain": [1, 2.5, None]}
