@@ -70,7 +70,10 @@ OTHER_SEND_OPTIONS = {
 MIN_BULK_ITEMS = 16
 
 
-class ItemChunks(chunks):
+_Chunks: Any = chunks
+
+
+class ItemChunks(_Chunks):  # type: ignore[misc]
     """Celery's `chunks`, of jobs that carry the items of a chunk."""
 
     def group(self) -> Any:
@@ -409,7 +412,7 @@ class BatchTask(_Task):
         if not items:
             # Nothing is called; Celery's own task answers with an empty list.
             return super().map(items)
-        carried = {"v": multi_item.VERSION, "n": len(items), "values": True}
+        carried: Any = {"v": multi_item.VERSION, "n": len(items), "values": True}
         return self.signature((items,), immutable=True, headers={HEADER: carried})
 
     def starmap(self, it: Iterable[Any]) -> Any:
