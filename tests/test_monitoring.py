@@ -1,6 +1,5 @@
 """Alerts, dashboard and autoscaling ask for what there is, and answer as they should."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -21,9 +20,6 @@ DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text
 METRICS_PAGES = [ROOT / "docs" / name for name in ("metrics.md", "gateway.md")]
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
-needs_grafana_sdk = pytest.mark.skipif(
-    not importlib.util.find_spec("grafana_foundation_sdk"), reason="needs grafana-foundation-sdk"
-)
 
 
 def rules() -> list[dict[str, Any]]:
@@ -41,12 +37,12 @@ def dashboard_queries() -> list[str]:
     return [each["expr"].replace("$__rate_interval", "1m") for each in targets]
 
 
-def autoscaling_queries(queues: list[str], *, pod_monitor: bool = False) -> list[str]:
+def autoscaling_queries(queues: list[str], selector: str = "") -> list[str]:
     values = {
         "redis": {"existingSecret": "a"},
         "gateway": {"existingSecret": "b"},
         "workers": {"default": {"queues": queues, "autoscaling": {"enabled": True}}},
-        "monitoring": {"prometheusUrl": "http://prometheus:9090", "podMonitor": pod_monitor},
+        "monitoring": {"prometheusUrl": "http://prometheus:9090", "selector": selector},
     }
     [scaled] = [each for each in render(values) if each["kind"] == "ScaledObject"]
     triggers = [trigger["metadata"] for trigger in scaled["spec"]["triggers"]]
@@ -117,15 +113,6 @@ def test_every_query_of_the_dashboard_can_be_asked(tmp_path: Path) -> None:
     promtool("check", "rules", "rules.yml", folder=tmp_path)
 
 
-@needs_grafana_sdk
-def test_the_dashboard_is_what_its_script_makes() -> None:
-    from deploy.monitoring.build_dashboard import FILE, build
-
-    assert FILE.read_text(encoding="utf-8") == build(), (
-        f"run {FILE.with_name('build_dashboard.py')}"
-    )
-
-
 def test_every_metric_is_documented() -> None:
     pages = " ".join(page.read_text(encoding="utf-8") for page in METRICS_PAGES)
     asked = find_metrics(" ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())]))
@@ -137,7 +124,7 @@ def test_every_metric_is_documented() -> None:
 def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_path: Path) -> None:
     jobs, oldest = autoscaling_queries(["shop.embed", "mood"])
     everything, _ = autoscaling_queries([])
-    own_jobs, own_oldest = autoscaling_queries(["shop.embed", "mood"], pod_monitor=True)
+    own_jobs, own_oldest = autoscaling_queries(["shop.embed", "mood"], 'namespace="shop"')
 
     def case(series: dict[str, str], expected: dict[str, float | None]) -> dict[str, Any]:
         return {
@@ -171,50 +158,16 @@ def test_autoscaling_counts_what_waits_and_runs_and_knows_a_lost_exporter(tmp_pa
         # Redis is away, or nobody reports: nothing is known, so nothing changes.
         case({"batchery_broker_up": "0x9"}, {jobs: None, oldest: None}),
         case({"batchery_broker_up": "1x5 stale"}, {jobs: None, oldest: None}),
-        # Of another release nothing is wanted, where the names of Prometheus' jobs tell.
+        # Of another release nothing is wanted, where a label tells.
         case({**up, **queues}, {own_jobs: None, own_oldest: None}),
         case(
-            {each.replace("exporter", "batchery/batchery"): n for each, n in queues.items()}
+            {each.replace("job=", 'namespace="shop",job='): n for each, n in queues.items()}
             | queue("shop.embed", 900, 900, 900),
             {own_jobs: 43, own_oldest: 90},
         ),
-        case({'batchery_broker_up{job="batchery/batchery"}': "1x9"}, {own_jobs: 0, own_oldest: 0}),
+        case({'batchery_broker_up{namespace="shop"}': "1x9"}, {own_jobs: 0, own_oldest: 0}),
     ]
     (tmp_path / "test.yml").write_text(
         json.dumps({"rule_files": [], "evaluation_interval": "1m", "tests": cases})
     )
     promtool("test", "rules", "test.yml", folder=tmp_path)
-
-
-def test_grafana_of_the_compose_file_finds_its_dashboard_and_its_source() -> None:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
-    mounts = [each.split(":") for each in compose["services"]["grafana"]["volumes"]]
-    inside = {source: target for source, target, *_ in mounts}
-    board = inside["./monitoring/dashboard.json"]
-    providers = yaml.safe_load((MONITORING / "grafana" / "dashboards.yml").read_text())["providers"]
-    assert [each["options"]["path"] for each in providers] == [str(Path(board).parent)]
-    environment = compose["services"]["grafana"]["environment"]
-    assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == board
-    [source] = yaml.safe_load((MONITORING / "grafana" / "datasource.yml").read_text())[
-        "datasources"
-    ]
-    host = re.fullmatch(r"http://(\w+):9090", source["url"])
-    assert host
-    assert host[1] in compose["services"]
-
-
-def test_prometheus_of_the_compose_file_scrapes_services_at_their_ports() -> None:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
-    ports: dict[str, int] = {}
-    for scrape in config["scrape_configs"]:
-        for fixed in scrape.get("static_configs", []):
-            for name, _, port in (each.partition(":") for each in fixed["targets"]):
-                ports[name] = int(port)
-        for found in scrape.get("dns_sd_configs", []):
-            ports.update(dict.fromkeys(found["names"], found["port"]))
-    assert set(ports) <= set(compose)
-    assert f"--port={ports.pop('exporter')}" in compose["exporter"]["command"]
-    for name in ("worker", "worker-gpu"):
-        assert compose[name]["environment"]["BATCHERY_METRICS__PORT"] == ports.pop(name)
-    assert not ports

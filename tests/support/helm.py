@@ -2,8 +2,6 @@
 
 Helm's bindings for Python can install a chart, but not just print it. So a small HTTP server stands
 in for a cluster: it knows the kinds that the chart has, and says yes to all.
-
-To write deploy/kubernetes anew, in tests: python -m support.helm
 """
 
 import asyncio
@@ -24,25 +22,15 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "batchery"
-MANIFESTS = ROOT / "deploy" / "kubernetes"
 
 #: API version -> kinds that the chart may have.
 KINDS = {
     "v1": ["ConfigMap", "PersistentVolumeClaim", "Secret", "Service", "ServiceAccount"],
     "apps/v1": ["Deployment", "StatefulSet"],
     "keda.sh/v1alpha1": ["ScaledObject"],
-    "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule"],
     "networking.k8s.io/v1": ["NetworkPolicy"],
     "policy/v1": ["PodDisruptionBudget"],
 }
-
-#: Of the operators of Prometheus and KEDA; their kinds are not in every cluster.
-OPERATORS = ("keda.sh/v1alpha1", "monitoring.coreos.com/v1")
-
-HEAD = """\
-# Rendered from the Helm chart with the values of deploy/kubernetes/values.yaml; a test keeps it so.
-# To write it anew, in tests: python -m support.helm
-"""
 
 
 def needs_helm() -> pytest.MarkDecorator:
@@ -164,51 +152,3 @@ def lint() -> list[dict[str, Any]]:
     done = asyncio.run(helm_sdkpy.Lint(configuration).run(str(CHART)))
     found: list[dict[str, Any]] = done["Messages"] or []
     return found
-
-
-def render_manifests() -> dict[Path, str]:
-    """The manifests of deploy/kubernetes, with their texts."""
-    values = yaml.safe_load((MANIFESTS / "values.yaml").read_text(encoding="utf-8"))
-    files: dict[Path, list[dict[str, Any]]] = {
-        MANIFESTS / "batchery.yaml": [],
-        MANIFESTS / "operators" / "operators.yaml": [],
-    }
-    plain, operators = files.values()
-    for each in render(values):
-        component = each["metadata"]["labels"]["app.kubernetes.io/component"]
-        needs_operator = each["apiVersion"] in OPERATORS or component == "monitoring"
-        (operators if needs_operator else plain).append(each)
-    return {path: HEAD + dump(objects) for path, objects in files.items()}
-
-
-class Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, lists as people indent them."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, indentless=False)
-
-
-Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
-def dump(objects: list[dict[str, Any]]) -> str:
-    """Objects as a file for people."""
-    text: str = yaml.dump_all(
-        objects, Dumper=Dumper, sort_keys=False, width=120, explicit_start=True
-    )
-    return text
-
-
-def main() -> None:
-    """Writes deploy/kubernetes anew."""
-    for path, text in render_manifests().items():
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -102,7 +102,12 @@ securityContext:
   {{- end }}
 {{- end }}
 
-{{/* Settings are read at the start: pods are replaced when they change. */}}
+{{/* Settings are read at the start: pods are replaced when they change. Takes [root, port of metrics]. */}}
 {{- define "batchery.annotations" -}}
-checksum/settings: {{ include (print $.Template.BasePath "/settings.yaml") . | sha256sum }}
+checksum/settings: {{ include (print (index . 0).Template.BasePath "/settings.yaml") (index . 0) | sha256sum }}
+{{- with index . 1 }}
+# Prometheus' own chart scrapes what has these.
+prometheus.io/scrape: "true"
+prometheus.io/port: {{ . | quote }}
+{{- end }}
 {{- end }}
