@@ -1,6 +1,6 @@
 """Classes of jobs by their priority: the table `[classes]` of the settings."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,13 +37,6 @@ class PriorityClass(BaseModel):
             description="The class is full, too, while its oldest job in a queue waits for longer.",
         ),
     ] = None
-    when_full: Annotated[
-        Literal["refuse", "demote"],
-        Field(
-            description="`refuse` raises `QueueFull` at the call; `demote` sends a job in the"
-            " class below."
-        ),
-    ] = "refuse"
 
     @property
     def is_limited(self) -> bool:

@@ -1,7 +1,7 @@
 """Limits of priority classes: how many jobs of one may wait in a queue, and for how long.
 
 They are kept where jobs are sent: a job that finds its class full is refused before it costs
-anything, or sent as one of the next class. What was accepted is never given up.
+anything. What was accepted is never given up.
 """
 
 import time
@@ -56,10 +56,10 @@ class Destination(NamedTuple):
 
 
 class QueueLimits:
-    """Which class a job is sent in, by what waits already. Pure."""
+    """Whether a class has room, by what waits already. Pure."""
 
     def __init__(self, classes: Mapping[str, PriorityClass]) -> None:
-        """The classes of the settings; the lowest one cannot demote."""
+        """The classes of the settings."""
         #: Highest class first.
         self._classes = sorted(classes.items(), key=lambda each: each[1].level)
 
@@ -78,40 +78,29 @@ class QueueLimits:
         ends = [each.level for _, each in self._classes[place + 1 : place + 2]]
         return range(self._classes[place][1].level, *(ends or [LOWEST_PRIORITY + 1]))
 
-    def place(
-        self, where: Destination, jobs: int, look: Callable[[str, range], Waiting | None]
-    ) -> int:
-        """The priority with which jobs may be sent: their own, or that of a lower class.
+    def check(self, where: Destination, look: Callable[[str, range], Waiting | None]) -> None:
+        """Refuses jobs of a class that is full.
 
         Args:
             where: Where they should go.
-            jobs: How many; they are sent together. A class that refuses takes as many as fit.
             look: Says what waits in a queue with priorities of a range; None if that is unknown.
 
         Raises:
-            QueueFull: Their class is full and refuses them, or the class to which they fall does.
+            QueueFull: The class is full.
         """
-        for name, limit in self._classes[self._find_place(where.priority) :]:
-            priority = max(where.priority, limit.level)
-            if not limit.is_limited:
-                return priority
-            waiting = look(where.queue, self.priorities(priority))
-            if waiting is None:
-                return priority
-            problem = _problem(limit, waiting, jobs if limit.when_full == "demote" else 1)
-            if problem is None:
-                return priority
-            if limit.when_full == "refuse":
-                raise _refusal(where.queue, name, problem, waiting)
-        raise AssertionError("the lowest class refuses; the settings see to it")
+        name, limit = self._classes[self._find_place(where.priority)]
+        waiting = look(where.queue, self.priorities(where.priority)) if limit.is_limited else None
+        problem = None if waiting is None else _problem(limit, waiting)
+        if waiting is not None and problem is not None:
+            raise _refusal(where.queue, name, problem, waiting)
 
     def _find_place(self, priority: int) -> int:
         return max(n for n, (_, each) in enumerate(self._classes) if each.level <= priority)
 
 
-def _problem(limit: PriorityClass, waiting: Waiting, jobs: int) -> str | None:
+def _problem(limit: PriorityClass, waiting: Waiting) -> str | None:
     """Why a class has no room; None if it has."""
-    if limit.max_waiting is not None and waiting.jobs + jobs > limit.max_waiting:
+    if limit.max_waiting is not None and waiting.jobs >= limit.max_waiting:
         return f"holds {waiting.jobs:,} jobs, and max_waiting is {limit.max_waiting:,}"
     oldest_s = waiting.oldest_s or 0.0
     if limit.max_wait_s is not None and oldest_s > limit.max_wait_s:
@@ -179,11 +168,11 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     return Waiting.read(*transport_scripts(client).run("count_waiting", keys))
 
 
-def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> int:
-    """The priority with which an app may send jobs; asks Redis.
+def check_room(app: Celery, limits: QueueLimits, where: Destination) -> None:
+    """Refuses a job of a class that is full; asks Redis.
 
     Raises:
-        QueueFull: As `QueueLimits.place`.
+        QueueFull: As `QueueLimits.check`.
         BrokerRefused: Redis does not allow this user to count the jobs.
     """
 
@@ -201,4 +190,4 @@ def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> in
                 f"queue {queue!r}: its jobs cannot be counted: {error}; allow EVALSHA, and its keys"
             ) from error
 
-    return limits.place(where, jobs, look)
+    limits.check(where, look)

@@ -100,7 +100,7 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
 #: what is kept of their results.
 TASK_OPTIONS = (
     *("max_batch_size", "max_batch_tokens", "max_wait_ms", "target_latency_ms"),
-    *("small_batch_threshold", "cache_ttl_s", "cache_max_bytes"),
+    *("cache_ttl_s", "cache_max_bytes"),
 )
 
 
@@ -191,9 +191,6 @@ class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel
     ] = None
     target_latency_ms: Annotated[
         float | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    small_batch_threshold: Annotated[
-        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
     ] = None
     cache: Annotated[
         bool, Field(description="Compute equal texts once, and keep their results for a while.")
@@ -292,27 +289,12 @@ class Settings(BaseSettings):
         "normal": PriorityClass(level=3, share=30),
         "low": PriorityClass(level=6, share=20),
     }
-    class_order: Annotated[
-        Literal["shares", "strict"],
-        Field(
-            description="Whether classes share the devices, or the highest one goes first;"
-            " then jobs that wait rise by one class each `ageing_s`."
-        ),
-    ] = "shares"
-    ageing_s: Annotated[
-        float,
-        Field(gt=0, allow_inf_nan=False, description="For `class_order = strict`, in seconds."),
-    ] = 30
     target_latency_ms: Annotated[
         float | None,
         Field(
             gt=0,
             description="How long jobs may take in a worker; batches are only as large as fits.",
         ),
-    ] = None
-    small_batch_threshold: Annotated[
-        int | None,
-        Field(gt=0, description="Jobs with up to so many items do not wait behind larger ones."),
     ] = None
     shed_late: Annotated[
         bool,
@@ -422,9 +404,6 @@ class Settings(BaseSettings):
             raise ValueError("two classes have the same level; each needs one of its own")
         if levels[0] != 0:
             raise ValueError("no class has level 0, which is the priority of most jobs; give one")
-        lowest, last = max(classes.items(), key=lambda each: each[1].level)
-        if last.when_full == "demote":
-            raise ValueError(f"no class is below {lowest!r}; its when_full must be 'refuse'")
         return classes
 
     @property

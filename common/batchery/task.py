@@ -29,7 +29,7 @@ from batchery.installation import get_queue_limits
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
-from batchery.queue_limits import QueueLimits, find_destination, place
+from batchery.queue_limits import QueueLimits, check_room, find_destination
 from batchery.request import BatchContext, JobContext, bind_request
 from batchery.settings import nearest_name
 
@@ -155,8 +155,6 @@ class BatchTask(_Task):
     max_wait_ms: float | None = None
     #: How long jobs may take in a worker, in milliseconds: batches are only so large.
     target_latency_ms: float | None = None
-    #: Jobs with up to so many items do not wait behind those with more.
-    small_batch_threshold: int | None = None
     #: Version of its results. If it is set, equal items are computed once, and their results kept.
     #: Different versions share nothing.
     cache: str | None = None
@@ -340,13 +338,13 @@ class BatchTask(_Task):
             BatchArgumentError: There is not exactly one positional argument, or the deadline is no
                 number above 0.
             InvalidItem: The tenant is no name, or the message is larger than a worker reads.
-            QueueFull: The priority class of the job is full, and refuses it.
+            QueueFull: The priority class of the job is full.
         """
         args = tuple(args or ())
         only_item(self.name, args, kwargs)
         limits = get_queue_limits(self.app)
         if limits is not None and not positional:
-            options = self._placed(limits, options)
+            self._check_room(limits, options)
         if tenant is not None and "tenant" in (options.get("stamped_headers") or ()):
             # Celery gives the value of a stamp as an option of its name.
             options, tenant = {**options, "tenant": tenant}, None
@@ -374,14 +372,10 @@ class BatchTask(_Task):
         args, kwargs = loads(text, kind, encoding, accept={kind})
         return super().apply(args, kwargs, *others, **options)
 
-    def _placed(self, limits: QueueLimits, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a job, with the priority that it may have."""
+    def _check_room(self, limits: QueueLimits, options: dict[str, Any]) -> None:
         in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
-        if in_workflow or self.app.conf.task_always_eager:
-            return options
-        where = find_destination(self.app, self.name, options)
-        priority = place(self.app, limits, where, 1)
-        return options if priority == where.priority else {**options, "priority": priority}
+        if not in_workflow and not self.app.conf.task_always_eager:
+            check_room(self.app, limits, find_destination(self.app, self.name, options))
 
     def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> Any:
         """Sends one job, and yields its partial results while it runs, as `TaskClient.stream` does.

@@ -187,41 +187,28 @@ class Publisher:
         before = self.sent
         headers = {**(self._options.get("headers") or {}), **(headers or {})}
         try:
-            for chunk in chunks(map(OutgoingJob._make, jobs), self._chunk_jobs()):
-                placed = self._placed({**self._options, "retry": False}, len(chunk))
+            for chunk in chunks(map(OutgoingJob._make, jobs), CHUNK_JOBS):
+                self._wait_for_class()
                 # Here, as calls with other headers would not share a template.
                 own = {**headers, **sent_now()}
-                self._send_chunk(chunk, {**placed, "headers": own})
+                self._send_chunk(chunk, {**self._options, "retry": False, "headers": own})
         except PublishError as error:
             error.sent = self.sent - before
             raise
 
-    def _chunk_jobs(self) -> int:
-        """How many jobs share a script; so few that they fit into a class that demotes."""
+    def _wait_for_class(self) -> None:
+        """Waits for room in the class; it takes as many jobs as fit, and the script sees to it."""
         if self._limits is None:
-            return CHUNK_JOBS
-        limit = self._limits.at(self._where.priority)
-        if limit.when_full == "demote" and limit.max_waiting:
-            return min(CHUNK_JOBS, limit.max_waiting)
-        return CHUNK_JOBS
-
-    def _placed(self, options: Mapping[str, Any], jobs: int) -> Mapping[str, Any]:
-        """The options with the priority that a chunk may have; waits for space in its class."""
-        limits, where = self._limits, self._where
-        if limits is None:
-            return options
-        deadline_s = self._deadline_s()
+            return
+        where, deadline_s = self._where, self._deadline_s()
         while True:
             try:
-                priority = limits.place(where, jobs, self._look)
+                self._limits.check(where, self._look)
                 break
             except QueueFull as error:
                 self._wait(error, deadline_s)
-        limit = limits.at(priority)
-        # A class that refuses takes as many of the chunk as fit: the script sees to it.
-        most = (limit.max_waiting or 0) if limit.when_full == "refuse" else 0
-        self._room = Room(where.queue, most, limits.priorities(priority))
-        return options if priority == where.priority else {**options, "priority": priority}
+        priorities = self._limits.priorities(where.priority)
+        self._room = Room(where.queue, self._limits.at(where.priority).max_waiting or 0, priorities)
 
     def _look(self, queue: str, priorities: range) -> Waiting | None:
         broker = self._broker

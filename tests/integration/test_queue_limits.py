@@ -1,4 +1,4 @@
-"""Classes that can be full: jobs are refused or demoted where they are sent."""
+"""Classes that can be full: jobs are refused where they are sent."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from support.patience import patient
 LOW = "celery\x06\x166"
 CLASSES = {
     "high": {"level": 0, "share": 5, "max_waiting": 3},
-    "normal": {"level": 3, "share": 3, "max_waiting": 20, "when_full": "demote"},
+    "normal": {"level": 3, "share": 3, "max_waiting": 20},
     "low": {"level": 6, "share": 2, "max_wait_s": 60},
 }
 NORMAL = "celery\x06\x163"
@@ -60,12 +60,6 @@ def test_a_call_is_refused_while_its_class_is_full(echo: Any, bare: Any) -> None
     assert bare.llen("celery") == 3
 
 
-def test_a_call_is_demoted_while_its_class_is_full(echo: Any, bare: Any) -> None:
-    for number in range(22):
-        echo.apply_async((number,), priority=3)
-    assert (bare.llen(NORMAL), bare.llen(LOW)) == (20, 2)
-
-
 def test_a_class_is_full_while_its_oldest_job_waits_for_too_long(
     app: Celery, echo: Any, bare: Any
 ) -> None:
@@ -97,20 +91,6 @@ def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
     with pytest.raises(QueueFull) as caught:
         echo.submit_many(range(2))
     assert caught.value.sent == 0
-    echo.submit_many(range(47), priority=5)
-    assert (bare.llen(NORMAL), bare.llen(LOW)) == (20, 27)
-
-
-def test_many_jobs_that_are_demoted_fill_the_class_below_to_the_last(url: str, bare: Any) -> None:
-    made = Celery("demoted", broker=url, backend=url, set_as_current=False)
-    high = {"level": 0, "share": 5, "max_waiting": 20, "when_full": "demote"}
-    install(made, classes={"high": high, "low": {"level": 3, "share": 2, "max_waiting": 5}})
-    with Publisher(made, "echo", queue="celery", wait_s=0) as publisher:
-        with pytest.raises(QueueFull, match="its maximum is 5"):
-            publisher.send([(uuid(), number) for number in range(40)])
-        assert publisher.sent == 25
-    assert (bare.llen("celery"), bare.llen(NORMAL)) == (20, 5)
-    made.close()
 
 
 def test_a_publisher_waits_for_room(

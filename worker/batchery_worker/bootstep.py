@@ -326,7 +326,6 @@ def check_options(task: BatchTask) -> None:
         ("max_batch_tokens", (int,), 1),
         ("max_wait_ms", (int, float), 0),
         ("target_latency_ms", (int, float), 0.001),
-        ("small_batch_threshold", (int,), 1),
         ("cache_ttl_s", (int, float), 1),
         ("cache_max_bytes", (int,), 1),
     ):

@@ -1,11 +1,9 @@
-"""Which class a job is sent in, by what waits already."""
+"""Whether a class has room, by what waits already."""
 
 from typing import Any
 
 import pytest
 from celery import Celery
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchery.errors import QueueFull
 from batchery.queue_limits import (
@@ -49,16 +47,18 @@ def test_nothing_is_asked_of_redis_without_limits() -> None:
     limits = limits_of()
     queue = Queue()
     assert not limits.exist
-    assert limits.place(Destination("q", 4), 1, queue) == 4
+    limits.check(Destination("q", 4), queue)
     assert not queue.looks
 
 
-def test_a_job_keeps_its_priority_while_its_class_has_room() -> None:
+def test_a_class_has_room_up_to_its_limits() -> None:
     limits = limits_of(normal={"max_waiting": 10, "max_wait_s": 5})
     queue = Queue(normal=Waiting(9, 5.0))
     assert limits.exist
-    assert limits.place(Destination("q", 4), 1, queue) == 4
+    limits.check(Destination("q", 4), queue)
     assert queue.looks == [range(3, 6)]
+    # Other classes are no matter of it.
+    limits.check(HIGH, Queue(normal=Waiting(10)))
 
 
 @pytest.mark.parametrize(
@@ -74,66 +74,13 @@ def test_a_job_keeps_its_priority_while_its_class_has_room() -> None:
 def test_a_full_class_refuses_with_a_hint(waiting: Waiting, problem: str, after_s: float) -> None:
     limits = limits_of(high={"max_waiting": 10, "max_wait_s": 5})
     with pytest.raises(QueueFull, match=problem) as caught:
-        limits.place(HIGH, 1, Queue(high=waiting))
+        limits.check(HIGH, Queue(high=waiting))
     assert "queue 'q': class 'high'" in str(caught.value)
     assert caught.value.retry_after_s == after_s
 
 
-def test_a_full_class_that_demotes_sends_jobs_in_the_class_below() -> None:
-    full = {"max_waiting": 1, "when_full": "demote"}
-    limits = limits_of(high=full, normal=full)
-    assert limits.place(HIGH, 1, Queue(high=Waiting(1))) == 3
-    assert limits.place(HIGH, 1, Queue(high=Waiting(1), normal=Waiting(1))) == 6
-    assert limits.place(HIGH, 2, Queue()) == 6
-
-
-def test_the_class_below_may_refuse() -> None:
-    limits = limits_of(high={"max_wait_s": 1, "when_full": "demote"}, normal={"max_waiting": 2})
-    with pytest.raises(QueueFull, match="class 'normal' holds 2 jobs"):
-        limits.place(HIGH, 1, Queue(high=Waiting(5, 3.0), normal=Waiting(2)))
-
-
-def test_jobs_that_are_demoted_need_no_room_for_all_of_them_where_the_class_refuses() -> None:
-    limits = limits_of(high={"max_waiting": 9, "when_full": "demote"}, normal={"max_waiting": 4})
-    assert limits.place(HIGH, 9, Queue(high=Waiting(1), normal=Waiting(3))) == 3
-
-
 def test_jobs_are_sent_where_nothing_can_be_asked() -> None:
-    limits = limits_of(high={"max_waiting": 1})
-    assert limits.place(HIGH, 1, lambda *_: None) == 0
-
-
-@given(
-    st.integers(0, 9),
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=2),
-)
-def test_no_class_ever_holds_more_than_its_maximum(
-    priority: int, steps: list[tuple[int, int]]
-) -> None:
-    limits = limits_of(
-        high={"max_waiting": 3, "when_full": "demote"},
-        normal={"max_waiting": 4},
-        low={"max_waiting": 5},
-    )
-    held = {"high": 0, "normal": 0, "low": 0}
-    names = {0: "high", 3: "normal", 6: "low"}
-    for jobs, taken in steps:
-        queue = Queue(**{name: Waiting(count) for name, count in held.items()})
-        try:
-            given_priority = limits.place(Destination("q", priority), jobs, queue)
-        except QueueFull:
-            pass
-        else:
-            assert given_priority >= priority
-            # Of a class that refuses, whoever sends many fills the rest.
-            name = names[limits.priorities(given_priority).start]
-            room = {"normal": 4, "low": 5}.get(name, 99) - held[name]
-            assert room > 0
-            held[name] += min(jobs, room)
-        assert held["high"] <= 3
-        assert held["normal"] <= 4
-        assert held["low"] <= 5
-        held = {name: max(0, count - taken) for name, count in held.items()}
+    limits_of(high={"max_waiting": 1}).check(HIGH, lambda *_: None)
 
 
 def test_a_destination_is_celerys() -> None:

@@ -386,8 +386,6 @@ def test_a_model_knows_its_aliases() -> None:
         ({"a": {"level": 0, "share": 1, "weight": 2}}, "classes.a.weight"),
         ({"a": {"level": 0, "share": 1, "max_waiting": 0}}, "classes.a.max_waiting = 0"),
         ({"a": {"level": 0, "share": 1, "max_wait_s": -1}}, "classes.a.max_wait_s = -1"),
-        ({"a": {"level": 0, "share": 1, "when_full": "drop"}}, "'refuse' or 'demote'"),
-        ({"a": {"level": 0, "share": 1, "when_full": "demote"}}, "no class is below 'a'"),
         ({"a": {"level": 1, "share": 1}}, "no class has level 0"),
         ({"a": {"level": 0, "share": 1}, "b": {"level": 0, "share": 1}}, "have the same level"),
     ],

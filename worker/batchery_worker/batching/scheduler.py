@@ -21,7 +21,7 @@ from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from typing import Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
@@ -47,7 +47,6 @@ class Scheduler(Generic[T]):
         shares: Mapping[str, float] = ONE_CLASS,
         costs: TaskCosts | None = None,
         *,
-        ageing_s: float | None = None,
         sheds_late: bool = False,
         slotted: Collection[str] = (),
     ) -> None:
@@ -57,8 +56,6 @@ class Scheduler(Generic[T]):
             shares: Share of each priority class, above 0, highest class first; only the ratios of
                 the shares matter.
             costs: What batches cost, learned from `ended`; of its own by default.
-            ageing_s: None for shares. Otherwise the highest class goes first, and a job counts as
-                one class higher for each time that it has waited so long, in seconds.
             sheds_late: Whether jobs that cannot make their deadline are given up, as `take_late`
                 says.
             slotted: Tasks whose jobs run in slots, on devices of their own; each job is a batch.
@@ -68,7 +65,6 @@ class Scheduler(Generic[T]):
         self.costs = costs or TaskCosts()
         #: One for each kind of device: what a lane had of one says nothing of another.
         self._shares = SharesByTask(shares, self.costs, self.slotted)
-        self._ageing_s = ageing_s
         self._sheds_late = sheds_late
         self._targets: dict[str, LatencyTarget] = {}
         #: Jobs that were given up and not told yet.
@@ -204,15 +200,15 @@ class Scheduler(Generic[T]):
                 return self._suspects.take(suspect, task, in_flight, elsewhere, cohort)
             if self._suspects.recovered or cohort:
                 return None
-        turn = self._find_turn(behind, now_s) if behind else None
+        turn = self._find_turn(behind) if behind else None
         return self._take_next(
-            lambda _, rank, place: not _goes_before(turn, rank, place),
+            lambda _, rank, tag: not _goes_before(turn, rank, tag),
             now_s,
             left_s,
             task=task,
             models=models,
             is_idle=in_flight == 0 or bool(task),
-            least=inf if turn is None else self._urgent_place(turn, now_s),
+            least=inf if turn is None else self._urgent_tag(turn, now_s),
         )
 
     def urgent_batch(
@@ -242,12 +238,12 @@ class Scheduler(Generic[T]):
         """
         if (self.has_suspects and self.tests(task, models)) or not self._queues:
             return None
-        turn = self._find_turn(behind, now_s)
+        turn = self._find_turn(behind)
 
-        def accepts(waiting: KeyFlows[T], rank: int, place: float) -> bool:
+        def accepts(waiting: KeyFlows[T], rank: int, tag: float) -> bool:
             if models is not None and waiting.key.task in models.cold:
                 return False
-            return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
+            return _goes_before(turn, rank, tag) and self._saves(waiting, rank, left_s)
 
         return self._take_next(accepts, now_s, 0.0, task=task, models=models)
 
@@ -267,14 +263,11 @@ class Scheduler(Generic[T]):
         wait_s = left_s + self.costs.expected_s(task, items)
         return wait_s >= MIN_SAVED_TIMES * self.costs.expected_s(task, own)
 
-    def _find_turn(self, behind: Sequence[Batch[T]], now_s: float) -> tuple[int, float] | None:
-        """Highest class of batches and their place; None if nothing may go before them."""
+    def _find_turn(self, behind: Sequence[Batch[T]]) -> tuple[int, float] | None:
+        """Highest class of batches and their tag; None if nothing may go before them."""
         if not (flows := self._find_flows(behind)):
             return None
         rank = min(map(self._rank, flows))
-        if self._ageing_s is not None:
-            oldest_s = min(job.arrived_s for batch in behind for job in batch.jobs)
-            return rank, rank - (now_s - oldest_s) / self._ageing_s
         return rank, min(flow.tag for flow in flows)
 
     def _find_flows(self, batches: Sequence[Batch[T]]) -> list[Flow[T]]:
@@ -282,13 +275,6 @@ class Scheduler(Generic[T]):
         if not all(batch.charges for batch in batches):
             return []
         return [charge.flow for batch in batches for charge in batch.charges]
-
-    def _place(self, flow: Flow[T], now_s: float) -> float:
-        """The lowest one is next: the tag of a flow, or its class where that alone decides."""
-        if self._ageing_s is None:
-            return flow.tag
-        # Of the job that goes next: an old one behind it would age those with deadlines.
-        return self._rank(flow) - (now_s - flow.first().arrived_s) / self._ageing_s
 
     def _take_next(
         self,
@@ -301,9 +287,9 @@ class Scheduler(Generic[T]):
         is_idle: bool = True,
         least: float = inf,
     ) -> Batch[T] | None:
-        """A batch of flows whose class and place are wanted, to run in `left_s`.
+        """A batch of flows whose class and tag are wanted, to run in `left_s`.
 
-        Nothing if the place of the chosen ones is above `least`.
+        Nothing if the tag of the chosen ones is above `least`.
         """
         while True:
             best, chosen = inf, None
@@ -317,14 +303,13 @@ class Scheduler(Generic[T]):
                 is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
                 may_leave = is_due or waiting.items >= limit
                 flows = [
-                    (place, flow)
+                    flow
                     for flow in waiting.flows.values()
-                    if may_leave
-                    and accepts(waiting, self._rank(flow), place := self._place(flow, now_s))
+                    if may_leave and accepts(waiting, self._rank(flow), flow.tag)
                 ]
-                if not flows or not (is_due or sum(flow.items for _, flow in flows) >= limit):
+                if not flows or not (is_due or sum(flow.items for flow in flows) >= limit):
                     continue
-                first = min(flows, key=itemgetter(0))[0]
+                first = min(flow.tag for flow in flows)
                 if chosen is None or first < best:
                     best, chosen = first, (waiting, flows, limit)
             if chosen is None or best > least:
@@ -335,40 +320,38 @@ class Scheduler(Generic[T]):
                 break
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
-        batch = self._take(waiting, flows, limit, now_s)
+        batch = self._take(waiting, flows, limit)
         if models is not None and batch.items >= limit:
             models.full_s = now_s
         return batch
 
-    def _urgent_place(self, turn: tuple[int, float], now_s: float) -> float:
-        """The lowest place of the flows that may go before others; infinity for none."""
-        places = [
-            place
+    def _urgent_tag(self, turn: tuple[int, float], now_s: float) -> float:
+        """The lowest tag of the flows that may go before others; infinity for none."""
+        tags = [
+            flow.tag
             for waiting in self._for_device("")
             if now_s >= waiting.due_s
             for flow in waiting.flows.values()
-            if _goes_before(turn, self._rank(flow), place := self._place(flow, now_s))
+            if _goes_before(turn, self._rank(flow), flow.tag)
         ]
-        return min(places, default=inf)
+        return min(tags, default=inf)
 
-    def _apart(
-        self, task: str, flows: list[tuple[float, Flow[T]]], limit: int
-    ) -> list[tuple[float, Flow[T]]]:
+    def _apart(self, task: str, flows: list[Flow[T]], limit: int) -> list[Flow[T]]:
         """Leaves out the highest class or all others, if together they would take much longer.
 
         A few live jobs in a batch full of bulk would be answered only with the whole batch.
         """
         if len(flows) == 1:
             return flows
-        highest = min(self._rank(flow) for _, flow in flows)
-        own = sum(flow.items for _, flow in flows if self._rank(flow) == highest)
-        items = sum(flow.items for _, flow in flows)
+        highest = min(map(self._rank, flows))
+        own = sum(flow.items for flow in flows if self._rank(flow) == highest)
+        items = sum(flow.items for flow in flows)
         if own == items or not self.costs.knows(task):
             return flows
         if not self._is_long(0.0, task, min(limit, items), min(limit, own)):
             return flows
-        is_first = self._rank(min(flows, key=itemgetter(0))[1]) == highest
-        return [each for each in flows if (self._rank(each[1]) == highest) == is_first]
+        is_first = self._rank(min(flows, key=attrgetter("tag"))) == highest
+        return [flow for flow in flows if (self._rank(flow) == highest) == is_first]
 
     def rank(self, priority_class: str) -> int:
         """Place of a class among all; 0 is the highest."""
@@ -384,7 +367,7 @@ class Scheduler(Generic[T]):
             if waiting is chosen:
                 came_before = False
             elif now_s >= waiting.due_s:
-                first = min(self._place(flow, now_s) for flow in waiting.flows.values())
+                first = min(flow.tag for flow in waiting.flows.values())
                 if first < best or (came_before and first == best):
                     waiting.passed_over = True
 
@@ -413,20 +396,15 @@ class Scheduler(Generic[T]):
         return late
 
     def _shed_late(
-        self,
-        waiting: KeyFlows[T],
-        flows: list[tuple[float, Flow[T]]],
-        limit: int,
-        begin_s: float,
+        self, waiting: KeyFlows[T], flows: list[Flow[T]], limit: int, begin_s: float
     ) -> bool:
         """Gives up jobs that the next batch answers too late, as settings say; returns whether."""
         task = waiting.key.task
         if not self._sheds_late or begin_s == inf or not self.costs.is_believable(task):
             return False
-        own = [flow for _, flow in flows]
-        items = sum(flow.items for flow in own)
+        items = sum(flow.items for flow in flows)
         end_s = begin_s + self.costs.expected_s(task, min(limit, items))
-        late = self._take_out(waiting, own, lambda job: job.deadline_s < end_s)
+        late = self._take_out(waiting, flows, lambda job: job.deadline_s < end_s)
         self._late += late
         return bool(late)
 
@@ -521,18 +499,12 @@ class Scheduler(Generic[T]):
             return queues
         return [each for each in queues if self._serves(task, each.key, models)]
 
-    def _take(
-        self,
-        waiting: KeyFlows[T],
-        flows: list[tuple[float, Flow[T]]],
-        limit: int,
-        now_s: float,
-    ) -> Batch[T]:
-        self._shares[waiting.key.task].began(min(flow.tag for _, flow in flows))
+    def _take(self, waiting: KeyFlows[T], flows: list[Flow[T]], limit: int) -> Batch[T]:
+        self._shares[waiting.key.task].began(min(flow.tag for flow in flows))
         if len(flows) == 1:
-            jobs, charges = self._take_from_one(flows[0][1], limit)
+            jobs, charges = self._take_from_one(flows[0], limit)
         else:
-            jobs, charges = self._take_from_many(flows, limit, now_s)
+            jobs, charges = self._take_from_many(flows, limit)
         waiting.passed_over = False
         self._end_empty(waiting)
         return Batch(tuple(jobs), charges=tuple(charges))
@@ -549,21 +521,21 @@ class Scheduler(Generic[T]):
         return jobs, [shares.charge(flow, items, item_s)]
 
     def _take_from_many(
-        self, flows: list[tuple[float, Flow[T]]], limit: int, now_s: float
+        self, flows: list[Flow[T]], limit: int
     ) -> tuple[list[Job[T]], list[Charge]]:
-        """Takes the jobs in the order of their places, as if each was charged by itself."""
-        task = flows[0][1].key.task
+        """Takes the jobs in the order of their tags, as if each was charged by itself."""
+        task = flows[0].key.task
         # As of a full batch: most are, where several lanes wait.
         shares = self._shares[task]
         item_s = shares.item_s(task, limit)
-        weights = [shares.weight(flow) for _, flow in flows]
-        turns = [(place, number) for number, (place, _) in enumerate(flows)]
+        weights = [shares.weight(flow) for flow in flows]
+        turns = [(flow.tag, number) for number, flow in enumerate(flows)]
         heapify(turns)
         jobs: list[Job[T]] = []
         items, taken = 0, [0] * len(flows)
         while turns:
-            place, number = turns[0]
-            flow = flows[number][1]
+            tag, number = turns[0]
+            flow = flows[number]
             if jobs and items + flow.first().items > limit:
                 break
             job = flow.pop()
@@ -572,13 +544,11 @@ class Scheduler(Generic[T]):
             taken[number] += job.items
             if not flow:
                 heappop(turns)
-            elif self._ageing_s is None:
-                heapreplace(turns, (place + item_s * job.items / weights[number], number))
             else:
-                heapreplace(turns, (self._place(flow, now_s), number))
+                heapreplace(turns, (tag + item_s * job.items / weights[number], number))
         item_s = shares.charged_item_s(task, items)
         charged = zip(flows, taken, strict=True)
-        return jobs, [shares.charge(flow, count, item_s) for (_, flow), count in charged if count]
+        return jobs, [shares.charge(flow, count, item_s) for flow, count in charged if count]
 
     def _end_empty(self, waiting: KeyFlows[T]) -> None:
         """Forgets the flows without jobs, and the key if it has no other."""
@@ -590,6 +560,6 @@ class Scheduler(Generic[T]):
             del self._queues[waiting.key]
 
 
-def _goes_before(turn: tuple[int, float] | None, rank: int, place: float) -> bool:
-    """Whether a flow may go before batches of this highest class and lowest place."""
-    return turn is not None and rank < turn[0] and place < turn[1]
+def _goes_before(turn: tuple[int, float] | None, rank: int, tag: float) -> bool:
+    """Whether a flow may go before batches of this highest class and lowest tag."""
+    return turn is not None and rank < turn[0] and tag < turn[1]

@@ -1,6 +1,5 @@
 """From one of Celery's requests to a job of the scheduler, or to a clear refusal."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ class TaskOptions(NamedTuple):
     max_batch_tokens: int | None
     #: How results are cached; None if they are not.
     cache: CachePolicy | None
-    #: Jobs with more items must not hold up those with fewer.
-    small_batch_threshold: float
     #: Whether a device needs the headers of jobs: for `self.request`, or for STARTED.
     needs_context: bool
 
@@ -70,9 +67,6 @@ class Admission:
             ),
             max_batch_tokens=task.max_batch_tokens or settings.max_batch_tokens,
             cache=cache or None,
-            small_batch_threshold=task.small_batch_threshold
-            or settings.small_batch_threshold
-            or math.inf,
             needs_context=task.sees_request or bool(task.track_started),
         )
         return found
@@ -121,22 +115,18 @@ class Admission:
             items=len(call.items),
             arrived_s=now_s,
             payload=call,
-            lane=self._lane(message, len(call.items) > options.small_batch_threshold),
+            lane=self._lane(message),
             deadline_s=now_s + read_deadline(message) - unix_s,
             # A job with an ETA is wanted only then, and that is when Celery hands it over.
             waited_s=0.0 if message.get("eta") else unix_s - read_sent_at(message, unix_s),
         )
 
-    def _lane(self, message: Mapping[str, Any], is_large: bool) -> Lane:
+    def _lane(self, message: Mapping[str, Any]) -> Lane:
         delivery: Any = message.get("delivery_info") or {}
         priority = delivery.get("priority") or 0
         if type(priority) is not int:
             priority = 0
-        return Lane(
-            self._classes[max(0, min(priority, LOWEST_PRIORITY))],
-            read_tenant(message),
-            is_large,
-        )
+        return Lane(self._classes[max(0, min(priority, LOWEST_PRIORITY))], read_tenant(message))
 
 
 def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:

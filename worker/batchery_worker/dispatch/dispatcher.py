@@ -73,7 +73,6 @@ class Dispatcher:
         self._eligibility = CommitEligibility(app, self._listeners)
         self._scheduler: Scheduler[TaskCall] = Scheduler(
             settings.shares,
-            ageing_s=settings.ageing_s if settings.class_order == "strict" else None,
             sheds_late=settings.shed_late,
             slotted=[device.setup.task for device in devices if device.setup.task],
         )

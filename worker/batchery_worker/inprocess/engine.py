@@ -18,7 +18,7 @@ from batchery_worker.inprocess.engine_device import LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
-BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms", "small_batch_threshold")
+BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
 
 
 class EngineCall(BatchedCall[Any, Any]):

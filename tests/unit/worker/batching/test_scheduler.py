@@ -514,39 +514,6 @@ def test_a_job_is_late_when_it_would_be_too_late_even_alone() -> None:
     assert not len(scheduler)
 
 
-def strict(*jobs: tuple[str, str, float]) -> Scheduler[None]:
-    """A scheduler with jobs: name, class and arrival. A job rises by a class each 10 s."""
-    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
-    for name, priority_class, arrived_s in jobs:
-        lane = Lane(priority_class)
-        scheduler.admit(Job(name, BatchKey("a"), Limits(2), 1, arrived_s, None, lane))
-    return scheduler
-
-
-def test_the_highest_class_goes_first_where_classes_are_strict() -> None:
-    scheduler = strict(*(("low", "low", 0.0),) * 4, *(("high", "high", 1.0),) * 4)
-    assert [ids(scheduler.next_batch(0, False, 1.0)) for _ in range(4)] == [
-        ["high", "high"],
-        ["high", "high"],
-        ["low", "low"],
-        ["low", "low"],
-    ]
-
-
-def test_a_job_that_waits_rises_so_that_no_class_starves() -> None:
-    scheduler = strict(("old", "low", 0.0), ("low", "low", 5.0), *(("high", "high", 11.0),) * 4)
-    # The old one counts as high since 10 s, and is the oldest there.
-    assert ids(scheduler.next_batch(0, False, 11.0)) == ["old", "high"]
-
-
-def test_strict_classes_interrupt_lower_ones() -> None:
-    scheduler = strict(*(("low", "low", 0.0),) * 2)
-    running = scheduler.next_batch(0, False, 0.0)
-    assert running is not None
-    scheduler.admit(Job("high", BatchKey("a"), Limits(2), 1, 1.0, None, Lane("high")))
-    assert ids(scheduler.urgent_batch([running], 1.0)) == ["high"]
-
-
 def test_small_calls_overtake_large_ones_and_cannot_starve_them() -> None:
     scheduler: Scheduler[None] = Scheduler(SHARES)
     large, small = Lane("high", is_large=True), Lane("high")

@@ -1,8 +1,6 @@
 """What goes before the rest of a batch that runs, and what does not."""
 
 from collections import Counter
-from math import inf
-from typing import Any
 
 import pytest
 
@@ -187,44 +185,6 @@ def test_device_that_waits_for_nothing_is_asked_for_nothing() -> None:
         assert held.has_suspects == (admit != scheduler.admit)
 
 
-def make_strict(*arrivals: tuple[str, Lane, float]) -> Scheduler[None]:
-    """A scheduler of strict classes, in which jobs rise by a class in ten seconds."""
-    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
-    for name, lane, arrived_s in arrivals:
-        scheduler.admit(Job(name, EMBED, Limits(10), 1, arrived_s, None, lane))
-    return scheduler
-
-
-@pytest.mark.parametrize(("now_s", "expected"), [(104.0, ["live"]), (125.0, [])])
-def test_strict_class_goes_before_a_batch_until_that_has_risen_to_it(
-    now_s: float, expected: list[str]
-) -> None:
-    scheduler = make_strict(("bulk", LOW, 100.0))
-    running = scheduler.next_batch(0, False, 100.0)
-    assert running is not None
-    live: Job[Any] = Job("live", EMBED, Limits(10), 1, now_s, None, HIGH)
-    scheduler.admit(live)
-    assert names_of(scheduler.urgent_batch([running], now_s)) == expected
-
-
-def test_strict_jobs_of_one_class_do_not_interrupt_each_other() -> None:
-    scheduler = make_strict(("first", HIGH, 100.0))
-    running = scheduler.next_batch(0, False, 100.0)
-    assert running is not None
-    # It has waited for longer, but is of no higher class.
-    scheduler.admit(Job("older", EMBED, Limits(10), 1, 90.0, None, HIGH))
-    assert scheduler.urgent_batch([running], 101.0) is None
-
-
-def test_oldest_job_of_a_class_that_is_waited_for_says_how_far_it_has_risen() -> None:
-    scheduler = make_strict(("old", LOW, 80.0), ("new", LOW, 100.0))
-    running = scheduler.next_batch(0, False, 100.0)
-    assert running is not None
-    scheduler.admit(Job("live", EMBED, Limits(10), 1, 101.0, None, HIGH))
-    # By 21 seconds the old one has risen by more than the two classes between.
-    assert scheduler.urgent_batch([running], 101.0) is None
-
-
 def test_job_that_is_in_time_in_an_urgent_batch_is_not_given_up_for_the_bulk_beside_it() -> None:
     scheduler, running = urgent_scene(sheds_late=True)
     # A full batch of bulk takes ten seconds, and the job alone one.
@@ -253,18 +213,3 @@ def test_jobs_of_thousands_of_keys_may_be_too_late_at_once() -> None:
     # A job takes a second, and the two of a key two.
     assert scheduler.next_batch(0, False, 0.0) is None
     assert len(scheduler.take_late(0.0)) == 2400
-
-
-def test_an_old_job_does_not_age_those_with_deadlines_that_go_before_it() -> None:
-    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
-    for name, priority_class, arrived_s, deadline_s in (
-        *[("old", "low", 0.0, inf), ("dated", "low", 25.0, 40.0), ("dated", "low", 25.0, 40.0)],
-        *[("high", "high", 25.0, inf)] * 2,
-    ):
-        lane = Lane(priority_class)
-        scheduler.admit(
-            Job(name, BatchKey("a"), Limits(2), 1, arrived_s, None, lane, deadline_s=deadline_s)
-        )
-    batch = scheduler.next_batch(0, False, 25.0)
-    assert batch is not None
-    assert [job.id for job in batch.jobs] == ["high", "high"]

@@ -270,14 +270,6 @@ def test_a_deadline_that_is_no_time_fails_its_job_alone(
         admit(admission, args=[1], batchery_deadline=deadline)
 
 
-def test_jobs_with_many_items_have_a_lane_of_their_own() -> None:
-    admission = Admission(Settings(small_batch_threshold=2))
-    many = admit(admission, args=[[1, 2, 3]], batchery={"v": 1, "n": 3})
-    assert many.lane.is_large
-    assert not admit(admission, args=[[1, 2]], batchery={"v": 1, "n": 2}).lane.is_large
-    assert not admit(Admission(Settings()), args=[[1] * 9], batchery={"v": 1, "n": 9}).lane.is_large
-
-
 def test_a_target_is_that_of_the_task_or_of_the_settings() -> None:
     assert Admission(Settings(target_latency_ms=200)).options(own).limits.target_s == 0.2
     assert Admission(Settings()).options(own).limits.target_s is None

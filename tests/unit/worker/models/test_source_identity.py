@@ -18,7 +18,6 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "max_batch_tokens": 64,
     "max_wait_ms": 5,
     "target_latency_ms": 100,
-    "small_batch_threshold": 8,
     "cache": True,
     "cache_ttl_s": 60,
     "cache_max_bytes": 10_000,
