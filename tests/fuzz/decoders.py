@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from batchery.cli import dead_letters as dead_letter_command
 from batchery.cli.console import printable, render
-from batchery.cli.stats import dashboard
+from batchery.cli.stats import draw
 from batchery.cli.survey import Survey
 from batchery.errors import DatasetError, InvalidItem
 from batchery.protocol import headers
@@ -149,7 +149,7 @@ def show_figures(value: Any) -> str:
         value = {"error": value}
     now = Survey({"w": value}, {"q": 1}, 1)
     json.dumps(now.report(now))
-    return render(dashboard(now, now))
+    return render(draw(now, now))
 
 
 FIGURES = json.dumps(

@@ -1,6 +1,5 @@
 """More models than memory, and models on some devices only: with real workers."""
 
-import json
 import os
 import random
 import signal
@@ -16,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from apps import swapping
 from batchery.cli.control import drain, reload
-from batchery.cli.placement import placement
 from batchery.errors import ModelLoadError
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
+from support.placed import list_placed
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
 
@@ -30,14 +29,6 @@ TIMEOUT_S = patient(60)
 LOOK = ("--timeout", str(patient(1)))
 
 NAMES = [f"bert{number}" for number in range(6)]
-
-
-def list_placed(redis_url: str, app: str = "apps.swapping") -> dict[tuple[str, str], Any]:
-    """What `batchery placement` says, by device and model."""
-    swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    done = CliRunner().invoke(placement, ["-A", app, "--json"])
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(line["device"], line["model"]): line for line in lines}
 
 
 def send(client: Celery, name: str, item: Any) -> Any:
@@ -69,7 +60,7 @@ def test_six_models_share_the_memory_of_two(
     ]
     for name, job in jobs:
         assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"label{name[-1]}")
-    models = list(list_placed(redis_url).values())
+    models = list(list_placed(swapping.app, "apps.swapping", redis_url).values())
     assert Counter(model["state"] for model in models) == {"loaded": 2, "not loaded": 4}
     assert {model["why"] for model in models} == {"all devices, first demand"}
     assert all(0.9 * size < model["held_bytes"] < 1.1 * size for model in models)
@@ -90,7 +81,7 @@ def test_models_are_where_their_settings_say(
         assert (found["model"], found["device"]) == (name, {"one": "cpu:0", "two": "cpu:1"}[name])
     assert send(client, "three", 1).get(timeout=TIMEOUT_S)["device"] == "cpu:0"
     assert client.send_task("apps.swapping.shout", ["hi"]).get(timeout=TIMEOUT_S) == "HI"
-    placed = list_placed(redis_url)
+    placed = list_placed(swapping.app, "apps.swapping", redis_url)
     assert {key: line["why"] for key, line in placed.items()} == {
         ("cpu:0", "one"): "devices",
         ("cpu:0", "three"): "replicas",
@@ -98,9 +89,6 @@ def test_models_are_where_their_settings_say(
         ("cpu:1", "two"): "devices",
         ("cpu:1", "large"): "all devices",
     }
-    table = CliRunner().invoke(placement, ["-A", "apps.swapping"]).stdout
-    assert "loaded" in table
-    assert "replicas" in table
 
 
 def start_swapping(start_worker: StartWorker, tmp_path: Path, **env: str) -> tuple[Worker, Path]:

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 
 from apps import shop
 from batchery.cli.control import reload
-from batchery.cli.placement import placement
 from benchmarks.engine.onnx_file import export_onnx
 from conftest import StartWorker
 from support.harness import Worker
 from support.patience import patient
+from support.placed import list_placed
 from support.tiny_models import save_model
 
 TIMEOUT_S = patient(120)
@@ -119,8 +119,7 @@ def test_six_models_share_the_memory_of_two(
     ]
     for name, job in jobs:
         assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"{name}-")
-    done = CliRunner().invoke(placement, ["-A", "apps.shop", "--json"])
-    placed = [json.loads(line) for line in done.stdout.splitlines()]
+    placed = list_placed(shop.app, "apps.shop", shop.app.conf.broker_url).values()
     assert Counter(model["state"] for model in placed) == {"loaded": 2, "not loaded": 4}
     assert {model["held_bytes"] for model in placed} == {size_bytes}
     # Two at the start, then at least each of the others once; far less often than they took turns.

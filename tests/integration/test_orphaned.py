@@ -14,7 +14,8 @@ from redis import Redis
 
 from apps import shop
 from batchery import BatchTask, install
-from batchery.cli.survey import Survey, survey_registered
+from batchery.cli.survey import Survey
+from batchery.cli.survey import survey as look
 from batchery.transport.redis_schema import Keys, transport_scripts
 from support.commands import TIMEOUT_S, run
 from support.harness import Worker, wait_for
@@ -93,7 +94,7 @@ def test_jobs_of_the_only_worker_wait_once_it_is_dead_or_frozen(
 
 def survey(url: str) -> Survey:
     with Celery(broker=url, set_as_current=False) as app:
-        return survey_registered(app, 1.0, ["a"], asks=False)
+        return look(app, 1.0, ["a"], asks=False)
 
 
 def message(sent_s: float, body: str = "") -> str:

@@ -2,61 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 import redis
 from celery import Celery
-from click.testing import CliRunner, Result
 
-from apps import shop
 from batchery import SettingsError
-from batchery.cli.models import models
-from batchery.cli.stats import stats
 from batchery_producer import submit_file
 from batchery_producer.diagnosis import find_task
-from conftest import StartWorker
 from support.bulk_runs import APP, Command, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
-
-
-def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
-    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return CliRunner().invoke(command, ["-A", APP, *arguments])
-
-
-@pytest.fixture(scope="module")
-def stock(start_module_worker: StartWorker, worker: Worker, client: Celery) -> Worker:
-    """A worker that knows nothing of Batchery, on the same broker."""
-    return start_module_worker("apps.stock", "-Q", "elsewhere").wait_answers(client)
-
-
-def test_a_stock_worker_is_not_asked_for_figures(
-    redis_url: str, worker: Worker, stock: Worker
-) -> None:
-    def asked() -> set[str]:
-        done = run(stats, redis_url, "--once", "--json")
-        return set(json.loads(done.stdout)["workers"])
-
-    # Whoever does not answer in time is not in it, and is asked again.
-    assert wait_for(asked, "an answer") == {worker.name}
-    assert "pidbox command error" not in stock.log
-
-
-def test_models_lists_the_tasks_of_all_workers(
-    redis_url: str, worker: Worker, stock: Worker
-) -> None:
-    def listed() -> dict[str, Any]:
-        done = run(models, redis_url, "--json")
-        found = {each["task"]: each for each in map(json.loads, done.stdout.splitlines())}
-        return found if {f"{APP}.shout", "apps.leases.late"} <= set(found) else {}
-
-    tasks = wait_for(listed, "both have answered")
-    assert tasks[f"{APP}.shout"]["kind"] == "batch"
-    assert tasks[f"{APP}.shout"]["workers"] == [worker.name]
-    assert tasks["apps.leases.late"]["kind"] == "ordinary"
 
 
 def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(

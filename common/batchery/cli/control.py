@@ -11,23 +11,15 @@ from celery import Celery
 
 from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import broker_errors
-from batchery.cli.survey import (
-    ask_workers,
-    find_installed,
-    name_live_workers,
-    registered_workers,
-)
+from batchery.cli.survey import PATIENCE_S, ask_workers, find_workers, registered_workers
 from batchery.errors import StartError
 from batchery.protocol.figures import DRAIN, GIVEN_UP, RELOAD
-
-#: How long one look waits for the workers' answers, in seconds.
-ANSWER_TIMEOUT_S = 1.0
 
 #: Pause between two looks, in seconds.
 PAUSE_S = 0.1
 
-#: After so much time a worker that does not answer is given up, in seconds.
-SILENT_S = 15.0
+#: After so much time a worker that lives and does not answer is given up, in seconds.
+SILENT_S = 60.0
 
 #: Exit code if anything was not done, or no worker could do it.
 NOT_DONE = 1
@@ -72,7 +64,7 @@ worker_option = click.option(
 @click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
 @worker_option
 @with_app
-@timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
+@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
 @click.pass_context
 def reload(
     context: click.Context,
@@ -110,7 +102,7 @@ def reload(
 @click.option("--undo", is_flag=True, help="Start it again.")
 @worker_option
 @with_app
-@timeout_option(ANSWER_TIMEOUT_S, "How long a look waits for the workers' answers.")
+@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
 @click.pass_context
 def drain(
     context: click.Context,
@@ -184,43 +176,39 @@ def follow(
         StartError: No worker with devices answers.
     """
     check_broker(app)
-    with broker_errors():
-        open_ = {worker} if worker else find_workers(app, timeout_s)
-    # One of them may be dead, and perhaps nobody knows it yet.
-    unheard = set(open_)
+    open_ = _find_live(app)
+    if worker is not None:
+        open_ &= {worker}
     answers: dict[str, Mapping[str, Any]] = {}
-    heard_s = dict.fromkeys(open_, time.monotonic())
+    began_s, heard_s = time.monotonic(), dict[str, float]()
     while open_:
         with broker_errors():
-            found = ask_workers(app, command, timeout_s, sorted(open_), **order)
-        answers |= {name: each for name, each in found.items() if "devices" in each}
+            found = ask_workers(app, command, timeout_s, open_, **order)
         now_s = time.monotonic()
         heard_s |= dict.fromkeys(found, now_s)
-        unheard &= open_ - set(found)
-        if unheard:
-            with broker_errors():
-                open_ -= unheard - find_workers(app, timeout_s)
-        for name in open_ & set(found):
-            if "devices" not in found[name] or found[name].get("error") or is_over(found[name]):
+        answers |= {name: answer for name, answer in found.items() if "devices" in answer}
+        open_ -= {
+            name
+            for name, answer in found.items()
+            if "devices" not in answer or answer.get("error") or is_over(answer)
+        }
+        # Redis knows who lives, and answers late, as on a busy machine.
+        live = _find_live(app) if open_ - set(found) else open_
+        for name in sorted(open_):
+            if name not in live or now_s - heard_s.get(name, began_s) > SILENT_S:
                 open_.discard(name)
-        for name in [each for each in open_ if now_s - heard_s[each] > SILENT_S + timeout_s]:
-            answers[name] = {"silent": True}
-            open_.discard(name)
+                if name in live or name in heard_s:
+                    answers[name] = {"silent": True}
         time.sleep(PAUSE_S if open_ else 0.0)
-    if all("silent" in each for each in answers.values()):
+    if not answers:
         who = f"no worker {worker!r}" if worker else "no worker"
         raise StartError(f"{who} with devices answers; is it up?")
     return answers
 
 
-def find_workers(app: Celery, timeout_s: float) -> set[str]:
-    """Names of the workers that may have devices, without those that are known to be dead."""
-    registered = registered_workers(app)
-    names = name_live_workers(registered)
-    if names and all(each.name for each in registered.values() if not each.is_dead):
-        return names
-    # Another broker than Redis knows of none, and one that has just begun not by name.
-    return names | {name for name, is_there in find_installed(app, timeout_s).items() if is_there}
+def _find_live(app: Celery) -> set[str]:
+    with broker_errors():
+        return find_workers(app, registered_workers(app))
 
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
@@ -244,10 +232,10 @@ def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tupl
                 lines.append(f"{where}: not reloaded, {name} goes on as before: {why}")
                 is_done = False
     if not lines:
-        return [f"no worker serves a model {name!r}; see `batchery models`"], False
+        return [f"no worker serves a model {name!r}; see `batchery stats`"], False
     return lines, is_done
 
 
 def _describe_silent(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     silent = sorted(name for name, answer in answers.items() if "silent" in answer)
-    return [f"{name}: does not answer any more" for name in silent]
+    return [f"{name}: does not answer any more; it may do it yet" for name in silent]

@@ -1,22 +1,34 @@
-"""`batchery stats`: figures of all workers' batches, live."""
+"""`batchery stats`: what workers do and serve, and what waits in queues."""
 
 import json
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
 import click
 from celery import Celery
 from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import Interrupt, broker_errors, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
-from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
+from batchery.cli.survey import (
+    DISCOVERY_S,
+    PATIENCE_S,
+    Registered,
+    Survey,
+    aliases_in,
+    app_queues,
+    has_batch_tasks,
+    registered_tasks,
+    survey,
+)
 from batchery.errors import StartError, counted
 from batchery.protocol.figures import (
     GIVEN_UP,
@@ -27,28 +39,28 @@ from batchery.protocol.figures import (
     WorkerFigures,
 )
 
-#: Time of one look, in seconds: how long it collects the workers' answers.
+#: Time from one look to the next, in seconds, if all answer at once.
 REFRESH_S = 1.0
 
-#: Exit code if no worker with batches answers.
+#: Exit code if no worker with devices answers.
 NO_WORKER = 1
 
 #: Shown where there is no figure yet.
 NONE = "-"
 
-#: A full bar of the size distribution, in characters.
-BAR_WIDTH = 20
+#: Attributes of tasks that tell what a task is.
+FIELDS = ("model_queue", "model_aliases", "is_installed")
 
-#: Colour of a device's state; other states have none.
-STATE_STYLES = {"ready": "green", "starting": "yellow", "dead": "bold red"}
+NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
 
-HELP = """Show what the batches of all workers look like, each second.
+NO_ANSWER = "no worker answers; start one, or wait until it has loaded its models"
 
-Queue depths come from the broker, for the queues of the app and those that workers consume; with
---once also for all others with jobs, as one may be misspelt.
-Everything else comes from the workers that have batch tasks; others are not asked for figures.
-"Oldest" is the age of the oldest job that waits in a worker; what is still in the queue may be
-older. Rates are those between two looks.
+HELP = """Show what workers do and serve, and what waits in queues, each second until Ctrl-C.
+
+Redis knows which workers live. A look ends when all of them have answered, which may take a while
+on a busy machine. Queue depths come from the broker, for the queues of the app and those that
+workers consume; with --once also for all others with jobs, as one may be misspelt. Rates are those
+between two looks. docs/observe.md explains every figure.
 
 \b
 Exit codes:
@@ -63,7 +75,7 @@ Exit codes:
 @app_options
 @click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
-@timeout_option(REFRESH_S, "How long a look waits for the workers' answers.")
+@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
 @click.pass_context
 def stats(
     context: click.Context,
@@ -81,89 +93,105 @@ def stats(
     context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))
 
 
-def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_S) -> int:
+def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
     """Shows the figures of all workers until Ctrl-C, or once.
 
     Args:
         app: The app whose workers and queues are shown.
         once: Look twice and show the second look.
         as_json: Print JSON lines instead of tables.
-        timeout_s: How long a look takes, in seconds.
+        timeout_s: How long a look waits for a worker that lives, in seconds.
 
     Returns:
         The exit code.
     """
     check_broker(app)
+    queues = app_queues(app)
     if once:
-        return _show_once(app, as_json, timeout_s)
-    with Interrupt(at_once=True) as interrupt:
-        if as_json:
-            _print_lines(app, timeout_s, interrupt)
-        else:
-            _live(app, timeout_s, interrupt)
-    return 0
-
-
-def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
-    directory, queues = WorkerDirectory(app), app_queues(app)
-    first = survey(directory, app, timeout_s, queues)
-    with broker_errors():
-        queues |= set(StrayQueues(app).look(first.queues, ALL_CALLS))
-    time.sleep(timeout_s)
-    second = survey(directory, app, timeout_s, queues)
-    if as_json:
-        click.echo(json.dumps(second.report(first)))
-    else:
-        click.echo(render(dashboard(second, first)))
-    return 0 if second.figures else NO_WORKER
-
-
-def _print_lines(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
-    before: Survey | None = None
-    directory, queues = WorkerDirectory(app), app_queues(app)
-    while True:
-        next_s = time.monotonic() + timeout_s
-        now = survey(directory, app, timeout_s, queues)
-        interrupt.check()
-        click.echo(json.dumps(now.report(before)))
-        before = now
-        time.sleep(max(0.0, next_s - time.monotonic()))
-
-
-def _live(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
-    before: Survey | None = None
-    directory, queues = WorkerDirectory(app), app_queues(app)
-    with Live("asking the workers ...", auto_refresh=False) as live:
+        before = look(app, queues, timeout_s)
+        with broker_errors():
+            queues |= set(StrayQueues(app).look(before.queues, ALL_CALLS))
+        now = look(app, queues, timeout_s)
+        click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
+        return 0 if now.figures else NO_WORKER
+    with Interrupt(at_once=True) as interrupt, _open_screen(as_json) as show:
+        last: Survey | None = None
         while True:
-            interrupt.check()
-            next_s = time.monotonic() + timeout_s
+            next_s = time.monotonic() + REFRESH_S
             try:
-                now = survey(directory, app, timeout_s, queues)
+                now = look(app, queues, timeout_s)
+                show(json.dumps(now.report(last)) if as_json else draw(now, last))
+                last = now
             except StartError as error:
                 # The broker was there before. A person who watches wants to see it come back.
-                live.update(str(error), refresh=True)
-                time.sleep(timeout_s)
-                continue
-            live.update(dashboard(now, before), refresh=True)
-            before = now
+                if as_json:
+                    raise
+                show(str(error))
+            interrupt.check()
             time.sleep(max(0.0, next_s - time.monotonic()))
 
 
-def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
+@contextmanager
+def _open_screen(as_json: bool) -> Iterator[Callable[[Any], object]]:
+    if as_json:
+        yield click.echo
+        return
+    with Live("asking the workers ...", auto_refresh=False) as live:
+        yield lambda drawing: live.update(drawing, refresh=True)
+
+
+def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
+    """A survey with the tasks of all workers; those that run batch tasks one by one are named.
+
+    Args:
+        app: The app whose workers are asked.
+        queues: Names of queues that are looked into, whether a worker consumes them or not.
+        timeout_s: How long workers are awaited that live, in seconds.
+    """
+    found = survey(app, timeout_s, queues)
+    with broker_errors():
+        tasks = registered_tasks(app, FIELDS, DISCOVERY_S)
+        if late := [name for name in found.figures if name not in tasks]:
+            tasks = {**tasks, **registered_tasks(app, FIELDS, timeout_s, names=late)}
+    plain = {
+        name: {"error": NOT_INSTALLED}
+        for name, each in tasks.items()
+        if has_batch_tasks(each, "False") and not has_batch_tasks(each)
+    }
+    return replace(found, workers={**plain, **found.workers}, tasks=list_served(tasks))
+
+
+def list_served(found: Registered) -> list[dict[str, Any]]:
+    """One entry per task, sorted by name: what it is, its queue, other names, and its workers."""
+    served: dict[str, dict[str, Any]] = {}
+    for worker, tasks in found.items():
+        for name, info in tasks.items():
+            queue = info.get("model_queue")
+            kind = "model" if queue else "batch" if "is_installed" in info else "ordinary"
+            new = {"task": name, "kind": kind, "queue": queue, "aliases": aliases_in(info)}
+            served.setdefault(name, {**new, "workers": []})["workers"].append(worker)
+    return [each for _, each in sorted(served.items())]
+
+
+# Tables
+
+
+def draw(now: Survey, before: Survey | None = None) -> RenderableType:
     """Draws a survey; the one before gives the rates, and the workers that no longer answer."""
-    parts: list[RenderableType] = []
-    problems = now.problems(before)
-    for name in sorted(now.workers):
-        if figures := now.figures.get(name):
-            parts += [worker_table(name, figures, now.rates(name, before)), size_table(figures)]
-        else:
-            parts.append(Text(f"{name}: {problems.pop(name)}"))
-    parts += [Text(f"{name}: {why}", style="red") for name, why in problems.items()]
+    parts: list[RenderableType] = [
+        draw_worker(name, figures, now.rates(name, before)) for name, figures in now.figures.items()
+    ]
+    parts += [Text(f"{name}: {why}", "red") for name, why in now.problems(before).items()]
     if not now.workers:
-        text = "no worker answers; start one, or wait until it has loaded its models"
-        parts.append(Text(f"{text}: celery -A APP worker"))
-    if now.queues:
-        parts.append(queue_table(now.queues))
+        parts.append(Text(f"{NO_ANSWER}: celery -A APP worker"))
+    waiting = [(name, f"{depth:,}") for name, depth in now.queues.items()]
+    count = Column("jobs waiting in the broker", justify="right")
+    parts.append(_draw_table(waiting, "queue", count))
+    tasks = [
+        (each["task"], each["kind"], each["queue"] or "routed", *_join(each, "aliases", "workers"))
+        for each in now.tasks
+    ]
+    parts.append(_draw_table(tasks, "task", "kind", "queue", "also called", "workers"))
     if orphaned := sum(now.orphaned.values()):
         text = "of these jobs are held by dead workers, until one that lives gives them back"
         parts.append(Text(f"{orphaned:,} {text}", "red"))
@@ -172,36 +200,34 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def queue_table(queues: Mapping[str, int]) -> Table:
-    """How many messages wait in the broker, per queue."""
-    table = Table("queue", box=box.SIMPLE)
-    table.add_column("jobs waiting in the broker", justify="right")
-    for name, depth in queues.items():
-        table.add_row(name, f"{depth:,}")
-    return table
+def _join(task: Mapping[str, Any], *names: str) -> list[str]:
+    return [", ".join(task[name]) for name in names]
 
 
-def worker_table(name: str, figures: WorkerFigures, rates: Mapping[str, float] | None) -> Table:
+def _draw_table(
+    rows: Sequence[Sequence[str]], *heads: str | Column, title: str = ""
+) -> RenderableType:
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE, show_header=any(heads))
+    for row in rows:
+        table.add_row(*row)
+    return table if rows else Group()
+
+
+def draw_worker(
+    name: str, figures: WorkerFigures, rates: Mapping[str, float] | None
+) -> RenderableType:
     """The figures of one worker, a row each. Means are over its whole life, rates are current."""
-    table = Table(title=name, title_justify="left", box=box.SIMPLE, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    done, rows = figures.batches, dict[str, str]()
     for device, state in figures.devices.items():
-        table.add_row(f"device {device}", _device(state))
-        table.add_row(f"memory of {device}", _memory(state))
-        for model, info in state.models.items():
-            table.add_row(f"{model} on {device}", _model(info))
-            if info.fitted_batches is not None:
-                table.add_row("", _costs(info))
-    done = figures.batches
-    oldest = _number(figures.oldest_waiting_s, "s")
-    rows = {
+        rows |= {f"device {device}": _device(state), f"memory of {device}": _memory(state)}
+        rows |= {f"{each} on {device}": _model(model) for each, model in state.models.items()}
+    oldest, size = _number(figures.oldest_waiting_s, "s"), _number(done.mean_batch_size, "items")
+    rows |= {
         "queues": ", ".join(figures.queues) or NONE,
         "waiting here": f"{counted(figures.waiting, 'job')}, oldest {oldest}",
         "now": _rates(rates),
         "done": f"{counted(done.jobs, 'job')}, {counted(done.items, 'item')} in"
-        f" {counted(done.batches, 'batch')},"
-        f" {_number(done.mean_batch_size, 'items')} each",
+        f" {counted(done.batches, 'batch')}, {size} each",
         "waited": _number(done.mean_waited_ms, "ms"),
         "forward": _number(done.mean_forward_ms, "ms"),
         "other stages": f"prepare {_number(done.mean_prepare_ms, 'ms')},"
@@ -210,32 +236,19 @@ def worker_table(name: str, figures: WorkerFigures, rates: Mapping[str, float] |
         "padding waste": percent(done.padding_waste),
         "failed jobs": f"{done.failed_jobs:,}",
         "device restarts": f"{done.device_restarts:,}",
-        **{f"batch of {task}": _batch_costs(costs) for task, costs in figures.costs.items()},
+        "items per batch": ", ".join(
+            f"{n:,} up to {size[2:]}" for size, n in done.batch_sizes.items()
+        ),
+        **{f"batch of {task}": _costs(costs) for task, costs in figures.costs.items()},
         "failed by": _counts(done.failures),
         "by the tracer": _counts(done.tracer_jobs),
         **{f"cache of {task}": _cache(cache) for task, cache in done.caches.items()},
     }
-    for label, text in rows.items():
-        if text:
-            table.add_row(label, text)
-    return table
+    return _draw_table([row for row in rows.items() if row[1]], "", "", title=name)
 
 
 def _counts(reasons: Mapping[str, int]) -> str:
     return "\n".join(f"{count:,}: {reason}" for reason, count in reasons.items())
-
-
-def size_table(figures: WorkerFigures) -> Table:
-    """How many batches had how many items, as bars."""
-    sizes = figures.batches.batch_sizes
-    table = Table(title="Items per batch", title_justify="left", box=box.SIMPLE, show_header=False)
-    most = max(sizes.values(), default=1)
-    for size, count in sizes.items():
-        width = max(1, round(BAR_WIDTH * count / most))
-        table.add_row(size.replace("<=", "up to "), f"{count:,}", Text("█" * width, style="cyan"))
-    if not sizes:
-        table.add_row("no batch yet")
-    return table
 
 
 def percent(share: float | None) -> str:
@@ -243,40 +256,45 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.0f} %"
 
 
-def _device(device: DeviceSnapshot) -> Text:
+def _device(device: DeviceSnapshot) -> str:
     if device.state == "drained":
-        return Text("drained, see `batchery drain`")
+        return "drained, see `batchery drain`"
     if device.state == GIVEN_UP:
-        return Text(f"given up, see `batchery drain --undo`: {device.error}", "bold red")
-    return Text.assemble(
-        (device.state, STATE_STYLES.get(device.state, "")),
-        f", pid {device.pid}, loaded in {device.load_s:.1f} s,"
-        f" batches in flight: {device.batches_in_flight}",
+        return f"given up, see `batchery drain --undo`: {device.error}"
+    return (
+        f"{device.state}, pid {device.pid}, loaded in {device.load_s:.1f} s,"
+        f" batches in flight: {device.batches_in_flight}"
     )
 
 
 def _memory(device: DeviceSnapshot) -> str:
-    memory, parts = device.memory, []
-    if device.resident_kib:
-        parts.append(f"{_mib(device.resident_kib * 1024)} of main memory")
-    if memory.reserved_bytes is not None and memory.peak_bytes is not None:
+    memory, resident_kib = device.memory, device.resident_kib
+    parts = [] if resident_kib is None else [f"{_mib(resident_kib * 1024)} of main memory"]
+    if memory.reserved_bytes is not None:
         held, peak = _mib(memory.reserved_bytes), _mib(memory.peak_bytes)
         parts.append(f"{held} of the device, peak {peak}")
-    return ", ".join(parts) or NONE
+    return ", ".join(parts)
 
 
 def _model(model: ModelSnapshot) -> str:
-    version = f", version {model.version}" if model.version else ""
+    """What it does, what it holds, and why it is there."""
+    parts = [model.state]
     if model.slots:
         steps = f"{model.steps:,} steps of {_number(model.step_ms, 'ms')}"
-        return f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}{version}"
-    if model.state != "loaded":
-        return model.state
-    failed = model.out_of_memory
-    peak = f", peak {_mib(model.peak_bytes)}" if model.peak_bytes is not None else ""
-    out = f", out of memory {counted(failed, 'time')}" if failed else ""
-    budget = f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}"
-    return f"{budget}{out}{peak}{version}"
+        parts.append(f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}")
+    elif model.state == "loaded":
+        parts.append(f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}")
+    if model.out_of_memory:
+        parts.append(f"out of memory {counted(model.out_of_memory, 'time')}")
+    if model.held_bytes is not None:
+        parts.append(f"holds {_mib(model.held_bytes)}")
+    if model.load_s is not None:
+        parts.append(f"{counted(model.loads, 'load')}, the last in {model.load_s:.1f} s")
+    parts += [f"version {model.version}"] if model.version else []
+    if model.fitted_batches is not None:
+        pass_ms, token_us = f"{model.pass_ms:,.2f} ms", f"{model.token_us:,.1f} µs"
+        parts.append(f"a pass takes {pass_ms} and {token_us} per token")
+    return ", ".join([*parts, model.why] if model.why else parts)
 
 
 def _cache(cache: CacheFigures) -> str:
@@ -288,17 +306,7 @@ def _cache(cache: CacheFigures) -> str:
     )
 
 
-def _costs(model: ModelSnapshot) -> str:
-    """What a forward pass costs, learned from the batches that ran."""
-    enough = f"; {model.useful_items:,} items fill one" if model.useful_items else ""
-    fitted = counted(model.fitted_batches or 0, "batch")
-    return (
-        f"{model.token_us:,.1f} µs per token, {model.item_us:,.1f} µs per item,"
-        f" {model.pass_ms:,.2f} ms per pass, by {fitted}{enough}"
-    )
-
-
-def _batch_costs(costs: LearnedCosts) -> str:
+def _costs(costs: LearnedCosts) -> str:
     """How long a batch has its device, learned from those that ran."""
     return (
         f"{costs.pass_ms:,.2f} ms and {costs.item_us:,.1f} µs per item,"
@@ -306,8 +314,8 @@ def _batch_costs(costs: LearnedCosts) -> str:
     )
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"
+def _mib(size_bytes: int | None) -> str:
+    return NONE if size_bytes is None else f"{size_bytes / 2**20:,.0f} MiB"
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:

@@ -1,12 +1,13 @@
-"""What workers say: their tasks, and their figures at one moment; and what waits in queues."""
+"""What workers do and serve, and what waits in queues, at one moment."""
 
 import difflib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import redis
@@ -23,10 +24,12 @@ from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.transport.redis_schema import Keys, transport_scripts
 
-#: How long workers that were found are asked alone, in seconds; then all are looked through again.
-DISCOVERY_S = 5.0
+#: How long workers are awaited that live, in seconds; it ends when all have answered. Busy ones, on
+#: a busy machine, answer late.
+PATIENCE_S = 15.0
 
-NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
+#: How long all others are awaited, in seconds: nobody knows how many there are.
+DISCOVERY_S = 1.0
 
 #: Figures whose growth per second two surveys give.
 RATES = ("jobs", "items", "batches", "failed_jobs")
@@ -65,7 +68,7 @@ class Survey:
 
     Attributes:
         workers: Answers by worker, as from `celery inspect batchery`; `{"error": why}` from a
-            worker that runs no batches.
+            worker that runs no batches, or lives and does not answer.
         queues: Messages that wait, by name of each queue that a worker consumes, or that was asked
             for: those that no worker holds, and those of dead workers.
         dead_letters: Number of dead letters; None if the broker is not a Redis.
@@ -78,6 +81,7 @@ class Survey:
         is_asked: Whether workers were asked for their figures.
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
         strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
+        tasks: What workers serve, as `batchery stats` lists it; empty where they were not asked.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -91,6 +95,7 @@ class Survey:
     is_asked: bool = True
     undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
     strays: Mapping[str, int] = field(default_factory=dict)
+    tasks: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def figures(self) -> Mapping[str, WorkerFigures]:
@@ -100,12 +105,12 @@ class Survey:
 
     def problems(self, before: "Survey | None") -> dict[str, str]:
         """Why there are no figures of a worker, by its name: first of those that answered."""
-        silent = sorted(set(before.workers) - set(self.workers)) if before is not None else []
+        gone = sorted(set(before.workers) - set(self.workers)) if before is not None else []
         return {
             name: str(answer.get("error", "answers with something else"))
             for name, answer in sorted(self.workers.items())
             if name not in self.figures
-        } | dict.fromkeys(silent, "no answer")
+        } | dict.fromkeys(gone, "no answer")
 
     def since(self, worker: str, before: "Survey | None") -> WorkerFigures | None:
         """The figures of a worker since the survey before, by the worker's own clock.
@@ -131,18 +136,17 @@ class Survey:
         return {f"{name}_per_s": round(n / gained.clock_s, 3) for name, n in counts.items()}
 
     def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey for JSON: `workers`, each with its `rates`; the other attributes as such."""
-        workers = {
-            name: {**figures, "rates": self.rates(name, before)}
-            if name in self.figures
-            else figures
-            for name, figures in sorted(self.workers.items())
-        }
+        """The survey for JSON: `workers`, each with its `rates`; and what is in Redis."""
+        rates = {name: {"rates": self.rates(name, before)} for name in self.figures}
         return {
-            "workers": workers,
+            "workers": {
+                name: {**answer, **rates.get(name, {})}
+                for name, answer in sorted(self.workers.items())
+            },
             "queues": {**self.queues},
             "dead_letters": self.dead_letters,
             "oldest_s": {**self.oldest_s},
+            "tasks": [*self.tasks],
         }
 
 
@@ -172,52 +176,80 @@ class FirstSeen:
         return replace(survey, oldest_s=oldest_s)
 
 
-class WorkerDirectory:
-    """The workers on a broker that have batch tasks; only these know the command.
+def survey(
+    app: Celery,
+    timeout_s: float = PATIENCE_S,
+    queues: Collection[str] = (),
+    *,
+    asks: bool = True,
+) -> Survey:
+    """Asks the workers that live, by what Redis knows, then the broker.
 
-    Any other worker would log an error each time that it is asked.
+    Any other worker would log an error each time that it is asked. Other brokers than Redis know no
+    workers; there, all are asked for their tasks first.
+
+    Args:
+        app: The app whose broker is asked.
+        timeout_s: How long workers are awaited, in seconds; it ends when all have answered.
+        queues: Names of queues that are looked into, whether a worker consumes them or not.
+        asks: Whether workers are asked at all.
     """
+    with broker_errors():
+        registered = registered_workers(app)
+        names = find_workers(app, registered) if asks else set[str]()
+        silent = {"error": f"lives, and has not answered within {timeout_s:g} s"}
+        answers = ask_workers(app, FIGURES, timeout_s, names)
+        workers = {name: answers.get(name, silent) for name in names}
+        consumed = [each.queues or () for each in registered.values()]
+        consumed += [each.get("queues", ()) for each in answers.values()]
+        found = _look_at_broker(app, {*queues, *chain.from_iterable(consumed)}, registered)
+        return replace(found, workers=workers, is_asked=asks)
 
-    def __init__(self, app: Celery, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app = app
-        self._clock = clock
-        self._found_s: float | None = None
-        self._installed: Mapping[str, bool] = {}
 
-    def ask(self, timeout_s: float, command: str = FIGURES, **arguments: Any) -> dict[str, Any]:
-        """The answers of each of them, by name; after `DISCOVERY_S` it first looks for others.
+# Workers
 
-        Looking for others takes the full time, as nobody knows how many there are.
 
-        Args:
-            timeout_s: How long answers are collected, in seconds.
-            command: What they are asked; by default, for their figures.
-            arguments: Of the command.
-        """
-        if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
-            self._installed = find_installed(self._app, timeout_s)
-            self._found_s = self._clock()
-        installed = [name for name, is_installed in self._installed.items() if is_installed]
-        found = {
-            name: {"error": NOT_INSTALLED} for name in self._installed if name not in installed
-        }
-        return found | (
-            ask_workers(self._app, command, timeout_s, installed, **arguments) if installed else {}
-        )
+def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
+    """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
+    with _open_redis(app) as (channel, client):
+        return {} if client is None else LiveWorkers(client, channel.global_keyprefix).registered()
+
+
+def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set[str]:
+    """Names of the workers that may have devices: not the dead, and not those beside gateways.
+
+    Args:
+        app: Its workers are asked for their tasks where Redis does not know all names: the broker
+            may be no Redis, or a worker has just begun.
+        registered: By id.
+    """
+    live = [each for each in registered.values() if not each.is_dead]
+    live = [each for each in live if each.queues != {JOBS_QUEUE}]
+    names = {each.name for each in live if each.name is not None}
+    if len(names) < len(live) or not _is_redis(app):
+        tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)
+        names |= {name for name, each in tasks.items() if has_batch_tasks(each)}
+    return names
 
 
 def ask_workers(
-    app: Celery, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any
+    app: Celery, command: str, timeout_s: float, names: Collection[str], **arguments: Any
 ) -> dict[str, Any]:
-    """Sends a command of remote control to workers, to all without names; returns their answers."""
+    """Sends a command of remote control to workers; returns their answers, once all are there."""
+    if not names:
+        return {}
     replies = app.control.broadcast(
-        command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
+        command, arguments=arguments, destination=sorted(names), reply=True, timeout=timeout_s
     )
     return flatten_reply(replies or [])
 
 
 def registered_tasks(
-    app: Celery, fields: Iterable[str], timeout_s: float, limit: int | None = None
+    app: Celery,
+    fields: Iterable[str],
+    timeout_s: float,
+    limit: int | None = None,
+    names: Collection[str] | None = None,
 ) -> Registered:
     """Asks workers for their tasks, without Celery's own.
 
@@ -226,10 +258,15 @@ def registered_tasks(
         fields: Attributes of tasks; an answer has those that are not None, as text.
         timeout_s: How long answers are collected, in seconds.
         limit: Number of answers that are enough; None for all workers'.
+        names: Of the workers; None for all.
     """
-    arguments = {"taskinfoitems": list(fields)}
     replies = app.control.broadcast(
-        "registered", arguments=arguments, reply=True, timeout=timeout_s, limit=limit
+        "registered",
+        arguments={"taskinfoitems": list(fields)},
+        destination=None if names is None else sorted(names),
+        reply=True,
+        timeout=timeout_s,
+        limit=limit,
     )
     return parse_registered(flatten_reply(replies or []))
 
@@ -251,6 +288,11 @@ def _parse(task: str) -> tuple[str, Mapping[str, str]]:
     return found["name"], {name: value for name, _, value in pairs}
 
 
+def has_batch_tasks(tasks: Mapping[str, Mapping[str, str]], installed: str = "True") -> bool:
+    """Whether a worker has batch tasks whose app has called `install`, or has not."""
+    return installed in {info.get("is_installed") for info in tasks.values()}
+
+
 def aliases_in(info: Mapping[str, str]) -> list[str]:
     """The aliases of a model, which its worker spells in one text."""
     return [alias for alias in info.get("model_aliases", "").split(",") if alias]
@@ -264,61 +306,28 @@ def name_tasks(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, there, n=1)
     question = f"did you mean {near[0]!r}? " if near else ""
     more = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
-    return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery models`)"
+    return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery stats`)"
 
 
-def find_installed(app: Celery, timeout_s: float) -> dict[str, bool]:
-    """Asks all workers; of each that has batch tasks, whether `install` was called."""
-    answers = ask_workers(app, "registered", timeout_s, taskinfoitems=["is_installed"])
-    installed = {
-        worker: [task["is_installed"] for task in tasks.values() if "is_installed" in task]
-        for worker, tasks in parse_registered(answers).items()
-    }
-    return {worker: "True" in found for worker, found in installed.items() if found}
+# The broker
 
 
-def survey(
-    directory: WorkerDirectory, app: Celery, timeout_s: float, queues: Collection[str] = ()
-) -> Survey:
-    """Asks the workers, then the broker.
-
-    Args:
-        directory: The workers; kept from one survey to the next.
-        app: The app whose broker is asked.
-        timeout_s: How long answers are collected, in seconds.
-        queues: Names of queues that are looked into, whether a worker consumes them or not.
-    """
-    with broker_errors():
-        workers = directory.ask(timeout_s)
-        names = {name for figures in workers.values() for name in figures.get("queues", ())}
-        return _look_at_broker(app, workers, {*names, *queues}, registered_workers(app))
+@contextmanager
+def _open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
+    """A channel of the app's broker, and a client of its connections; that is None if no Redis."""
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        is_redis = isinstance(channel, kombu_redis.Channel)
+        yield channel, redis.Redis(connection_pool=channel.pool) if is_redis else None
 
 
-def survey_registered(
-    app: Celery, timeout_s: float, queues: Collection[str] = (), *, asks: bool = True
-) -> Survey:
-    """As `survey`, but asks only workers that are registered in Redis: where none is, none is.
-
-    Args:
-        app: The app whose broker is asked.
-        timeout_s: How long answers are collected, in seconds.
-        queues: Names of queues that are looked into, whether a worker consumes them or not.
-        asks: Whether workers are asked at all.
-    """
-    with broker_errors():
-        registered = registered_workers(app)
-        names = sorted(name_live_workers(registered))
-        workers = ask_workers(app, FIGURES, timeout_s, names) if names and asks else {}
-        consumed = {queue for each in registered.values() for queue in each.queues or ()}
-        found = _look_at_broker(app, workers, {*consumed, *queues}, registered)
-        return replace(found, is_asked=asks)
+def _is_redis(app: Celery) -> bool:
+    with _open_redis(app) as (_, client):
+        return client is not None
 
 
 def _look_at_broker(
-    app: Celery,
-    workers: Mapping[str, Any],
-    queues: set[str],
-    registered: Mapping[str, RegisteredWorker],
+    app: Celery, queues: set[str], registered: Mapping[str, RegisteredWorker]
 ) -> Survey:
     # Leases first: what goes back meanwhile is counted twice for a moment, and never overlooked.
     orphaned = find_orphaned(app, registered)
@@ -333,7 +342,7 @@ def _look_at_broker(
         for queue, count in each.leased.items():
             leased[queue] = leased.get(queue, 0) + count
     return Survey(
-        workers,
+        {},
         {name: each.jobs for name, each in waiting.items()},
         letters,
         {name: each.oldest_s for name, each in waiting.items()},
@@ -351,41 +360,14 @@ def read_memory(app: Celery) -> RedisMemory | None:
     Raises:
         redis.RedisError: Redis does not answer.
     """
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        if not isinstance(channel, kombu_redis.Channel):
+    with _open_redis(app) as (_, client):
+        if client is None:
             return None
-        with redis.Redis(connection_pool=channel.pool).pipeline(transaction=False) as pipe:
-            try:
-                pipe.info("memory")
-                pipe.info("stats")
-                memory, stats = pipe.execute()
-            except redis.ResponseError:
-                return None
-    return RedisMemory(memory["used_memory"], memory["maxmemory"], stats["evicted_keys"])
-
-
-def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
-    """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        if not isinstance(channel, kombu_redis.Channel):
-            return {}
-        client = redis.Redis(connection_pool=channel.pool)
-        return LiveWorkers(client, channel.global_keyprefix).registered()
-
-
-def name_live_workers(registered: Mapping[str, RegisteredWorker]) -> set[str]:
-    """Names of the workers that may answer: not the dead, and not those beside gateways.
-
-    Args:
-        registered: By id.
-    """
-    return {
-        each.name
-        for each in registered.values()
-        if each.name is not None and not each.is_dead and each.queues != {JOBS_QUEUE}
-    }
+        try:
+            info = {**client.info("memory"), **client.info("stats")}
+        except redis.ResponseError:
+            return None
+    return RedisMemory(info["used_memory"], info["maxmemory"], info["evicted_keys"])
 
 
 def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> dict[str, Waiting]:
@@ -398,9 +380,8 @@ def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> di
     found: dict[str, Waiting] = {}
     if not dead:
         return found
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        client, prefix = redis.Redis(connection_pool=channel.pool), channel.global_keyprefix
+    with _open_redis(app) as (channel, client):
+        prefix = channel.global_keyprefix
         calls = [([Keys(prefix).lease(worker)], ()) for worker in dead]
         # One after the other: no command may have Redis for long.
         answers = transport_scripts(client).run_many("count_leased", calls)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from batchery.cli.survey import NOT_INSTALLED
+from batchery.cli.stats import NOT_INSTALLED
 from batchery.doctor import thresholds as limits
 from batchery.doctor.facts import Facts
 from batchery.doctor.findings import Find, Symptom, when

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from batchery.cli.app import TIMEOUT_S, check_broker
 from batchery.cli.console import AWAY
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
-from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
+from batchery.cli.survey import Survey, app_queues, survey
 from batchery.doctor.facts import (
     BatchTaskFacts,
     Facts,
@@ -200,7 +200,7 @@ def _make_client(channel: Any) -> Any:
 def _survey(app: Celery, timeout_s: float) -> Survey:
     known = {*app_queues(app), JOBS_QUEUE}
     strays = StrayQueues(app).look(known, ALL_CALLS)
-    return survey(WorkerDirectory(app), app, timeout_s, {*known, *strays})
+    return survey(app, timeout_s, {*known, *strays})
 
 
 def _compare_clocks(found: Survey, began_s: float, ended_s: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from celery import Celery
 from batchery.cli.app import app_options, check_broker, load_app
 from batchery.cli.console import Interrupt, broker_errors
 from batchery.cli.stray_queues import StrayQueues
-from batchery.cli.survey import FirstSeen, Survey, app_queues, survey_registered
+from batchery.cli.survey import FirstSeen, Survey, app_queues, survey
 from batchery.errors import StartError
 from batchery.operations.port import Port
 
@@ -164,7 +164,7 @@ def serve(app: Celery, host: str, port: int, queues: Collection[str], *, asks: b
     strays = StrayQueues(app)
 
     def take() -> Survey:
-        found = survey_registered(app, ANSWER_TIMEOUT_S, queues, asks=asks)
+        found = survey(app, ANSWER_TIMEOUT_S, queues, asks=asks)
         with broker_errors():
             return replace(found, strays=strays.look(found.queues))
 

@@ -11,7 +11,7 @@ from functools import partial
 from celery import Celery
 from pydantic import BaseModel, Field
 
-from batchery.cli.survey import FirstSeen, Survey, WorkerDirectory, survey
+from batchery.cli.survey import FirstSeen, Survey, survey
 from batchery.protocol.figures import BatchSums, WorkerFigures, divide
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, logger, redis_log_pace
@@ -251,7 +251,6 @@ class Monitor:
         self._thread = ThreadPoolExecutor(1, "batchery-monitor")
         self._app = app
         self._queues = queues
-        self._directory = WorkerDirectory(app)
         self._first_seen = FirstSeen()
         self._kept: deque[Survey] = deque(maxlen=KEPT_SURVEYS)
         self._asked_s = 0.0
@@ -308,7 +307,7 @@ class Monitor:
     async def _survey(self) -> ClusterSnapshot:
         self.surveys += 1
         try:
-            ask = partial(survey, self._directory, self._app, ANSWER_TIMEOUT_S, self._queues)
+            ask = partial(survey, self._app, ANSWER_TIMEOUT_S, self._queues)
             found = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
             now = self._first_seen.date(found)
         except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from batchery.device_names import exact_name
 from batchery.errors import SettingsError, counted
 
-#: Why a model is on a device, as `batchery placement` says it.
+#: Why a model is on a device, as `batchery stats` says it.
 EVERYWHERE, NAMED, CHOSEN = "all devices", "devices", "replicas"
 
 

@@ -127,7 +127,7 @@ class ModelPool:
         return self.records.get(name, ModelRecord()).dimensions
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """What `batchery stats` and `batchery placement` show of each model."""
+        """What `batchery stats` shows of each model."""
         return {name: self._describe(name, record) for name, record in self.records.items()}
 
     def _describe(self, name: str, record: ModelRecord) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from batchery.cli.control import (
     choose,
     describe_drain,
     describe_reload,
-    find_workers,
     follow,
 )
-from batchery.transport.live_workers import RegisteredWorker
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -52,8 +50,8 @@ def test_each_device_has_a_line() -> None:
             "a cpu: not reloaded, embed goes on as before: no such folder",
         ),
         ({"a": answer(error="kind has changed")}, "a: not reloaded: kind has changed"),
-        ({"a": {"silent": True}}, "a: does not answer any more"),
-        ({"a": answer()}, "no worker serves a model 'embed'; see `batchery models`"),
+        ({"a": {"silent": True}}, "a: does not answer any more; it may do it yet"),
+        ({"a": answer()}, "no worker serves a model 'embed'; see `batchery stats`"),
     ],
 )
 def test_what_was_not_done_is_said(answers: Answers, line: str) -> None:
@@ -77,25 +75,28 @@ def test_a_device_that_is_given_up_says_why() -> None:
 
 
 class Cluster:
-    """Workers, each with its answers; the last one is repeated."""
+    """Workers, each with its answers, one a second; the last one is repeated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, list[Any]] = {}
         self.asked: list[list[str]] = []
+        #: Of those that Redis takes for dead.
+        self.dead: set[str] = set()
         self.now_s = 0.0
         monkeypatch.setattr(control, "check_broker", lambda _: None)
-        monkeypatch.setattr(control, "find_workers", lambda *_: set(self.answers))
+        monkeypatch.setattr(control, "registered_workers", lambda _: {})
+        monkeypatch.setattr(control, "find_workers", lambda *_: set(self.answers) - self.dead)
         monkeypatch.setattr(control, "ask_workers", self.ask)
         monkeypatch.setattr("time.monotonic", lambda: self.now_s)
         monkeypatch.setattr("time.sleep", lambda _: None)
 
-    def ask(self, app: Any, command: str, timeout_s: float, names: list[str], **_: Any) -> Any:
+    def ask(self, app: Any, command: str, timeout_s: float, names: set[str], **_: Any) -> Any:
         self.now_s += timeout_s
-        self.asked.append(names)
+        self.asked.append(sorted(names))
         found = {}
         for name in names:
             left = self.answers.get(name, [])
-            reply = left.pop(0) if len(left) > 1 else left[0] if left else None
+            reply = left.pop(0) if len(left) > 1 else left[0]
             if reply is not None:
                 found[name] = reply
         return found
@@ -120,10 +121,35 @@ def test_workers_are_asked_until_all_are_done(cluster: Cluster) -> None:
     assert cluster.asked == [["quick", "slow", "without"], ["slow"], ["slow"]]
 
 
-def test_a_worker_that_no_longer_answers_is_given_up(cluster: Cluster) -> None:
-    cluster.answers = {"dies": [answer(is_over=False), None], "lives": [answer(cpu=step())]}
-    assert cluster.follow()["dies"] == {"silent": True}
-    assert 15 < cluster.now_s < 20
+def test_a_worker_that_lives_may_answer_late(cluster: Cluster) -> None:
+    cluster.answers = {"busy": [*[None] * 40, answer(cpu=step())]}
+    assert cluster.follow() == {"busy": answer(cpu=step())}
+
+
+def test_a_worker_that_lives_and_never_answers_is_given_up_and_named(cluster: Cluster) -> None:
+    cluster.answers = {"hangs": [None], "lives": [answer(cpu=step())]}
+    answers = cluster.follow()
+    assert answers["hangs"] == {"silent": True}
+    assert describe_reload("embed", answers)[0][0].startswith("hangs: does not answer any more")
+    assert 60 < cluster.now_s < 70
+
+
+@pytest.mark.parametrize(("first", "said"), [(answer(is_over=False), True), (None, False)])
+def test_a_worker_that_dies_is_named_if_it_had_answered(
+    cluster: Cluster, *, first: Any, said: bool
+) -> None:
+    cluster.answers = {"dies": [first, None], "lives": [answer(cpu=step())]}
+    ask = cluster.ask
+
+    def die(*arguments: Any, **options: Any) -> Any:
+        found = ask(*arguments, **options)
+        cluster.dead = {"dies"}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "ask_workers", die)
+        assert ("dies" in cluster.follow()) is said
+    assert cluster.now_s < 5
 
 
 def test_only_a_worker_that_is_named_is_asked(cluster: Cluster) -> None:
@@ -133,17 +159,4 @@ def test_only_a_worker_that_is_named_is_asked(cluster: Cluster) -> None:
     with pytest.raises(StartError, match="no worker 'three' with devices answers"):
         cluster.follow("three")
     # Nobody knows it, so nobody waits for it.
-    assert cluster.now_s - began_s == 1.0
-
-
-def test_a_worker_that_has_just_begun_is_found_beside_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    named = RegisteredWorker(1, 5.0, {"celery"}, "named")
-    known = {"a": named, "b": RegisteredWorker(1, 5.0, None)}
-    monkeypatch.setattr(control, "registered_workers", lambda _: known)
-    answers = {"named": True, "begun": True, "plain": False}
-    monkeypatch.setattr(control, "find_installed", lambda *_: answers)
-    assert find_workers(Celery(), 1.0) == {"named", "begun"}
-    del known["b"]
-    assert find_workers(Celery(), 1.0) == {"named"}
+    assert cluster.now_s == began_s

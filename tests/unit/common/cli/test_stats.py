@@ -1,5 +1,6 @@
-"""`batchery stats` ends at Ctrl-C."""
+"""What `batchery stats` makes of the answers of workers: rates, JSON, tables, tasks."""
 
+import json
 import signal
 from typing import Any
 
@@ -8,7 +9,223 @@ from celery import Celery
 from click.testing import CliRunner
 
 from batchery.cli import stats
-from batchery.cli.survey import Survey
+from batchery.cli.console import render
+from batchery.cli.stats import draw, list_served
+from batchery.cli.survey import FirstSeen, Survey, name_tasks, parse_registered, queue_depths
+
+
+def figures(*, clock_s: float = 1.0, jobs: int = 1, items: int = 1, **more: Any) -> dict[str, Any]:
+    device = {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 2}
+    batches = {
+        "batches": jobs // 10,
+        "jobs": jobs,
+        "items": items,
+        "waited_ms": 12.0 * jobs,
+        "forward_ms": 9.0 * (jobs // 10),
+        "tokens": 96 * items,
+        "computed_tokens": 100 * items,
+        **more.pop("batches", {}),
+    }
+    waits = {"waiting": 3, "oldest_waiting_s": 0.25, "queues": ["embed"]}
+    return {"devices": {"cuda:0": device}, "clock_s": clock_s, "batches": batches, **waits, **more}
+
+
+def survey(**workers: Any) -> Survey:
+    return Survey(workers, {"embed": 1234}, oldest_s={"embed": 12.5})
+
+
+BEFORE = survey(one=figures(clock_s=100.0, jobs=100, items=1000))
+NOW = survey(one=figures(clock_s=102.0, jobs=140, items=1500))
+NO_BATCHES = survey(one={"error": "runs no batches"})
+
+
+def drawn(now: Survey, before: Survey | None = None) -> list[str]:
+    return [" ".join(line.split()) for line in render(draw(now, before), 200).splitlines()]
+
+
+def test_rates_are_growth_per_second_of_the_worker_s_clock() -> None:
+    assert NOW.rates("one", BEFORE) == {
+        "jobs_per_s": 20.0,
+        "items_per_s": 250.0,
+        "batches_per_s": 2.0,
+        "failed_jobs_per_s": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        (NOW, None),
+        (NOW, survey()),
+        (NOW, NO_BATCHES),
+        (NO_BATCHES, NOW),
+        # The worker was restarted between them.
+        (survey(one=figures(clock_s=105.0, jobs=3, items=30)), NOW),
+        (survey(one=figures(clock_s=5.0, jobs=200, items=2000)), NOW),
+    ],
+)
+def test_there_are_no_rates_without_two_answers_of_one_worker(
+    now: Survey, before: Survey | None
+) -> None:
+    assert now.rates("one", before) is None
+
+
+def test_figures_of_a_device_since_a_survey_are_those_that_it_gained() -> None:
+    def look(clock_s: float, batches: int, items: int) -> Survey:
+        done = {"batches": batches, "items": items, "tokens": 30, "computed_tokens": 40}
+        device = {"state": "ready", "batches_in_flight": 0, "done": done}
+        return survey(one=figures(clock_s=clock_s, devices={"cpu": device}))
+
+    gained = look(3.0, 4, 40).since("one", look(1.0, 2, 10))
+    assert gained is not None
+    assert gained.clock_s == 2.0
+    done = gained.devices["cpu"].done
+    assert (done.items, done.mean_batch_size, done.padding_waste) == (30, 15.0, None)
+    # It was restarted meanwhile, its worker was not.
+    gained = look(3.0, 4, 40).since("one", look(1.0, 9, 90))
+    assert gained is not None
+    assert "cpu" not in gained.devices
+
+
+def test_the_report_is_json_with_rates_and_queues() -> None:
+    report = json.loads(json.dumps(NOW.report(BEFORE)))
+    assert report["workers"]["one"]["rates"]["items_per_s"] == 250
+    assert report["workers"]["one"]["batches"]["jobs"] == 140
+    del report["workers"]
+    assert report == {
+        "queues": {"embed": 1234},
+        "dead_letters": None,
+        "oldest_s": {"embed": 12.5},
+        "tasks": [],
+    }
+    assert NOW.report()["workers"]["one"]["rates"] is None
+    assert NO_BATCHES.report()["workers"]["one"] == {"error": "runs no batches"}
+
+
+def test_tables_show_the_figures_of_a_worker_and_the_queues() -> None:
+    lines = drawn(NOW, BEFORE)
+    assert {
+        "device cuda:0 ready, pid 7, loaded in 1.5 s, batches in flight: 2",
+        "waiting here 3 jobs, oldest 0.2 s",
+        "now 20.0 jobs/s, 250.0 items/s",
+        "done 140 jobs, 1,500 items in 14 batches, 107.1 items each",
+        "waited 12.0 ms",
+        "forward 9.0 ms",
+        "padding waste 4 %",
+        "embed 1,234",
+    } <= set(lines), lines
+    before_the_first = drawn(survey(one=figures(jobs=0, items=0, oldest_waiting_s=None)))
+    assert {"waited -", "padding waste -"} <= set(before_the_first)
+    assert any("oldest -" in line for line in before_the_first)
+
+
+def test_tables_show_models_costs_reasons_and_caches() -> None:
+    model = {"max_batch_tokens": 2048, "chosen_by": "memory", "out_of_memory": 3, "why": "pinned"}
+    slots = {"slots": 8, "slots_taken": 2, "steps": 1000, "step_ms": 4.0, "version": "v2"}
+    aside = {"state": "not loaded", "held_bytes": 3 << 20, "loads": 2, "load_s": 4.1}
+    device = {
+        "state": "ready",
+        "batches_in_flight": 0,
+        "resident_kib": 2048,
+        "memory": {"reserved_bytes": 6 << 30, "peak_bytes": 5 << 30},
+        "models": {"embed": model, "chat": slots, "topics": aside},
+    }
+    cache = {"items": 1000, "hits": 850, "deduplicated": 50, "results": 1234, "bytes": 3 << 20}
+    told = figures(
+        devices={"cuda:0": device, "cuda:1": {**device, "state": "given up", "error": "no driver"}},
+        costs={"embed": {"item_us": 512.25, "pass_ms": 3.125, "error": 0.0821, "batches": 2048}},
+        batches={
+            "caches": {"embed": {**cache, "errors": 2, "error": "OOM"}},
+            "tracer_jobs": {"chain": 1200},
+            "batch_sizes": {"<=1": 2, "<=64": 8},
+        },
+    )
+    text = "\n".join(drawn(survey(one=told)))
+    for fact in (
+        "2 MiB of main memory, 6,144 MiB of the device, peak 5,120 MiB",
+        "max_batch_tokens 2,048, chosen by memory, out of memory 3 times, pinned",
+        "2 of 8 slots taken, 1,000 steps of 4.0 ms, version v2",
+        "not loaded, holds 3 MiB, 2 loads, the last in 4.1 s",
+        "given up, see `batchery drain --undo`: no driver",
+        "3.12 ms and 512.2 µs per item, off by 8 % on average, by 2,048 batches",
+        "90 % of 1,000 items not computed: 850 hits, 50 deduplicated; 1,234 results, 3 MiB;",
+        "2 errors, OOM",
+        "by the tracer 1,200: chain",
+        "items per batch 2 up to 1, 8 up to 64",
+    ):
+        assert fact in text, text
+
+
+def test_who_gives_no_figures_is_named_with_the_reason() -> None:
+    odd = survey(two={"error": "lives, and has not answered"}, odd={"batches": "many"})
+    assert {
+        "one: no answer",
+        "two: lives, and has not answered",
+        "odd: answers with something else",
+    } <= set(drawn(odd, BEFORE))
+    assert any(line.startswith("no worker answers") for line in drawn(survey()))
+
+
+def test_dead_letters_and_jobs_of_dead_workers_have_a_line() -> None:
+    lines = drawn(Survey({}, {}, 1234, orphaned={"embed": 7}))
+    assert "dead letters: 1,234; see `batchery dead list`" in lines
+    assert any(line.startswith("7 of these jobs are held by dead workers") for line in lines)
+    assert not any("dead" in line for line in drawn(Survey({}, {}, 0)))
+
+
+def test_tasks_are_listed_with_what_they_are_and_who_has_them() -> None:
+    answers = {
+        "one@h": [
+            "embed [model_queue=embed model_aliases=ada,text-embedding-3-small is_installed=True]",
+            "shop.pay [rate_limit=10/m]",
+        ],
+        "two@h": ["shop.pay", "shop.shout [is_installed=True]"],
+        "odd@h": {"error": "no such command"},
+    }
+    served = list_served(parse_registered(answers))
+    assert [(each["task"], each["kind"], each["queue"], each["workers"]) for each in served] == [
+        ("embed", "model", "embed", ["one@h"]),
+        ("shop.pay", "ordinary", None, ["one@h", "two@h"]),
+        ("shop.shout", "batch", None, ["two@h"]),
+    ]
+    assert served[0]["aliases"] == ["ada", "text-embedding-3-small"]
+    assert "shop.pay ordinary routed one@h, two@h" in drawn(Survey({}, {}, tasks=served))
+
+
+def test_a_message_names_the_nearest_task_first_and_not_too_many() -> None:
+    assert name_tasks("embd", ["embed", "pay"]).startswith("did you mean 'embed'? there are embed,")
+    assert "and 12 more" in name_tasks("x", [f"task{number}" for number in range(20)])
+    assert name_tasks("x", []) == "there are none"
+
+
+def test_queue_depths_count_messages_and_create_nothing() -> None:
+    with Celery(broker="memory://", set_as_current=False) as app:
+        for number in range(3):
+            app.send_task("embed", [f"text {number}"], queue="embed-of-test")
+        for _ in range(2):
+            depths = queue_depths(app, {"nobody-of-test", "embed-of-test"})
+            assert depths == {"embed-of-test": 3, "nobody-of-test": 0}
+
+
+def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
+    now_s = [100.0]
+    seen = FirstSeen(lambda: now_s[0])
+
+    def age(*heads: bytes, sent_s: float | None = None) -> float | None:
+        found = Survey({}, {"a": 3}, oldest_s={"a": sent_s}, undated={"a": heads})
+        return seen.date(found).oldest_s["a"]
+
+    assert age() is None
+    assert age(b"1") == 0
+    now_s[0] += 30
+    # Those of another priority are next as well.
+    assert age(b"2", b"1") == 30
+    assert age(b"2", b"1", sent_s=70) == 70
+    now_s[0] += 10
+    assert age(b"2", sent_s=5) == 10
+    assert age(b"3") == 0
+    # What was away begins anew.
+    assert age(b"2") == 0
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
@@ -31,12 +248,12 @@ def test_ctrl_c_inside_a_destructor_still_ends_the_command(
 ) -> None:
     looks: list[Any] = []
 
-    def survey(*_: Any) -> Survey:
+    def look(*_: Any) -> Survey:
         looks.append(Interrupting())
         looks.clear()
         return Survey({}, {})
 
-    monkeypatch.setattr(stats, "survey", survey)
+    monkeypatch.setattr(stats, "look", look)
     monkeypatch.setattr(stats, "check_broker", lambda _: None)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

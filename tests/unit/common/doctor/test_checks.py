@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchery.cli.survey import NOT_INSTALLED
+from batchery.cli.stats import NOT_INSTALLED
 from batchery.doctor import thresholds
 from batchery.doctor.command import CHECKS
 from batchery.doctor.facts import BatchTaskFacts, Facts, FactUnknown, KnownFigures, SlowCommand
