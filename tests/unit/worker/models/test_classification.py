@@ -2,14 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from batchery.errors import InvalidItem
-from batchery.results import Classification
 from support.tiny_models import Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
@@ -41,8 +38,9 @@ def direct_logits(folder: Path, *texts: str) -> list[float]:
     return logits
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "multi_label"), [("bert", True), *((each, False) for each in ARCHITECTURES)]
+)
 def test_a_batch_gives_each_text_the_scores_it_has_alone(
     architecture: str, multi_label: bool, build: Build, classifier: Load, texts: list[str]
 ) -> None:
@@ -106,46 +104,6 @@ def test_top_k_gives_that_many_scores_likeliest_first(
         assert scores[0] == (result["label"], result["score"])
 
 
-@pytest.mark.parametrize("keywords", [{}, {"top_k": None}, {"top_k": 2}])
-def test_a_result_is_a_classification(
-    keywords: dict[str, Any], build: Build, classifier: Load
-) -> None:
-    result = run(classifier(build("bert", labels=LABELS)), ["the cat"], **keywords)[0]
-    parsed = Classification.model_validate(result)
-    assert parsed.model_dump(exclude_unset=True) == result
-    assert parsed.tokens == 4
-    assert (parsed.scores is None) == (keywords.get("top_k") is None)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"top_k": 0}, "keyword top_k = 0: Input should be greater than or equal to 1"),
-        ({"top_k": True}, "keyword top_k = True: Input should be a valid integer"),
-        ({"top_k": "all"}, "keyword top_k = 'all': Input should be a valid integer"),
-        (
-            {"prompt": "query"},
-            "keyword prompt: no such keyword; there are "
-            + "max_length, raw_scores, top_k, truncate, truncation_direction",
-        ),
-    ],
-)
-def test_a_bad_keyword_fails_the_batch_that_shares_it(
-    keywords: dict[str, Any], message: str, build: Build, classifier: Load
-) -> None:
-    outcomes = run(classifier(build("bert", labels=LABELS)), ["a", "b"], **keywords)
-    assert [str(outcome.exception) for outcome in outcomes] == [message, message]
-    assert all(isinstance(outcome.exception, InvalidItem) for outcome in outcomes)
-
-
-def test_a_bad_item_fails_alone(build: Build, classifier: Load) -> None:
-    model = classifier(build("bert", labels=LABELS))
-    before, bad, after = run(model, ["the cat", "", "the dog"])
-    assert str(bad.exception) == "text: is empty"
-    assert before == pytest.approx(run(model, ["the cat"])[0], abs=TOLERANCE)
-    assert after == pytest.approx(run(model, ["the dog"])[0], abs=TOLERANCE)
-
-
 PAIRS = [
     {"text": "the cat sat on the mat", "text_pair": "rain"},
     {"text": "rain", "text_pair": "ships carry tea and salt from one harbour to the next"},
@@ -189,18 +147,3 @@ def test_the_longer_text_of_a_pair_is_cut(build: Build, classifier: Load) -> Non
         ],
     )
     assert cut == {**whole, "truncated": True}
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ({"text": "a"}, "item: must be a dictionary with 'text' and 'text_pair', not 'text'"),
-        ({"text": "a", "text_pair": ""}, "text_pair: is empty"),
-        ({"text": 3, "text_pair": "a"}, "text: must be a string, not int"),
-    ],
-)
-def test_a_bad_pair_fails_alone(item: Any, message: str, build: Build, classifier: Load) -> None:
-    before, bad, after = run(classifier(build("bert", labels=LABELS)), [PAIRS[0], item, "a dog"])
-    assert str(bad.exception) == message
-    assert before["tokens"] == 10
-    assert after["tokens"] == 4

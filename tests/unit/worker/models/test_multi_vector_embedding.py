@@ -7,24 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from batchery.errors import ModelLoadError
 from batchery.results import MultiVectorEmbedding
-from batchery_worker.ipc.values import Encoded
 from support.tiny_models import CORPUS, Build, Copy, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
 TOLERANCE = 5e-6
 
 KIND = "multi_vector_embedding"
-WORDS = " ".join(CORPUS).split()
 ITEMS = ["the cat", " ".join(CORPUS), "rain", CORPUS[1]]
-
-texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=40).map(" ".join)
 
 
 def direct(folder: Path, text: str) -> torch.Tensor:
@@ -64,22 +58,6 @@ def test_each_token_has_the_vector_of_transformers(
         assert result["tokens"] == len(result["vectors"])
 
 
-@pytest.fixture(scope="module")
-def packed_and_padded(build: Build, load: Load) -> list[Any]:
-    """One model, loaded for both forward passes."""
-    return [load(KIND, build("bert"), forward=forward) for forward in ("packed", "padded")]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(items=st.lists(texts, min_size=1, max_size=9))
-def test_a_batch_gives_each_text_the_vectors_that_it_has_alone(
-    items: list[str], packed_and_padded: list[Any]
-) -> None:
-    for model in packed_and_padded:
-        for item, result in zip(items, run(model, items), strict=True):
-            close(result, run(model, [item])[0]["vectors"])
-
-
 def test_vectors_have_length_one_unless_told_otherwise(build: Build, load: Load) -> None:
     folder = build("bert")
     model = load(KIND, folder)
@@ -98,18 +76,6 @@ def test_base64_carries_the_same_numbers(build: Build, load: Load) -> None:
         assert packed["dimensions"] == 32
         one, other = map(MultiVectorEmbedding.model_validate, (plain, packed))
         np.testing.assert_array_equal(one.to_numpy(), other.to_numpy())
-
-
-def test_a_result_is_a_multi_vector_embedding_in_either_form(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert"), max_length=6)
-    plain = run(model, CORPUS)
-    parsed = MultiVectorEmbedding.model_validate(plain[0])
-    assert parsed.model_dump(exclude_unset=True) == plain[0]
-    assert (parsed.tokens, parsed.truncated, parsed.to_numpy().shape) == (6, True, (6, 32))
-    model.give_json()
-    encoded = run(model, CORPUS)
-    assert all(isinstance(each, Encoded) for each in encoded)
-    assert [each.value for each in encoded] == plain
 
 
 @pytest.mark.parametrize(
@@ -183,23 +149,3 @@ def test_a_projection_that_cannot_be_used_is_refused_in_a_line(
     with pytest.raises(ModelLoadError, match=message) as caught:
         load(KIND, folder)
     assert "\n" not in str(caught.value)
-
-
-def test_a_bad_item_fails_alone(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert"))
-    before, bad, after = run(model, ["the cat", [99], "the dog"])
-    assert str(bad.exception).startswith("token ids: 99 at position 0")
-    assert (before["tokens"], after["tokens"]) == (4, 4)
-    (refused,) = run(model, ["the cat"], encoding="hex")
-    assert str(refused.exception).startswith("keyword encoding = 'hex'")
-
-
-def test_a_number_that_is_none_fails_its_text_alone(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert"))
-    outputs = model.forward(model.preprocess(["the cat", "rain", "the dog"]))
-    values = outputs.pending.wait().clone()
-    values[5, 3] = float("nan")
-    outputs.pending.wait = lambda: values
-    before, bad, after = model.postprocess(outputs)
-    assert "not finite" in str(bad.exception)
-    assert (before["tokens"], after["tokens"]) == (4, 4)

@@ -58,16 +58,6 @@ def test_every_setting_that_changes_results_makes_another_model(
     assert len(set(identities)) == len(identities)
 
 
-def test_identity_depends_on_the_choice_and_not_on_the_setting(
-    build: Build, embedder: Load
-) -> None:
-    model = embedder(build("bert"))
-    model.settings = model.settings.model_copy(update={"queue": "another"})
-    before = model.identity()
-    model._pass.name = "another"
-    assert model.identity() != before
-
-
 def test_one_bit_of_the_weights_makes_another_model(
     build: Build, embedder: Load, copied: Copy
 ) -> None:

@@ -6,23 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from batchery.errors import ModelLoadError
-from batchery.results import SparseEmbedding
-from batchery_worker.ipc.values import Encoded
 from batchery_worker.models import text_model
 from batchery_worker.models.forward.cuda_graphs import Graphed
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any weight in fp32: the sums run in another order.
 TOLERANCE = 5e-6
-
-WORDS = " ".join(CORPUS).split()
-
-texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=40).map(" ".join)
 
 
 def direct(folder: Path, text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -56,32 +47,6 @@ def test_weights_are_those_of_splade(
         assert len(result["values"]) == np.count_nonzero(expected)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
-def test_these_architectures_are_packed(architecture: str, build: Build, load: Load) -> None:
-    assert load("sparse_embedding", build(architecture, head="MaskedLM")).why_padded == ""
-
-
-@pytest.fixture(scope="module")
-def packed_and_padded(build: Build, load: Load) -> list[Any]:
-    """One model, loaded for both forward passes."""
-    return [
-        load("sparse_embedding", build("bert", head="MaskedLM"), forward=forward)
-        for forward in ("packed", "padded")
-    ]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(items=st.lists(texts, min_size=1, max_size=9))
-def test_a_batch_gives_each_text_the_weights_that_it_has_alone(
-    items: list[str], packed_and_padded: list[Any]
-) -> None:
-    for model in packed_and_padded:
-        for item, result in zip(items, run(model, items), strict=True):
-            alone = run(model, [item])[0]
-            assert result["tokens"] == alone["tokens"]
-            np.testing.assert_allclose(dense(result, 37), dense(alone, 37), atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("top_k", [1, 3, 500])
 def test_top_k_keeps_the_largest(top_k: int, build: Build, load: Load) -> None:
     model = load("sparse_embedding", build("bert", head="MaskedLM"))
@@ -90,18 +55,6 @@ def test_top_k_keeps_the_largest(top_k: int, build: Build, load: Load) -> None:
         assert sorted(kept["values"]) == pytest.approx(largest, abs=TOLERANCE)
         assert set(kept["indices"]) <= set(whole["indices"])
         assert kept["indices"] == sorted(kept["indices"])
-
-
-def test_a_result_is_a_sparse_embedding_in_either_form(build: Build, load: Load) -> None:
-    model = load("sparse_embedding", build("bert", head="MaskedLM"), max_length=6)
-    plain = run(model, CORPUS)
-    parsed = SparseEmbedding.model_validate(plain[0])
-    assert parsed.model_dump(exclude_unset=True) == plain[0]
-    assert (parsed.tokens, parsed.truncated) == (6, True)
-    model.give_json()
-    encoded = run(model, CORPUS)
-    assert all(isinstance(each, Encoded) for each in encoded)
-    assert [each.value for each in encoded] == plain
 
 
 def test_prompts_and_token_ids_go_in_as_texts_do(build: Build, load: Load) -> None:
@@ -113,27 +66,12 @@ def test_prompts_and_token_ids_go_in_as_texts_do(build: Build, load: Load) -> No
         np.testing.assert_allclose(dense(result, 37), dense(literal, 37), atol=TOLERANCE)
 
 
-def test_a_bad_item_fails_alone(build: Build, load: Load) -> None:
-    model = load("sparse_embedding", build("bert", head="MaskedLM"))
-    before, bad, after = run(model, ["the cat", "", "the dog"])
-    assert str(bad.exception) == "text: is empty"
-    assert (before["tokens"], after["tokens"]) == (4, 4)
-    (refused,) = run(model, ["the cat"], top_k=0)
-    assert str(refused.exception).startswith("keyword top_k = 0")
-
-
 def test_a_weight_that_is_no_number_fails_its_text(build: Build, load: Load) -> None:
     model = load("sparse_embedding", build("bert", head="MaskedLM"))
     with torch.no_grad():
         model.model.cls.predictions.bias[5] = float("inf")
     (bad,) = run(model, ["the cat"])
     assert "not finite" in str(bad.exception)
-
-
-def test_a_model_without_a_head_is_refused_in_a_line(build: Build, load: Load) -> None:
-    with pytest.raises(ModelLoadError, match="has no trained masked language model") as caught:
-        load("sparse_embedding", build("bert"))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_graph_holds_what_is_read_and_no_weights(

@@ -208,7 +208,7 @@ def test_two_threads_do_not_change_the_limits_of_each_other(
             set_limits(**limits)
             if not others:
                 others.append(other.submit(texts, TEXTS, Cut(True, "right")))
-                wait(others, 0.5)  # It ends only if nothing keeps it from this tokenizer.
+                wait(others, 0.1)  # It ends only if nothing keeps it from this tokenizer.
 
         monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_and_be_interrupted)
         found = {"left": texts(TEXTS, Cut(True, "left")), "right": others[0].result()}

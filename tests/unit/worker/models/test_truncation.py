@@ -86,23 +86,6 @@ def test_a_prompt_goes_in_front_of_token_ids(build: Build, embedder: Load) -> No
     assert framed["tokens"] == 6
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"truncate": "no"}, "keyword truncate = 'no': Input should be a valid boolean"),
-        (
-            {"truncation_direction": "middle"},
-            "keyword truncation_direction = 'middle': Input should be 'left' or 'right'",
-        ),
-    ],
-)
-def test_a_bad_keyword_fails_the_batch(
-    keywords: dict[str, Any], message: str, build: Build, embedder: Load
-) -> None:
-    outcomes = run(embedder(build("bert")), ["a", "b"], **keywords)
-    assert [str(each.exception) for each in outcomes] == [message, message]
-
-
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
 def test_max_length_of_a_job_is_the_limit_if_it_is_lower(
     architecture: str, build: Build, classifier: Load

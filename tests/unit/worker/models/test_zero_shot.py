@@ -4,12 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import pipeline
 
-from batchery.errors import InvalidItem, ModelLoadError
-from batchery.results import Classification
+from batchery.errors import ModelLoadError
 from batchery_worker.batching.planner import plan
 from support.tiny_models import CORPUS, Build, Load, run
 
@@ -20,9 +17,6 @@ KIND = "zero_shot"
 NLI = ("contradiction", "neutral", "entailment")
 LABELS = ["cats", "rain", "tea and salt"]
 ITEMS = ["the cat", CORPUS[3], "rain", CORPUS[1]]
-WORDS = " ".join(CORPUS).split()
-
-texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join)
 
 
 def direct(folder: Path, text: str, **options: Any) -> dict[str, float]:
@@ -31,17 +25,17 @@ def direct(folder: Path, text: str, **options: Any) -> dict[str, float]:
     return dict(zip(found["labels"], found["scores"], strict=True))
 
 
-@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize(
-    ("architecture", "names", "labels"),
+    ("architecture", "names", "labels", "multi_label"),
     [
-        ("bert", NLI, LABELS),
-        ("bert", ("ENTAILMENT", "neutral", "CONTRADICTION"), LABELS),
-        ("bert", ("entailment", "not_entailment"), LABELS),
-        ("roberta", NLI, LABELS),
-        ("modernbert", NLI, LABELS[:1]),
-        ("deberta", NLI, LABELS),
-        ("bart", NLI, LABELS),
+        ("bert", NLI, LABELS, False),
+        ("bert", NLI, LABELS, True),
+        ("bert", ("ENTAILMENT", "neutral", "CONTRADICTION"), LABELS, False),
+        ("bert", ("entailment", "not_entailment"), LABELS, True),
+        ("roberta", NLI, LABELS, False),
+        ("modernbert", NLI, LABELS[:1], True),
+        ("deberta", NLI, LABELS, False),
+        ("bart", NLI, LABELS, True),
     ],
 )
 def test_scores_are_those_of_the_pipeline(
@@ -69,26 +63,6 @@ def packed_and_padded(build: Build, load: Load) -> list[Any]:
     return [load(KIND, build("bert", labels=NLI), forward=each) for each in ("packed", "padded")]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(items=st.lists(texts, min_size=1, max_size=6))
-def test_a_batch_gives_each_text_the_scores_that_it_has_alone(
-    items: list[str], packed_and_padded: list[Any]
-) -> None:
-    for model in packed_and_padded:
-        for item, result in zip(items, run(model, items, labels=LABELS), strict=True):
-            (alone,) = run(model, [item], labels=LABELS)
-            assert result["scores"] == pytest.approx(alone["scores"], abs=TOLERANCE)
-            assert result["tokens"] == alone["tokens"]
-
-
-def test_packed_scores_are_the_padded_ones(packed_and_padded: list[Any]) -> None:
-    packed, padded = packed_and_padded
-    assert (packed.pads, padded.pads) == (False, True)
-    both = (run(model, ITEMS, labels=LABELS) for model in packed_and_padded)
-    for one, other in zip(*both, strict=True):
-        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
-
-
 def test_an_item_takes_the_tokens_of_all_its_sequences(packed_and_padded: list[Any]) -> None:
     packed, padded = packed_and_padded
     lengths = [len(text.split()) + 3 for text in ("This example is cats.", "This example is rain.")]
@@ -102,13 +76,6 @@ def test_an_item_takes_the_tokens_of_all_its_sequences(packed_and_padded: list[A
     assert padded.tokens(longer) == 2 * max(each.shape[1] for each in longer)
     assert padded.pads
     assert len(plan([padded.tokens(longer)] * 4, 2 * padded.tokens(longer), 64, pads=True)) == 2
-
-
-def test_a_result_is_a_classification(build: Build, load: Load) -> None:
-    (result,) = run(load(KIND, build("bert", labels=NLI)), ["the cat"], labels=LABELS)
-    parsed = Classification.model_validate(result)
-    assert parsed.model_dump(exclude_unset=True) == result
-    assert set(parsed.scores or ()) == set(LABELS)
 
 
 def test_token_ids_give_what_their_text_gives(build: Build, load: Load) -> None:
@@ -132,44 +99,6 @@ def test_only_the_text_is_cut_or_it_is_refused(build: Build, load: Load) -> None
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({}, "keyword labels: is required"),
-        ({"labels": []}, "keyword labels = []: List should have at least 1 item"),
-        ({"labels": ["a"] * 101}, "List should have at most 100 items"),
-        ({"labels": "cats"}, "keyword labels = 'cats': Input should be a valid list"),
-        ({"labels": ["cats", ""]}, "keyword labels = '': String should have at least 1 character"),
-        ({"labels": ["cats", "cats"]}, "keyword labels: two of them are the same"),
-        (
-            {"labels": ["a"], "hypothesis_template": "This is."},
-            "keyword hypothesis_template = 'This is.': needs {} once, in the place of the label",
-        ),
-        ({"labels": ["a"], "hypothesis_template": "{0.__class__}"}, "needs {} once"),
-        ({"labels": ["cat " * 90]}, "leave no room for a text in max_length = 80 tokens"),
-        (
-            {"labels": ["x" * 5001]},
-            "keyword labels: 5018 characters are more than max_chars = 5000",
-        ),
-        ({"labels": ["half \ud83d"]}, "keyword labels"),
-    ],
-)
-def test_a_bad_keyword_fails_the_batch(
-    keywords: dict[str, Any], message: str, build: Build, load: Load
-) -> None:
-    outcomes = run(load(KIND, build("bert", labels=NLI), max_chars=5000), ["a", "b"], **keywords)
-    for outcome in outcomes:
-        assert isinstance(outcome.exception, InvalidItem)
-        assert message in str(outcome.exception)
-
-
-def test_a_bad_item_fails_alone(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert", labels=NLI))
-    before, bad, after = run(model, ["the cat", {"text": "a"}, "the dog"], labels=LABELS)
-    assert str(bad.exception) == "text: must be a string, not dict"
-    assert before["tokens"] == after["tokens"]
-
-
-@pytest.mark.parametrize(
     ("names", "message"),
     [
         (("LABEL_0", "LABEL_1"), "none of its labels begins with 'entail': LABEL_0, LABEL_1; name"),
@@ -185,8 +114,3 @@ def test_a_model_of_other_labels_is_refused_in_a_line(
     with pytest.raises(ModelLoadError, match=message) as caught:
         load(KIND, build("bert", labels=names))
     assert "\n" not in str(caught.value)
-
-
-def test_warm_up_items_fit(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert", labels=NLI))
-    assert len(run(model, model.warm_up(), **model.sample_keywords)) == 4

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from batchery.settings import ModelSettings
 from batchery_worker.models.forward import RandomTexts
 from batchery_worker.models.forward import cuda_graphs as capture_module
 from batchery_worker.models.forward.cuda_graphs import (
@@ -81,17 +80,6 @@ def test_rounded_passes_give_what_others_give(
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     # The last one is too large for both.
     assert [graph.runs for graph in graphs.values()] == [2, 1]
-
-
-def test_rounded_passes_of_classifiers_give_what_others_give(
-    build: Build, classifier: Load, texts: list[str]
-) -> None:
-    model = classifier(build("bert", labels=LABELS), forward="padded")
-    usual = run(model, texts[:1], top_k=3)
-    graphs = small_ones(model)
-    (found,) = run(model, texts[:1], top_k=3)
-    assert found["scores"] == pytest.approx(usual[0]["scores"], abs=TOLERANCE)
-    assert graphs[Shape(2, 16)].runs == 1
 
 
 @pytest.fixture
@@ -235,10 +223,6 @@ def test_a_start_does_not_wait_for_many_captures(
     assert "s were over before" in capture.why
 
 
-def test_cpu_has_no_cuda_graphs(build: Build, embedder: Load) -> None:
-    assert not isinstance(embedder(build("bert"))._pass, Graphed)
-
-
 def test_the_log_tells_of_graphs_by_the_name_of_the_pass(build: Build, embedder: Load) -> None:
     model = embedder(build("bert"))
     pads = model.pads
@@ -247,10 +231,3 @@ def test_the_log_tells_of_graphs_by_the_name_of_the_pass(build: Build, embedder:
     model._pass = Graphed(model._pass, small._pass._graphs)
     assert model._pass.name == "packed, small passes by CUDA graphs"
     assert model._pass.pads == pads
-
-
-def test_cuda_graphs_is_a_setting() -> None:
-    settings = {"kind": "embedding", "model": "m"}
-    assert ModelSettings.model_validate(settings).cuda_graphs == "auto"
-    with pytest.raises(ValueError, match="cuda_graphs"):
-        ModelSettings.model_validate({**settings, "cuda_graphs": "always"})

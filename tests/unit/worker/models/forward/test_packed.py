@@ -1,6 +1,7 @@
 """Packed forward passes: right where they are taken, and taken only where they are right."""
 
 import logging
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 from batchery.errors import ModelLoadError
-from batchery.settings import ModelSettings
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward import RandomTexts, attention, selection, worst_difference
 from batchery_worker.models.forward.attention import Row, row_of_texts
@@ -32,8 +32,10 @@ def vectors(model: EmbeddingModel, texts: list[str]) -> torch.Tensor:
     return torch.tensor([each["vector"] for each in run(model, texts)])
 
 
-@pytest.mark.parametrize("architecture", PACKED)
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize(
+    ("architecture", "pooling"),
+    [*product(PACKED, ["mean"]), *product(["bert", "mistral-left"], ["cls", "last"])],
+)
 def test_packed_vectors_are_the_padded_ones(
     architecture: str, pooling: str, build: Build, embedder: Load, texts: list[str]
 ) -> None:
@@ -285,10 +287,3 @@ def test_unsupported_attention_is_refused(foreign: str) -> None:
         pytest.raises(attention.NotPackable, match=f"its attention needs {foreign}"),
     ):
         attention.attention(torch.nn.Identity(), part, part, part, None, **setting)
-
-
-def test_forward_is_a_setting() -> None:
-    settings = {"kind": "embedding", "model": "m"}
-    assert ModelSettings.model_validate(settings).forward == "auto"
-    with pytest.raises(ValueError, match="forward"):
-        ModelSettings.model_validate({**settings, "forward": "fast"})

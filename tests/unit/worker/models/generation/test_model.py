@@ -26,12 +26,12 @@ def refusal(outcome: Any) -> str:
     return str(outcome.exception)
 
 
-def test_500_jobs_with_cancels_between_write_what_generate_writes_one_by_one(writer: Load) -> None:
+def test_jobs_with_cancels_between_write_what_generate_writes_one_by_one(writer: Load) -> None:
     model, plain = writer("llama")
     choose = random.Random(3)
-    jobs = [(prompt, choose.randint(1, 8)) for prompt in make_prompts(500)]
+    jobs = [(prompt, choose.randint(1, 8)) for prompt in make_prompts(120)]
     driver = Driver(model)
-    cancelled = set(choose.sample(range(500), 50))
+    cancelled = set(choose.sample(range(120), 12))
     waiting = list(enumerate(jobs))
     choose.shuffle(waiting)
     while waiting or driver.running:
@@ -49,20 +49,17 @@ def test_500_jobs_with_cancels_between_write_what_generate_writes_one_by_one(wri
             assert outcome["text"] == plain.text(tokens)
             assert outcome["tokens_out"] == len(tokens)
             assert "".join(piece["text"] for piece in driver.pieces[name]) == outcome["text"]
-    assert len(driver.outcomes) > 450 - 1
+    assert len(driver.outcomes) >= 108
     assert not model._texts
     assert not model._jobs
 
 
-@pytest.mark.parametrize("step_tokens", [12, 64])
 @pytest.mark.parametrize("architecture", sorted(set(WRITERS) - {"llama"}))
-def test_other_architectures_write_what_generate_writes(
-    architecture: str, step_tokens: int, writer: Load
-) -> None:
-    # Prompts are longer than a step, or have steps of their own, and the cache has room for a third
-    # of the jobs: they wait, are cut short, and are computed again.
-    model, plain = writer(architecture, slots=6, max_batch_tokens=step_tokens, cache_tokens=224)
-    prompts = make_prompts(30)
+def test_other_architectures_write_what_generate_writes(architecture: str, writer: Load) -> None:
+    # Prompts are longer than a step, and the cache has room for a third of the jobs: they wait, are
+    # cut short, and are computed again.
+    model, plain = writer(architecture, slots=6, max_batch_tokens=12, cache_tokens=224)
+    prompts = make_prompts(12)
     jobs = ((prompt, prompt, {"max_new_tokens": 20}) for prompt in prompts)
     outcomes = Driver(model).run(jobs)
     for prompt in prompts:

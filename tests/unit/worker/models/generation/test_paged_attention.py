@@ -128,8 +128,7 @@ def replayed(with_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("architecture", ["llama", "qwen", "mistral", "gpt2"])
-@pytest.mark.parametrize("pages", [None, by_page])
-@pytest.mark.parametrize("steps", [GraphedSteps, ReplayedSteps])
+@pytest.mark.parametrize(("pages", "steps"), [(None, GraphedSteps), (by_page, ReplayedSteps)])
 def test_texts_are_those_of_generate(
     architecture: str,
     pages: Any,
@@ -148,7 +147,7 @@ def test_texts_are_those_of_generate(
     wanted = paged_attention.BY_PAGE if is_by_page else paged_attention.NAME
     assert model.model.config._attn_implementation == wanted
     plain = PlainWriter(folder)
-    prompts = list(dict.fromkeys(make_prompts(20)))
+    prompts = list(dict.fromkeys(make_prompts(12)))
     outcomes = Driver(model).run((each, each, {"max_new_tokens": 15}) for each in prompts)
     for prompt in prompts:
         assert outcomes[prompt]["text"] == plain.text(plain.write(prompt, 15))
@@ -322,15 +321,6 @@ def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(load: Load, tmp_p
         seen.append(names)
     assert seen[:6] == [["of 2"], [], ["of 2"], [], ["of 2"], ["of 30"]]
     assert all({*names} == {"of 2", "of 30"} for names in seen[6:])
-
-
-@pytest.mark.usefixtures("with_kernel")
-def test_who_wants_no_graphs_has_none(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    model = load("generation", save_writer(tmp_path / "llama"), cuda_graphs="never")
-    assert model.model.config._attn_implementation == paged_attention.NAME
 
 
 @pytest.mark.usefixtures("with_kernel")

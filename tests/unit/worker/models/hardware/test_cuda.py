@@ -5,7 +5,7 @@ import torch
 
 from batchery.settings import ModelSettings
 from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.models.hardware.devices import CudaMemory, settle_cuda
+from batchery_worker.models.hardware.devices import CudaMemory
 from batchery_worker.models.hardware.transfers import PendingCopy
 from batchery_worker.models.text_model import Outputs
 
@@ -35,13 +35,6 @@ def test_figures_say_what_the_gpu_could_do_if_it_is_known(
     figures = CudaMemory("cuda:0").figures()
     assert figures["peak_flops"] == peak_flops
     assert (figures["total_bytes"], figures["reserved_bytes"]) == (9, 3)
-
-
-def test_cudnn_plans_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    settle_cuda()
-    assert asked == [False]
 
 
 class Event:

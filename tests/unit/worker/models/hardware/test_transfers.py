@@ -1,7 +1,6 @@
 """Inputs on their way to the device, and results on their way back."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
 from support import fake_cuda
-from support.fake_cuda import OVERWRITTEN, FakeCuda, FakeStream
+from support.fake_cuda import OVERWRITTEN, FakeCuda
 
 
 def test_cpu_inputs_are_not_copied() -> None:
@@ -90,18 +89,3 @@ def test_who_waits_for_results_leaves_its_core_to_others_where_there_are_few(
     pending = to_host.start(cuda.owned(torch.ones(2)))
     assert numbers(pending.wait()) == [1]
     assert cuda.slept == sleeps
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(FakeStream, "wait_stream"), (torch.Tensor, "record_stream")],
-)
-def test_the_machine_notices_what_is_left_out(
-    way: str, owner: Any, method: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without one of these, some order of the streams must give wrong numbers."""
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(owner, method, nothing)
-    orders = ("compute", "copies")
-    assert any(WAYS[way](cuda, first) != [[0], [1], [2], [3]] for first in orders)
