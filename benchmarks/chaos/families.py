@@ -1,11 +1,20 @@
-"""The families of keys that a deployment has in Redis: those of its access lists. Pure."""
+"""The families of keys that a deployment has in Redis, as docs/leases.md lists them. Pure."""
 
 from fnmatch import fnmatchcase
 
-from batchery.access import KeySpace, list_patterns
+#: Of a queue: its lists, one for each priority.
+QUEUES = ("{0}", "{0}[^!-~][^!-~][0-9]")
 
-#: The names that access lists have for channels; they are no keys.
-CHANNELS = ("control", "events", "gossip")
+#: All others. The first one that fits a key counts.
+PATTERNS = (
+    *("_kombu.binding*", "unacked*", "*.reply.celery.pidbox*", "*celery.pidbox*", "celeryev*"),
+    *("batchery:publisher:*", "batchery:tenants*", "batchery:workers", "batchery:worker-info"),
+    *("batchery:schema", "batchery:token", "batchery:suspects", "batchery:waiting"),
+    *("batchery:lease:*", "batchery:running:*", "batchery:sent:*", "batchery:dead"),
+    *("batchery:dead-messages", "batchery:rate:*", "batchery:cache*", "batchery:http*"),
+    *("celery-task-meta-*", "celery-taskset-meta-*", "chord-unlock-*", "batchery:reply:*"),
+    *("batchery-pieces:*", "batchery-reader:*", "batchery-wake:*", "batchery-woken:*"),
+)
 
 #: What the harness itself keeps there.
 OWN = "chaos:*"
@@ -23,15 +32,9 @@ class Families:
         Args:
             queue: The queue that the workers consume.
         """
-        names = list_patterns(KeySpace(queues=[queue]))
+        self._queues = {each.format(queue) for each in QUEUES}
         #: Patterns of the keys; the first one that fits counts.
-        self.patterns = [
-            pattern
-            for name, patterns in names.items()
-            if name not in CHANNELS
-            for pattern in patterns
-        ]
-        self._queues = set(names["queues"])
+        self.patterns = [*(each.format(queue) for each in QUEUES), *PATTERNS]
         self._known: dict[str, str | None] = {}
 
     def find(self, key: str) -> str | None:

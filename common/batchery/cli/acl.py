@@ -1,9 +1,9 @@
 """`batchery acl`: prints a user of Redis's access lists for each role of a deployment."""
 
+import hashlib
 import os
 import secrets
-import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +11,71 @@ import click
 from celery import Celery
 from celery.backends.redis import RedisBackend
 
-from batchery.access import ROLES, KeySpace, write_user
 from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import backend_prefix
-from batchery.settings import Settings
+from batchery.transport.redis_schema import escape_pattern
 
 #: Bytes of randomness in a password.
 PASSWORD_BYTES = 32
 
-HELP = """Print users for Redis, each with the least that its role needs.
+HELP = """Print users for Redis, each with what its role needs of the app's keys.
 
-ROLE is one of those below; all of them by default. The lines are those of Redis's aclfile, for the
-keys and queues of your app. Nothing is asked of Redis.
+The lines are those of the aclfile of Redis 7 or Valkey. Nothing is asked of Redis.
 
 \b
-producer        sends jobs and reads results: web servers, `batchery submit`
-worker          `celery worker`; knows all queues, as it gives back what dead workers held
-gateway         `batchery serve`, with the worker that it starts
-gateway-worker  the workers of the gateway's jobs where it starts none
-monitor         `batchery stats`, `explain`, `models`, `placement` and `exporter`
-flower          Flower
-operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`, and
-                `batchery submit` where it goes on
+producer  sends jobs and reads results: web servers, `batchery submit`
+worker    `celery worker` and `batchery serve`; takes jobs of all queues
+operator  all else: `batchery stats`, `dead`, `doctor`, `reload`, `exporter`, Flower
 """
+
+#: What any connection needs; none of it reads or writes a key. CLIENT TRACKING tells of changes to
+#: all keys, and so the ids of all jobs.
+CONNECT = (
+    "+@connection -@dangerous -client|tracking +@transaction +script|load +script|exists +time"
+    " +info +unsubscribe"
+)
+
+#: Commands on keys of any type; each category has all commands of one type. SORT is in some of
+#: them, and reads keys that it does not name, but it is called dangerous, too.
+ANY_TYPE = "+del +unlink +exists +type +ttl +pttl +expire +pexpire"
+ALL = f"+@string +@hash +@list +@set +@sortedset +@stream {ANY_TYPE} +evalsha +watch -@dangerous"
+
+#: Selectors of each role; `name_keys` says what stands for the words in braces. Redis checks what a
+#: script does like any other command, so EVALSHA allows nothing by itself: a selector must have it
+#: that has all keys which the script names.
+PRODUCE = (
+    "{waiting} +lpush +llen{ages}",
+    "{waiting} ~{p}batchery:tenants* ~{p}batchery:publisher:* +evalsha{ages}",
+    "~{p}batchery:publisher:* +get +set +del +unlink",
+    "{expiring} +pexpire",
+    "{results} +get +mget +exists +del +unlink +subscribe",
+    "{groups} +subscribe +publish +@string -@dangerous " + ANY_TYPE,
+    "{streams} +xadd +xread +xtrim +set +sadd " + ANY_TYPE,
+    "{bindings} +evalsha +@set +@sortedset -@dangerous " + ANY_TYPE,
+    # Remote control: to revoke a job, to inspect, and so also to shut down.
+    "{control} {events} +publish",
+    "{replies} +brpop +rpop +llen " + ANY_TYPE,
+    # A client of kombu that awaits answers also looks for messages that were given up.
+    "~{p}unacked_index ~{p}unacked_mutex +set +get +del +evalsha +zrange",
+)
+WORK = (
+    "{waiting} {own} {bindings} {inboxes} {results} {groups} +publish +subscribe " + ALL,
+    "{control} {events} {gossip} +publish +psubscribe +punsubscribe",
+    # It keeps dead letters, and reads none.
+    "{own} {letters} +evalsha",
+    "{letters} +hset +hlen",
+    "+client|tracking +client|caching +client|list",
+)
+OPERATE = (
+    "{waiting} {own} {bindings} {letters} {inboxes} {groups} +memory|usage " + ALL,
+    "{control} {events} {gossip} +psubscribe +punsubscribe",
+    "+config|get +client|list +slowlog|get +latency|latest",
+)
+ROLES = {"producer": PRODUCE, "worker": WORK, "operator": (*PRODUCE, *OPERATE)}
 
 
 @click.command(help=HELP)
@@ -45,80 +83,103 @@ operator        `batchery dead`, `doctor`, `drain` and `reload`, `celery purge`,
 @app_options
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
 @click.option(
-    "--redis-version", type=click.Choice(["7", "6.2"]), default="7", help="6.2 knows coarser lists."
-)
-@click.option(
     "--passwords",
     "file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Passwords by user, one a line; those that are missing are made.",
 )
-@click.option("--prefix", default="batchery-", help="What names of users begin with.")
-@click.option("--setuser", is_flag=True, help="Commands for redis-cli instead.")
 def acl(
     *,
     roles: Sequence[str],
     app_path: str,
     redis_url: str | None,
     queues: str | None,
-    redis_version: str,
     file: Path | None,
-    prefix: str,
-    setuser: bool,
 ) -> None:
     """Runs the command; see `HELP`."""
-    if any(map(str.isspace, prefix)):
-        raise click.UsageError("--prefix has white space, which no name of a user can have")
     app = load_app(app_path, redis_url, with_tasks=not queues)
-    space = read_key_space(app, queues.split(",") if queues else None)
-    names = {role: f"{prefix}{role}" for role in roles or ROLES}
+    names = {role: f"batchery-{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())
+    keys = name_keys(app, queues.split(",") if queues else app_queues(app))
     for role, name in names.items():
-        has_selectors = redis_version != "6.2"
-        line = write_user(name, role, space, passwords.get(name), has_selectors=has_selectors)
-        click.echo(line.replace(f"user {name}", f"ACL SETUSER {name} reset") if setuser else line)
+        password = passwords.get(name)
+        digest = hashlib.sha256(password.encode()).hexdigest() if password else f"SHA256-OF-{name}"
+        grants = " ".join(f"({each.format(**keys).strip()})" for each in ROLES[role])
+        click.echo(f"user {name} on #{digest} resetchannels {CONNECT} {grants}")
 
 
-def read_key_space(app: Celery, queues: Collection[str] | None = None) -> KeySpace:
-    """Where an app's data are in Redis, by its settings; connects to nothing.
+def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
+    """Patterns of the app's keys and channels by what they are; connects to nothing.
 
     Args:
-        app: The app.
-        queues: All that its workers consume; None for those that it has, or sends its tasks to.
+        app: By its settings they have their names.
+        queues: All that its workers consume.
 
     Raises:
-        SettingsError: Its broker is no Redis, or a setting is wrong.
+        SettingsError: Its broker is no Redis, or a name has white space.
     """
     with url_errors("broker_url"):
         connection = app.connection_for_write()
-    url = connection.as_uri()
-    if not url.startswith((*REDIS_SCHEMES, "sentinel://")):
-        raise SettingsError(f"access lists are Redis's, but the broker is {url}")
-    options: dict[str, Any] = app.conf.broker_transport_options
-    fanout = options.get("fanout_prefix", True)
-    pattern = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
+    if not connection.as_uri().startswith((*REDIS_SCHEMES, "sentinel://")):
+        raise SettingsError(
+            f"access lists are Redis's, but the broker is {connection.as_uri()}; name a Redis"
+        )
     with url_errors("result_backend"):
         results = backend_prefix(app.backend) if isinstance(app.backend, RedisBackend) else b""
-    expiring = {name for name, queue in app.amqp.queues.items() if _expires(queue)}
-    return KeySpace(
-        queues=sorted({*(queues or app_queues(app)), JOBS_QUEUE}),
-        expiring=sorted(expiring),
-        prefix=options.get("global_keyprefix", ""),
-        result_prefix=results.decode(),
-        separator=options.get("sep", KeySpace.separator),
-        fanout=pattern.format(db=str(connection.virtual_host).strip("/") or 0),
-        control=f"{app.conf.control_exchange}.pidbox",
-        events=app.conf.event_exchange,
-        has_direct=app.conf.worker_direct,
-        reads_ages=get_queue_limits(app) is not None,
-        sends_events=app.conf.task_send_sent_event,
-        has_own_worker=Settings.load(app.conf).gateway.worker,
+    options: dict[str, Any] = app.conf.broker_transport_options
+    p, r = _escape(options.get("global_keyprefix", "")), _escape(results.decode())
+    fanout = options.get("fanout_prefix", True)
+    fanout = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
+    channel = f"&{p}{_escape(fanout.format(db=str(connection.virtual_host).strip('/') or 0))}"
+    control, events = f"{app.conf.control_exchange}.pidbox", app.conf.event_exchange
+    # Between a queue and a priority; a control character would look like nothing.
+    step = "".join(
+        _escape(char) if char.isprintable() else "[^!-~]" for char in options.get("sep", "\x06\x16")
     )
 
+    def spell(names: Iterable[str]) -> str:
+        return " ".join(f"~{p}{each} ~{p}{each}{step}[0-9]" for each in names)
 
-def _expires(queue: Any) -> bool:
-    return bool(queue.expires or "x-expires" in (queue.queue_arguments or {}))
+    return {
+        "p": p,
+        # With those that workers have for themselves: `worker_direct`.
+        "waiting": spell([*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]),
+        "expiring": spell(_escape(name) for name in _find_expiring(app)),
+        "results": f"~{r}celery-task-meta-* &{r}celery-task-meta-*",
+        "groups": f"~{r}celery-taskset-meta-* &{r}celery-taskset-meta-* ~{r}chord-unlock-*",
+        "streams": f"~{r}batchery:reply:* ~{r}batchery-*",
+        "bindings": f"~{p}_kombu.binding*",
+        # All of Batchery's but dead letters, and what workers hold in kombu's way.
+        "own": f"~{p}batchery[-:][^d]* ~{r}batchery[-:][^d]* ~{p}unacked*",
+        "letters": f"~{p}batchery:dead*",
+        "replies": f"~{p}*.reply.{_escape(control)}*",
+        "inboxes": f"~{p}*{_escape(control)}* ~{p}{_escape(events)}*",
+        # A pattern to which somebody subscribes must stand here letter by letter.
+        "control": f"{channel}{_escape(control)}",
+        "events": f"{channel}{_escape(events)}/*",
+        "gossip": f"{channel}{_escape(events)}/worker.*",
+        # To refuse jobs that would wait for too long, clients look at the oldest one.
+        "ages": " +lindex +zrange" if get_queue_limits(app) else "",
+    }
+
+
+def _escape(name: str) -> str:
+    """A name as a pattern of access lists, which cannot have white space."""
+    if any(char.isspace() or char == "\0" for char in name):
+        raise SettingsError(
+            f"{name!r} has white space, which no pattern of Redis's access lists can have;"
+            " rename the queue, or the prefix"
+        )
+    return escape_pattern(name)
+
+
+def _find_expiring(app: Celery) -> Iterator[str]:
+    """The queues that kombu lets expire with each job."""
+    queues: dict[str, Any] = app.amqp.queues
+    for name, queue in queues.items():
+        if queue.expires or "x-expires" in (queue.queue_arguments or {}):
+            yield name
 
 
 def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
@@ -131,18 +192,13 @@ def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        known = dict(line.split() for line in lines if line.strip())
-        missing = [name for name in names if name not in known]
-        known |= {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in missing}
-        if missing:
-            text = "".join(f"{name} {password}\n" for name, password in known.items())
-            # Readable for the owner alone; complete as soon as it is there.
-            descriptor, written = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as new:
-                new.write(text)
-            Path(written).replace(file)
+        known = dict(line.split() for line in lines)
+        made = {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in names if name not in known}
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as added:
+            added.writelines(f"{name} {password}\n" for name, password in made.items())
     except OSError as error:
         raise StartError(f"{file}: {error.strerror}") from None
     except ValueError:
         raise StartError(f"{file}: expected a name and a password on each line") from None
-    return known
+    return known | made

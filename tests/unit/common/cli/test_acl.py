@@ -1,0 +1,101 @@
+"""The lines that `batchery acl` prints; tests/integration/test_roles.py has what they allow."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+from kombu import Queue
+
+from batchery import SettingsError, StartError
+from batchery.cli.acl import ROLES, acl, keep_passwords, name_keys
+
+EXPIRES = {"x-expires": 9000}
+
+
+def make_app(**conf: Any) -> Celery:
+    url = "redis://h/7"
+    app = Celery("shop", broker=url, backend=url, set_as_current=False)
+    app.conf.update(conf)
+    return app
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_may_have_all_keys_or_a_category_with_commands_without_keys(role: str) -> None:
+    keys = name_keys(make_app(), ["q"])
+    words = {*" ".join(ROLES[role]).format(**keys).split()}
+    assert not {"~*", "allkeys", "&*", "allchannels", "+@all"} & words
+    # A command without a key needs no pattern: FLUSHALL, KEYS.
+    assert not {"+@keyspace", "+@read", "+@write", "+@admin", "+@dangerous"} & words
+
+
+def test_names_are_those_of_the_app() -> None:
+    app = make_app(
+        broker_transport_options={"global_keyprefix": "a:", "sep": ":"},
+        result_backend_transport_options={"global_keyprefix": "b:"},
+        control_exchange="boss",
+    )
+    keys = name_keys(app, ["odd*[q]"])
+    assert r"~a:odd\*\[q] ~a:odd\*\[q]:[0-9]" in keys["waiting"]
+    assert "~a:batchery.gateway" in keys["waiting"].split()
+    assert keys["results"] == "~b:celery-task-meta-* &b:celery-task-meta-*"
+    assert keys["control"] == "&a:/7.boss.pidbox"
+    assert keys["events"] == "&a:/7.celeryev/*"
+
+
+def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
+    words = name_keys(make_app(), ["embed"])["waiting"].split()
+    assert "~embed[^!-~][^!-~][0-9]" in words
+    # As Redis reads it: no other queue is meant.
+    known = re.compile("embed[^!-~][^!-~][0-9]")
+    assert known.fullmatch("embed\x06\x163")
+    assert not known.fullmatch("embed-v2")
+
+
+def test_only_queues_that_the_app_lets_expire_may_be() -> None:
+    queues = [Queue("a"), Queue("b", expires=9), Queue("c", queue_arguments=EXPIRES)]
+    words = name_keys(make_app(task_queues=queues), ["a", "b", "c"])["expiring"].split()
+    assert [each for each in words if "[" not in each] == ["~b", "~c"]
+
+
+def test_queues_are_those_of_modules_that_only_a_worker_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = "Celery('shop', broker='redis://h', include=['acl_tasks'], set_as_current=False)"
+    routes = "app.conf.task_routes = {'acl_tasks.*': 'mails'}"
+    (tmp_path / "acl_shop.py").write_text(f"from celery import Celery\napp = {app}\n{routes}\n")
+    task = "@acl_shop.app.task\ndef mail(): ..."
+    (tmp_path / "acl_tasks.py").write_text(f"import acl_shop\n{task}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = CliRunner().invoke(acl, ["producer", "-A", "acl_shop"])
+    assert (done.exit_code, "~mails" in done.stdout.split()) == (0, True), done.output
+    assert done.stdout.startswith("user batchery-producer on #SHA256-OF-batchery-producer ")
+
+
+@pytest.mark.parametrize(
+    ("broker", "queue", "why"),
+    [("amqp://h", "q", "amqp://"), ("redis://h", "my queue", "my queue")],
+)
+def test_what_access_lists_cannot_name_is_refused(broker: str, queue: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        name_keys(Celery("shop", broker=broker, set_as_current=False), [queue])
+
+
+def test_passwords_are_made_once_and_only_their_owner_may_read_them(tmp_path: Path) -> None:
+    file = tmp_path / "passwords"
+    first = keep_passwords(file, ["a"])
+    assert len(first["a"]) > 40
+    second = keep_passwords(file, ["a", "b"])
+    assert second["a"] == first["a"] != second["b"]
+    assert keep_passwords(file, ["b"]) == second
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "passwords"
+    file.write_text("a\n")
+    for broken in (file, file / "x"):
+        with pytest.raises(StartError, match="passwords"):
+            keep_passwords(broken, ["a"])
