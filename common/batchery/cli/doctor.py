@@ -1,0 +1,508 @@
+"""`batchery doctor`: what is wrong with a deployment, of what only an outsider can see.
+
+A check is a function from a deployment to what it found, in words. What a worker sees itself, it
+says in its own log.
+"""
+
+import json
+import platform
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import click
+import redis
+from celery import Celery
+from celery.backends.base import DisabledBackend
+from kombu.transport import redis as kombu_redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from rich import box
+from rich.table import Table
+
+from batchery.cli.app import TIMEOUT_S, app_options, check_broker, load_app, timeout_option
+from batchery.cli.console import AWAY, render
+from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
+from batchery.cli.survey import PATIENCE_S, Survey, app_queues, registered_workers, survey
+from batchery.errors import SettingsError, StartError, counted
+from batchery.gateway_settings import JOBS_QUEUE
+from batchery.installation import Installation, get_installation
+from batchery.queue_limits import find_destination
+from batchery.task import BatchTask
+
+#: Share of Redis's memory beyond which a burst of jobs may fill it, so that publishing is refused.
+MAX_MEMORY_SHARE = 0.75
+
+#: Difference of two clocks, in seconds, by which deadlines, ETAs and expiries may be off.
+MAX_SKEW_S = 1.0
+
+#: How long Flower may take for its page, in seconds.
+FLOWER_TIMEOUT_S = 2.0
+
+#: Width of the table without a terminal, in characters: lines to copy are not broken.
+MIN_WIDTH = 140
+
+#: Severities, and the exit code of the worst.
+SEVERITIES = {"warning": 1, "error": 2}
+
+HELP = """Check a deployment, running or planned, and say how to mend what is wrong.
+
+Looks at the broker's Redis, the app's settings, the workers that live, and this machine; so run it
+where workers run. It changes nothing. A check that could not be made, because Redis forbids a
+command or no worker answers, says why, and does not count. docs/doctor.md lists all checks.
+
+\b
+Exit codes:
+  0  nothing is wrong
+  1  warnings: it works, but slower, or less safely, than it could
+  2  errors: jobs are lost, wait for ever, or are open to strangers; or there is no such app
+"""
+
+
+class Unchecked(Exception):
+    """A fact cannot be had; the text says why."""
+
+
+class Deployment:
+    """What there is to look at. Each fact is asked for once, when a check first needs it."""
+
+    def __init__(
+        self, app: Celery, timeout_s: float = PATIENCE_S, flower_url: str | None = None
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            app: The app; the modules of its tasks are imported.
+            timeout_s: How long workers that live are awaited, in seconds.
+            flower_url: URL of a Flower; None for port 5555 of this machine.
+        """
+        self.app = app
+        self.flower_url = flower_url
+        self._timeout_s = timeout_s
+        #: Why Redis does not answer; then nobody asks it any more.
+        self.redis_problem = ""
+
+    def require_redis(self) -> None:
+        """Raises `Unchecked` once Redis did not answer."""
+        if self.redis_problem:
+            raise Unchecked(self.redis_problem)
+
+    @cached_property
+    def info(self) -> Mapping[str, Any]:
+        """What `INFO` says."""
+        return dict(self._ask_redis(lambda client: client.info()))
+
+    @cached_property
+    def redis_ahead_s(self) -> float:
+        """By how much the clock of Redis is ahead, to within half a round trip."""
+        began_s = time.time()
+        seconds, us = self._ask_redis(lambda client: client.time())
+        return float(seconds + us / 1e6 - (began_s + time.time()) / 2)
+
+    def read_config(self, name: str) -> str:
+        """What `CONFIG GET` says of a setting of Redis."""
+        return str(self._ask_redis(lambda client: client.config_get(name))[name])
+
+    def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
+        self.require_redis()
+        with self.app.connection_for_read() as connection, connection.channel() as channel:
+            if not isinstance(channel, kombu_redis.Channel):
+                raise Unchecked("the broker is no Redis")
+            pool: Any = cast(Any, channel)._get_pool()
+            pool.connection_kwargs |= {"socket_timeout": TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
+            return ask(redis.Redis(connection_pool=pool))
+
+    @cached_property
+    def registered(self) -> list[Any]:
+        """The workers with leases that live."""
+        self.require_redis()
+        return [each for each in registered_workers(self.app).values() if not each.is_dead]
+
+    @cached_property
+    def survey(self) -> Survey:
+        """What workers say, and what waits, also in queues that nobody knows."""
+        self.require_redis()
+        known = {*app_queues(self.app), JOBS_QUEUE}
+        self.asked_s = time.time()
+        strays = StrayQueues(self.app).look(known, ALL_CALLS)
+        return survey(self.app, self._timeout_s, {*known, *strays})
+
+    @cached_property
+    def consumed(self) -> Mapping[str, set[str]]:
+        """Names of the queues that each worker consumes, by what it answers or has registered."""
+        self.require_redis()
+        answers = self.app.control.inspect(timeout=1.0).active_queues() or {}
+        found = {worker: {each["name"] for each in queues} for worker, queues in answers.items()}
+        return found | {each.name or "": set(each.queues or ()) for each in self.registered}
+
+    @property
+    def installation(self) -> Installation | None:
+        """What `install` made of the app; None if it was not called."""
+        with suppress(SettingsError):
+            return get_installation(self.app)
+        return None
+
+    @property
+    def batch_tasks(self) -> list[Any]:
+        """The batch tasks of the app."""
+        return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
+
+
+class Check(NamedTuple):
+    """What is looked for, why it matters, and a line to copy; words in capitals are the user's."""
+
+    name: str
+    severity: str
+    why: str
+    fix: str
+    find: Callable[[Deployment], Iterable[str]]
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, severity: str, why: str, fix: str) -> Callable[..., Any]:
+    """Registers a check."""
+
+    def register(find: Callable[[Deployment], Iterable[str]]) -> Any:
+        CHECKS.append(Check(name, severity, why, fix, find))
+        return find
+
+    return register
+
+
+# The app
+
+
+@check(
+    *("app-invalid", "error", "workers do not start with it"),
+    "celery -A APP worker  # stops with the same line; docs/settings.md has all settings",
+)
+def find_invalid_app(on: Deployment) -> Iterator[str]:
+    """Settings that cannot be read, or tasks that cannot be imported."""
+    try:
+        on.app.loader.import_default_modules()
+        on.app.finalize()
+        if on.installation is not None:
+            _ = on.installation.settings
+            yield from [str(on.installation.error)] if on.installation.error else []
+    except Exception as error:  # noqa: BLE001 (a module of the app may raise anything)
+        yield str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
+
+
+@check("app-not-installed", "error", "its workers run items one by one", "batchery.install(app)")
+def find_no_install(on: Deployment) -> Iterator[str]:
+    """Batch tasks in an app without `batchery.install`."""
+    if on.batch_tasks and on.installation is None:
+        yield f"{counted(len(on.batch_tasks), 'batch task')}, and install was not called"
+
+
+@check(
+    *("always-eager", "error", "jobs run in their callers, in batches of one; no worker gets any"),
+    "app.conf.task_always_eager = False",
+)
+def find_eager(on: Deployment) -> Iterator[str]:
+    """`task_always_eager`."""
+    if on.app.conf.task_always_eager:
+        yield "task_always_eager is True"
+
+
+@check(
+    *("results-missing", "warning", "callers who wait for a result wait for ever"),
+    "app.conf.result_backend = app.conf.broker_url",
+)
+def find_missing_results(on: Deployment) -> Iterator[str]:
+    """Batch tasks whose results are ignored, or have no backend."""
+    if on.batch_tasks and isinstance(on.app.backend, DisabledBackend):
+        yield "the app has no result backend"
+    elif ignored := [task.name for task in on.batch_tasks if task.ignore_result]:
+        yield f"results of {', '.join(ignored)} are ignored"
+
+
+# Redis
+
+
+@check("redis-away", "error", "nothing runs without it", "docker compose up --detach redis")
+def find_no_redis(on: Deployment) -> Iterator[str]:
+    """A broker that does not answer."""
+    # Kombu itself would wait for ever for a Redis that begins to hang.
+    options = on.app.conf.broker_transport_options
+    on.app.conf.broker_transport_options = {"socket_timeout": TIMEOUT_S, **options}
+    try:
+        check_broker(on.app)
+    except (*AWAY, StartError) as error:
+        on.redis_problem = str(error)
+        yield on.redis_problem
+
+
+@check(
+    *("redis-eviction", "error", "Redis throws queues and leases away to make room"),
+    "redis-cli CONFIG SET maxmemory-policy noeviction && redis-cli CONFIG REWRITE",
+)
+def find_eviction(on: Deployment) -> Iterator[str]:
+    """A `maxmemory-policy` other than `noeviction`."""
+    policy, evicted = on.info["maxmemory_policy"], on.info["evicted_keys"]
+    if policy != "noeviction":
+        yield f"maxmemory-policy is {policy}; {evicted:,} keys were evicted since Redis started"
+
+
+KEEP = "redis-cli CONFIG SET appendonly yes && redis-cli CONFIG REWRITE"
+
+
+@check("redis-no-persistence", "error", "a restart of Redis loses every job and result", KEEP)
+def find_lost_on_restart(on: Deployment) -> Iterator[str]:
+    """Neither an append-only file nor snapshots."""
+    if not on.info["aof_enabled"] and not on.read_config("save"):
+        yield "appendonly is no, and save is empty"
+
+
+@check("redis-snapshots-only", "warning", "a crash of Redis loses what came since the last", KEEP)
+def find_snapshots(on: Deployment) -> Iterator[str]:
+    """Snapshots without an append-only file."""
+    if not on.info["aof_enabled"] and (save := on.read_config("save")):
+        yield f"appendonly is no, and save is {save}"
+
+
+@check(
+    *("redis-memory", "warning", "a full Redis refuses new jobs"),
+    "redis-cli CONFIG SET maxmemory 4gb && redis-cli CONFIG REWRITE",
+)
+def find_full_memory(on: Deployment) -> Iterator[str]:
+    """More than three quarters of Redis's memory in use."""
+    # Some managed servers do not say what their machine has.
+    limit = on.info["maxmemory"] or on.info.get("total_system_memory", 0)
+    if on.info["used_memory"] > MAX_MEMORY_SHARE * limit > 0:
+        share = on.info["used_memory"] / limit
+        yield f"Redis uses {share:.0%} of its memory, which is {limit / 2**20:,.0f} MiB"
+
+
+# Workers and queues
+
+
+@check("worker-none", "warning", "jobs wait until there is one", "celery -A APP worker")
+def find_no_worker(on: Deployment) -> Iterator[str]:
+    """No worker that lives."""
+    if not on.consumed:
+        yield "no worker answers, and none is registered"
+
+
+@check(
+    *("worker-silent", "warning", "it is very busy, or hangs; its jobs wait"),
+    "celery -A APP inspect ping  # and its log",
+)
+def find_silent(on: Deployment) -> Iterator[str]:
+    """Workers that live, by what Redis knows, and give no figures."""
+    for worker, why in on.survey.problems(None).items():
+        yield f"{worker}: {why}"
+
+
+@check(
+    *("worker-stock", "warning", "it runs items one by one, and dead it holds jobs for an hour"),
+    "batchery.install(app)  # or for plain workers: celery -A APP worker -Q OTHER",
+)
+def find_stock(on: Deployment) -> Iterator[str]:
+    """Workers without leases on queues of batch tasks."""
+    names = {each.name for each in on.registered}
+    queues = {find_destination(on.app, task.name, {}).queue for task in on.batch_tasks}
+    for worker, consumed in on.consumed.items():
+        # One whose name is not known yet may be any.
+        if worker not in names and None not in names and (shared := sorted(queues & consumed)):
+            yield f"{worker} has no leases, and consumes {', '.join(shared)}"
+
+
+@check(
+    *("worker-versions", "warning", "one may not know figures and messages of another"),
+    "pip install batchery==VERSION  # the same everywhere; then restart the workers",
+)
+def find_versions(on: Deployment) -> Iterator[str]:
+    """Versions of Batchery that differ."""
+    here = version("batchery")
+    others = {each.name: each.version or "unknown" for each in on.registered}
+    if set(others.values()) - {here}:
+        spelled = [f"{name} has {there}" for name, there in others.items()]
+        yield f"{here} here, and {', '.join(sorted(spelled))}"
+
+
+@check(
+    *("queue-unserved", "error", "these jobs wait for ever"),
+    "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
+)
+def find_unserved(on: Deployment) -> Iterator[str]:
+    """Queues with jobs that no worker consumes, such as a misspelt one."""
+    consumed = set[str]().union(*on.consumed.values())
+    for queue, jobs in on.survey.queues.items():
+        if jobs and queue not in consumed:
+            yield f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
+
+
+@check(
+    *("clock", "warning", "ages of jobs, deadlines and expiries are off by it"),
+    "timedatectl set-ntp true",
+)
+def find_wrong_clocks(on: Deployment) -> Iterator[str]:
+    """Clocks of Redis, workers and this machine that differ by more than a second."""
+    ahead_s = {"Redis": on.redis_ahead_s}
+    figures = on.survey.figures.items()
+    asked_s, now_s = on.asked_s, time.time()
+    # What an answer took explains the rest.
+    ahead_s |= {
+        name: each.time_s - min(max(each.time_s, asked_s), now_s)
+        for name, each in figures
+        if each.time_s is not None
+    }
+    for name, seconds in ahead_s.items():
+        if abs(seconds) > MAX_SKEW_S:
+            yield f"the clock of {name} is {seconds:+.1f} s off this machine's"
+
+
+@check(
+    *("dead-letters", "warning", "nobody can run these messages, and they stay"),
+    "batchery dead list -A APP",
+)
+def find_dead_letters(on: Deployment) -> Iterator[str]:
+    """Messages that could not be run."""
+    if on.survey.dead_letters:
+        yield counted(on.survey.dead_letters, "dead letter")
+
+
+# Devices, and what is open
+
+
+@check(
+    *("device-on-cpu", "warning", "a GPU is ten to a hundred times faster"),
+    'devices = "auto"  # in batchery.toml; then look whether torch sees it: batchery tune',
+)
+def find_idle_gpus(on: Deployment) -> Iterator[str]:
+    """Workers of this machine that compute on its CPU, beside GPUs."""
+    gpus = list(Path("/dev").glob("nvidia[0-9]*"))
+    here = {each.name for each in on.registered if each.host == platform.node()} if gpus else ()
+    for worker, figures in on.survey.figures.items():
+        if worker in here and all(name.startswith("cpu") for name in figures.devices):
+            yield f"{worker} computes on the CPU, beside {counted(len(gpus), 'GPU')}"
+
+
+@check(
+    *("flower-open", "error", "anybody sees all arguments and results, and may stop workers"),
+    "celery -A APP flower --basic-auth=USER:PASSWORD --address=127.0.0.1",
+)
+def find_open_flower(on: Deployment) -> Iterator[str]:
+    """A Flower that lets the network in without a password."""
+    url = (on.flower_url or f"http://{platform.node()}:5555").rstrip("/")
+    # Without a proxy: one from the environment cannot reach this machine's own addresses.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/workers", timeout=FLOWER_TIMEOUT_S) as page:
+            # One with a login redirects to it.
+            if page.url.endswith("/workers") and b"Flower</title>" in page.read():
+                yield f"{url} asks for no password"
+    except urllib.error.HTTPError:
+        return  # It answers, and does not show them.
+    except (OSError, ValueError) as error:
+        if on.flower_url is not None:
+            raise Unchecked(f"--flower {on.flower_url}: {error}") from error
+
+
+# What was found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and what to do."""
+
+    check: str
+    severity: str
+    found: str
+    why: str
+    fix: str
+
+
+@dataclass
+class Diagnosis:
+    """What was found, errors first; why a check could not be made; and how many found nothing."""
+
+    findings: list[Finding] = field(default_factory=list)
+    unchecked: dict[str, str] = field(default_factory=dict)
+    passed: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 for no finding, 1 for warnings, 2 for errors; what is unchecked does not count."""
+        return max((SEVERITIES[each.severity] for each in self.findings), default=0)
+
+
+def diagnose(on: Deployment, path: str) -> Diagnosis:
+    """Makes all checks; `path` is the app's, as for `celery -A`."""
+    diagnosis = Diagnosis()
+    for each in CHECKS:
+        try:
+            found = list(each.find(on))
+        except Exception as error:  # noqa: BLE001 (an app's code, and a system, may raise anything)
+            diagnosis.unchecked[each.name] = _explain(on, error)
+            continue
+        diagnosis.passed += not found
+        fix = each.fix.replace("APP", path)
+        diagnosis.findings += [
+            Finding(each.name, each.severity, text, each.why, fix) for text in found
+        ]
+    diagnosis.findings.sort(key=lambda each: -SEVERITIES[each.severity])
+    return diagnosis
+
+
+def _explain(on: Deployment, error: Exception) -> str:
+    """Why a check could not be made; once Redis does not answer, nothing more is asked."""
+    if isinstance(error, redis.ResponseError) or isinstance(error.__cause__, redis.ResponseError):
+        return f"Redis refuses it: {error}"
+    if isinstance(error, (*AWAY, StartError)):
+        on.redis_problem = str(error)
+    return str(error) if isinstance(error, (Unchecked, *AWAY, StartError)) else f"{error!r}"
+
+
+@click.command(help=HELP)
+@app_options
+@click.option(
+    "--flower",
+    "flower_url",
+    metavar="URL",
+    help="URL of your Flower, as the network has it; by default port 5555 of this machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
+@timeout_option(PATIENCE_S, "How long workers are awaited that live and do not answer.")
+@click.pass_context
+def doctor(
+    context: click.Context,
+    *,
+    app_path: str,
+    redis_url: str | None,
+    flower_url: str | None,
+    as_json: bool,
+    timeout_s: float,
+) -> None:
+    """Runs the command; see `HELP`."""
+    app = load_app(app_path, redis_url)
+    found = diagnose(Deployment(app, timeout_s, flower_url), app_path)
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "exit_code": found.exit_code}))
+    else:
+        click.echo(draw(found))
+    context.exit(found.exit_code)
+
+
+def draw(diagnosis: Diagnosis) -> str:
+    """A row for each finding, and for each reason why checks could not be made."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    for each in diagnosis.findings:
+        table.add_row(each.severity, each.check, f"{each.found}\n{each.why}\n{each.fix}")
+    for why in dict.fromkeys(diagnosis.unchecked.values()):
+        names = [name for name, each in diagnosis.unchecked.items() if each == why]
+        table.add_row("unchecked", counted(len(names), "check"), f"{why}\n{', '.join(names)}")
+    wrong, unchecked = counted(len(diagnosis.findings), "finding"), len(diagnosis.unchecked)
+    passed = f"{counted(diagnosis.passed, 'check')} found nothing wrong, {wrong}"
+    end = f"{passed}; {counted(unchecked, 'check')} could not be made"
+    return f"{render(table, MIN_WIDTH)}\n\n{end}" if table.row_count else end

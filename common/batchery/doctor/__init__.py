@@ -1,1 +1,0 @@
-"""`batchery doctor`: facts of a deployment, gathered once, and pure checks of them."""

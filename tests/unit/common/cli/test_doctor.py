@@ -1,0 +1,268 @@
+"""What each check of `batchery doctor` finds, by the facts of a deployment."""
+
+import platform
+import re
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from batchery import BatchTask, install
+from batchery.cli.doctor import CHECKS, Deployment, Diagnosis, diagnose, draw
+from batchery.cli.survey import Survey
+from batchery.transport.live_workers import RegisteredWorker
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "doctor.md"
+
+NAME = "w@here"
+
+INFO = {
+    "maxmemory_policy": "noeviction",
+    "evicted_keys": 0,
+    "aof_enabled": 1,
+    "used_memory": 100 << 20,
+    "maxmemory": 1 << 30,
+}
+
+
+def make_app(*, installed: bool = True, **task: Any) -> Celery:
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    if installed:
+        install(app)
+
+    @app.task(name="shout", base=BatchTask, shared=False, **task)
+    def shout(texts: list[str]) -> list[str]:
+        return texts
+
+    return app
+
+
+def make_survey(time_s: float | None = None, devices: str = "cpu", **fields: Any) -> Survey:
+    device = {devices: {"state": "ready", "batches_in_flight": 0}}
+    answer = {"devices": device, "batches": {}, "clock_s": 1.0, "time_s": time_s}
+    return Survey(**{"workers": {NAME: answer}, "queues": {"celery": 7}, **fields})
+
+
+def register(name: str = NAME, version: str = version("batchery")) -> RegisteredWorker:
+    return RegisteredWorker(1, 5.0, {"celery"}, name, platform.node(), version)
+
+
+def make_deployment(app: Celery | None = None, **facts: Any) -> Deployment:
+    """A deployment in which nothing is wrong, but for these facts."""
+    on = Deployment(app or make_app())
+    healthy = {
+        "info": INFO,
+        "redis_ahead_s": 0.2,
+        "registered": [register()],
+        "consumed": {NAME: {"celery"}},
+        "survey": make_survey(),
+        "asked_s": time.time(),
+    }
+    vars(on).update({**healthy, **facts})
+    return on
+
+
+def look(on: Deployment) -> Diagnosis:
+    """All checks, as Flower's port of this machine is nobody's."""
+    return diagnose(on, "shop")
+
+
+@pytest.fixture(autouse=True)
+def _nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("refused")
+
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", refuse)
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    found = look(make_deployment())
+    assert found == Diagnosis(passed=len(CHECKS))
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("check", "facts", "text"),
+    [
+        (
+            "redis-eviction",
+            {"info": INFO | {"maxmemory_policy": "allkeys-lru", "evicted_keys": 1200}},
+            "maxmemory-policy is allkeys-lru; 1,200 keys were evicted since Redis started",
+        ),
+        (
+            "redis-memory",
+            {"info": INFO | {"used_memory": 900 << 20}},
+            "Redis uses 88% of its memory, which is 1,024 MiB",
+        ),
+        (
+            "redis-memory",
+            {"info": INFO | {"maxmemory": 0, "total_system_memory": 110 << 20}},
+            "Redis uses 91% of its memory, which is 110 MiB",
+        ),
+        (
+            "clock",
+            {"redis_ahead_s": -2.5},
+            "the clock of Redis is -2.5 s off this machine's",
+        ),
+        (
+            "worker-none",
+            {"registered": [], "consumed": {}, "survey": make_survey(workers={}, queues={})},
+            "no worker answers, and none is registered",
+        ),
+        (
+            "worker-silent",
+            {"survey": make_survey(workers={NAME: {"error": "lives, and has not answered"}})},
+            f"{NAME}: lives, and has not answered",
+        ),
+        (
+            "worker-stock",
+            {"consumed": {NAME: {"celery"}, "plain@here": {"celery", "mail"}}},
+            "plain@here has no leases, and consumes celery",
+        ),
+        (
+            "worker-versions",
+            {"registered": [register(), register("old@here", "0.0.1")]},
+            f"{version('batchery')} here, and old@here has 0.0.1, {NAME} has {version('batchery')}",
+        ),
+        (
+            "queue-unserved",
+            {"survey": make_survey(queues={"celery": 7, "embde": 4120})},
+            "4,120 jobs in queue 'embde', and no worker consumes it",
+        ),
+        ("dead-letters", {"survey": make_survey(dead_letters=3)}, "3 dead letters"),
+    ],
+)
+def test_each_check_says_what_it_found(check: str, facts: dict[str, Any], text: str) -> None:
+    found = look(make_deployment(**facts))
+    assert [(each.check, each.found) for each in found.findings] == [(check, text)]
+    assert found.unchecked == {}
+
+
+def test_clock_of_a_worker_is_off_by_what_no_delay_explains() -> None:
+    def find(time_s: float) -> list[str]:
+        on = make_deployment(survey=make_survey(time_s), asked_s=time.time() - 600)
+        return [each.check for each in look(on).findings]
+
+    # Between the question and now.
+    assert find(time.time() - 300) == []
+    assert find(time.time() + 30) == ["clock"]
+    assert find(time.time() - 630) == ["clock"]
+
+
+def test_worker_whose_name_is_not_known_yet_may_be_any() -> None:
+    registered = [RegisteredWorker(1, 5.0, {"celery"}, None, None, version("batchery"))]
+    assert look(make_deployment(registered=registered)).findings == []
+
+
+@pytest.mark.parametrize(
+    ("save", "check", "severity"),
+    [("3600 1", "redis-snapshots-only", "warning"), ("", "redis-no-persistence", "error")],
+)
+def test_redis_without_an_append_only_file_is_found(
+    monkeypatch: pytest.MonkeyPatch, save: str, check: str, severity: str
+) -> None:
+    monkeypatch.setattr(Deployment, "read_config", lambda *_: save)
+    (finding,) = look(make_deployment(info=INFO | {"aof_enabled": 0})).findings
+    assert (finding.check, finding.severity) == (check, severity)
+
+
+@pytest.mark.parametrize(
+    ("app", "check", "text"),
+    [
+        (make_app(installed=False), "app-not-installed", "1 batch task, and install was not"),
+        (make_app(ignore_result=True), "results-missing", "results of shout are ignored"),
+    ],
+    ids=["not installed", "no results"],
+)
+def test_what_is_wrong_with_an_app_is_found(app: Celery, check: str, text: str) -> None:
+    (finding,) = look(make_deployment(app)).findings
+    assert finding.check == check
+    assert finding.found.startswith(text)
+
+
+def test_app_without_a_backend_and_an_eager_one_are_found() -> None:
+    app = make_app()
+    app.backend_cls = "disabled://"
+    app.conf.task_always_eager = True
+    found = look(make_deployment(app)).findings
+    assert [each.check for each in found] == ["always-eager", "results-missing"]
+
+
+def test_app_that_a_worker_cannot_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    app.conf.batchery_max_batch_sise = 8
+    (finding,) = look(make_deployment(app)).findings
+    assert finding.check == "app-invalid"
+    assert "max_batch_size" in finding.found
+    app = make_app()
+    app.conf.include = ["no_such_module_of_test"]
+    (finding,) = look(make_deployment(app)).findings
+    assert finding.found.startswith("ModuleNotFoundError: No module named 'no_such_module_of_test'")
+
+
+def test_worker_on_the_cpu_beside_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    (finding,) = look(make_deployment()).findings
+    assert finding.found == f"{NAME} computes on the CPU, beside 1 GPU"
+    assert look(make_deployment(survey=make_survey(devices="cuda:0"))).findings == []
+    # What another machine has, nobody knows here.
+    elsewhere = RegisteredWorker(1, 5.0, {"celery"}, NAME, "elsewhere", version("batchery"))
+    assert look(make_deployment(registered=[elsewhere])).findings == []
+
+
+def test_check_that_cannot_be_made_says_why_and_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> str:
+        raise redis.ResponseError("unknown command 'CONFIG'")
+
+    monkeypatch.setattr(Deployment, "read_config", refuse)
+    info = {**INFO, "aof_enabled": 0}
+    del info["used_memory"]
+    found = look(make_deployment(info=info))
+    assert found.unchecked == {
+        "redis-no-persistence": "Redis refuses it: unknown command 'CONFIG'",
+        "redis-snapshots-only": "Redis refuses it: unknown command 'CONFIG'",
+        "redis-memory": "KeyError('used_memory')",
+    }
+    assert (found.exit_code, found.passed) == (0, len(CHECKS) - 3)
+
+
+def test_nothing_more_is_asked_once_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def hang(*_: Any) -> Any:
+        asked.append("workers")
+        raise OperationalError("timed out")
+
+    monkeypatch.setattr("batchery.cli.doctor.survey", hang)
+    on = make_deployment()
+    del vars(on)["survey"]
+    found = look(on)
+    assert len(asked) == 1
+    assert set(found.unchecked.values()) == {"timed out"}
+    assert {"worker-silent", "queue-unserved"} <= set(found.unchecked)
+
+
+def test_errors_come_first_and_decide_the_exit_code() -> None:
+    facts: dict[str, Any] = {"survey": make_survey(queues={"embde": 1}, dead_letters=1)}
+    found = look(make_deployment(**facts))
+    assert [each.severity for each in found.findings] == ["error", "warning"]
+    assert found.exit_code == 2
+    assert found.findings[0].fix.startswith("celery -A shop worker -Q QUEUE")
+    assert look(make_deployment(survey=make_survey(dead_letters=1))).exit_code == 1
+    text = draw(Diagnosis(found.findings, {"a": "why", "b": "why"}, 5))
+    assert "embde" in text
+    assert re.search(r"unchecked +2 checks +why\n +a, b", text)
+    assert text.endswith("5 checks found nothing wrong, 2 findings; 2 checks could not be made")
+    assert draw(Diagnosis(passed=7)).startswith("7 checks found nothing wrong")
+
+
+def test_page_lists_every_check_with_its_severity() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (error|warning) \|", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(each.name, each.severity) for each in CHECKS]
