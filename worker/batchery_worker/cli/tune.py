@@ -1,4 +1,4 @@
-"""`batchery tune`: which limits suit a model on this machine."""
+"""`batchery tune`: which `max_batch_size` suits a model on this machine."""
 
 import json
 import random
@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, TextIO
 
 import click
 from celery import Celery
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from batchery.cli.app import DEFAULT_APP, SECONDS, load_app
+from batchery.cli.console import render
 from batchery.device_names import device_type
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
@@ -27,15 +25,16 @@ from batchery.installation import get_installation
 from batchery.model import Model
 from batchery.model_task import ModelTask
 from batchery_worker.batching.planner import MIN_STREAM_TOKENS, PASS_TOKENS, plan
+from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
+from batchery_worker.device.served_model import DEFAULT_MAX_BATCH_TOKENS
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.memory import Memory
 
-#: The grid. A batch of one shows what batching is worth.
-SIZES = (1, 16, 64, 256)
-TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+#: A batch of one shows what batching is worth.
+SIZES = (1, 4, 16, 32, 64, 128, 256)
 
-#: Trials of each pair of limits, of which the median counts.
+#: Trials of each size, of which the median counts.
 ROUNDS = 3
 
 #: Items of the pass that warms up.
@@ -45,17 +44,12 @@ WARM_UP_ITEMS = 16
 #: job waits for fewer others.
 SPARED_SHARE = 0.05
 
-#: Maximum recommended share of what fits into memory: other inputs may take more.
-MEMORY_SHARE = 0.8
+HELP = """Find the max_batch_size that suits a model on this machine.
 
-#: Width of the bar of the best pair, in characters.
-BAR_WIDTH = 12
-
-HELP = """Find the max_batch_size and max_batch_tokens that suit a model on this machine.
-
-Computes the same texts with a grid of limits, three times, and takes the medians; says on standard
-error how far it is. Give texts of your own: the best limits depend on their lengths. Needs neither
-Redis nor a worker. A worker that runs on the device meanwhile makes the figures worse.
+Computes the same texts in batches of several sizes, three times, and takes the medians; says on
+standard error how far it is. Give texts of your own: the best size depends on their lengths. Passes
+are cut as in a worker, and what memory teaches is printed as max_batch_tokens. Needs neither Redis
+nor a worker. A worker that runs on the device meanwhile makes the figures worse.
 
 \b
 Exit codes:
@@ -81,66 +75,40 @@ def paragraphs() -> list[str]:
 
 
 @dataclass(slots=True)
-class Case:
-    """One pair of limits, and what was measured with it."""
+class Trials:
+    """What was measured with one size."""
 
     max_batch_size: int
-    #: 0 for batches of one, which no budget can divide.
-    max_batch_tokens: int
+    #: Items per second, of each trial.
     rates: list[float] = field(default_factory=list)
-    #: Tokens of the items in all rounds, and the same with padding.
+    #: Tokens of the items, and the same with padding.
     tokens: int = 0
     computed_tokens: int = 0
-    #: Largest forward pass, in tokens; smaller than the budget where the batches are too small.
-    largest_pass: int = 0
-    out_of_memory: bool = False
 
     @property
     def items_per_s(self) -> float:
-        """Median of all rounds; 0 where memory ran out."""
-        return 0.0 if self.out_of_memory or not self.rates else statistics.median(self.rates)
-
-    @property
-    def padding_waste(self) -> float:
-        """Share of the computed tokens that carried nothing."""
-        return 1 - self.tokens / self.computed_tokens if self.computed_tokens else 0.0
+        """Median of all trials."""
+        return statistics.median(self.rates)
 
     def row(self) -> dict[str, Any]:
-        """The case in JSON."""
-        rates = self.rates if not self.out_of_memory else []
+        """The same in JSON."""
         return {
             "max_batch_size": self.max_batch_size,
-            "max_batch_tokens": self.max_batch_tokens,
             "items_per_s": round(self.items_per_s, 1),
-            "spread": [round(min(rates), 1), round(max(rates), 1)] if rates else None,
-            "padding_waste": round(self.padding_waste, 3),
-            "largest_pass_tokens": self.largest_pass,
-            "out_of_memory": self.out_of_memory,
+            "spread": [round(min(self.rates), 1), round(max(self.rates), 1)],
+            "padding_waste": round(1 - self.tokens / max(1, self.computed_tokens), 3),
         }
 
 
-class _Witness:
-    """Sees how large the passes were, and whether one failed."""
-
-    def __init__(self) -> None:
-        self.largest = 0
-        self.failed_tokens = 0
-
-    def passed(self, tokens: int) -> None:
-        self.largest = max(self.largest, tokens)
-
-    def failed(self, tokens: int) -> None:
-        self.failed_tokens = max(self.failed_tokens, tokens)
-
-
-class Grid:
-    """Measures one model over the same items with different limits."""
+class Bench:
+    """Measures one model over the same items."""
 
     def __init__(
         self,
         model: Model,
         items: Sequence[Any],
         device: str,
+        budget: TokenBudget,
         memory: Memory,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -150,137 +118,70 @@ class Grid:
             model: Loaded.
             items: Prepared, and all of them fit to run; at least one.
             device: As torch spells it.
+            budget: Of tokens of a pass; learns from passes that run out of memory.
             memory: Of that device.
             clock: Seconds, on any scale.
         """
         self._model = model
-        self._keywords = sample_keywords(model)
         # A trial may end after some of the items, which must be like all of them.
         self._items = random.Random(1).sample(list(items), len(items))
-        self._lengths = [max(1, model.tokens(each)) for each in self._items]
-        #: Pairs of limits for which there was no time.
-        self.left_out = 0
-        self._pass_tokens = PASS_TOKENS[device_type(device)]
-        self._min_stream_tokens = MIN_STREAM_TOKENS[device_type(device)]
+        #: Of the tokens of an item.
+        self.mean_tokens = statistics.fmean(max(1, model.tokens(each)) for each in items)
+        self._kind = device_type(device)
+        self._budget = budget
         self._memory = memory
         self._clock = clock
 
-    def run(
-        self,
-        sizes: Sequence[int],
-        tokens: Sequence[int],
-        limit_s: float,
-        on_trial: Callable[[Case], None] = lambda _: None,
-    ) -> list[Case]:
-        """Measures all pairs of limits in turn, `ROUNDS` times if there is time.
-
-        No trial takes more than its part of the time, or one batch if that takes longer, however
-        slow the model or busy the machine.
-
-        Args:
-            sizes: Of `max_batch_size`.
-            tokens: Of `max_batch_tokens`.
-            limit_s: How long it takes, but for the batch that runs; each size is measured once at
-                least.
-            on_trial: Called with a case after each of its trials.
-
-        Returns:
-            The cases that were measured, by size, then by tokens. Budgets beyond one that ran out
-            of memory with the same size are left out.
-        """
-        longest = max(self._lengths)
-        cases = [
-            Case(size, budget)
-            for size in sizes
-            for budget in (_useful(tokens, size * longest) if size > 1 else [0])
-        ]
-        end_s = self._clock() + limit_s
-        warm_up = self._items[:WARM_UP_ITEMS]
-        compute(self._model, warm_up, self._keywords, lambda all_: [range(len(all_))])
-        # Small budgets first: they need the least memory, and suit most models.
-        turns = sorted(cases, key=lambda case: case.max_batch_tokens)
-        for _ in range(ROUNDS):
-            for case in turns:
-                sizes_measured = {each.max_batch_size for each in cases if each.rates}
-                in_time = self._clock() < end_s or case.max_batch_size not in sizes_measured
-                if in_time and not _is_too_large(case, cases):
-                    self._measure(case, limit_s / (ROUNDS * len(cases)))
-                    on_trial(case)
-        measured = [case for case in cases if case.rates]
-        self.left_out = sum(not case.rates and not _is_too_large(case, measured) for case in cases)
-        return measured
-
-    def _measure(self, case: Case, limit_s: float) -> None:
-        """Runs one trial: all items, or as many as there is time for."""
-        witness = _Witness()
-        cut = partial(self._cut, case)
-        tokens = start = 0
+    def run(self, trials: Trials, limit_s: float) -> None:
+        """Computes all items, or as many as there is time for, but at least one batch."""
+        size, start, needed = trials.max_batch_size, 0, 0
         self._memory.wait()
         began_s = self._clock()
         while start == 0 or (start < len(self._items) and self._clock() < began_s + limit_s):
-            part = self._items[start : start + case.max_batch_size]
-            _, needed, computed = compute(self._model, part, self._keywords, cut, memory=witness)
-            tokens += needed
-            case.computed_tokens += computed
-            start += case.max_batch_size
+            tokens, computed = self.compute(self._items[start : start + size], size)
+            needed += tokens
+            trials.computed_tokens += computed
+            start += size
         self._memory.wait()
+        trials.tokens += needed
         # By tokens, because the items of one trial may be longer than those of another.
-        mean = statistics.fmean(self._lengths)
-        case.rates.append(tokens / mean / max(self._clock() - began_s, 1e-9))
-        case.tokens += tokens
-        case.largest_pass = max(case.largest_pass, witness.largest)
-        if witness.failed_tokens:
-            case.out_of_memory = True
-            case.largest_pass = witness.failed_tokens
-            self._memory.release()
+        took_s = max(self._clock() - began_s, 1e-9)
+        trials.rates.append(needed / self.mean_tokens / took_s)
 
-    def _cut(self, case: Case, lengths: Sequence[int]) -> list[list[int]]:
-        return plan(
-            lengths,
-            case.max_batch_tokens or max(lengths),
-            case.max_batch_size,
-            pads=self._model.pads,
-            pass_tokens=self._pass_tokens,
-            streams=getattr(self._model, "pass_streams", 1),
-            min_stream_tokens=self._min_stream_tokens,
-        )
+    def compute(self, items: Sequence[Any], size: int) -> tuple[int, int]:
+        """Computes one batch; returns its tokens, and the same with padding."""
 
+        def cut(lengths: Sequence[int]) -> list[list[int]]:
+            return plan(
+                lengths,
+                self._budget.allows(),
+                size,
+                pads=self._model.pads,
+                pass_tokens=PASS_TOKENS[self._kind],
+                streams=getattr(self._model, "pass_streams", 1),
+                min_stream_tokens=MIN_STREAM_TOKENS[self._kind],
+            )
 
-def _useful(tokens: Sequence[int], largest: int) -> list[int]:
-    """The budgets that make a difference: those below the largest batch, and one above."""
-    below = [each for each in tokens if each < largest]
-    return below + [each for each in tokens if each >= largest][:1]
+        keywords = sample_keywords(self._model)
+        return compute(self._model, items, keywords, cut, memory=self._budget)[1:]
 
-
-def _is_too_large(case: Case, cases: Sequence[Case]) -> bool:
-    """Whether this budget, or a smaller one with the same size, ran out of memory."""
-    return any(
-        each.out_of_memory
-        and each.max_batch_size == case.max_batch_size
-        and each.max_batch_tokens <= case.max_batch_tokens
-        for each in cases
-    )
+    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[Trials]:
+        """Measures each size `ROUNDS` times, however slow the model: at least a batch each time."""
+        self.compute(self._items[:WARM_UP_ITEMS], WARM_UP_ITEMS)
+        every = [Trials(size) for size in SIZES]
+        for number in range(ROUNDS):
+            for trials in every:
+                self.run(trials, limit_s / (ROUNDS * len(SIZES)))
+                rate = f"{trials.rates[-1]:,.1f} items/s"
+                report(f"{number + 1} of {ROUNDS}: batches of {trials.max_batch_size}: {rate}")
+        return every
 
 
-def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
-    """The smallest limits whose rate is about as good as the best.
-
-    Args:
-        cases: Measured.
-        fits: Tokens of the largest pass that fits into memory; None if all did.
-    """
-    best = max(case.items_per_s for case in cases)
-    room = float("inf") if fits is None else MEMORY_SHARE * fits
-    good = [
-        case
-        for case in cases
-        if not case.out_of_memory
-        and case.items_per_s >= (1 - SPARED_SHARE) * best
-        and case.max_batch_tokens <= room
-    ]
-    # Where nothing good fits with a margin, limits that ran are still better than a guess.
-    ran = [case for case in cases if not case.out_of_memory]
-    return min(good or ran or cases, key=lambda case: (case.max_batch_size, case.max_batch_tokens))
+def recommend(every: Sequence[Trials]) -> int:
+    """The smallest size whose rate is about as good as the best."""
+    best = max(trials.items_per_s for trials in every)
+    good = [trials for trials in every if trials.items_per_s >= (1 - SPARED_SHARE) * best]
+    return min(trials.max_batch_size for trials in good)
 
 
 @click.command(help=HELP)
@@ -293,14 +194,8 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
     callback=read_texts,
     help="A text per line, instead of Python's own documentation.",
 )
-@click.option(
-    "--seconds",
-    type=SECONDS,
-    default=60.0,
-    help="How long to measure; each max_batch_size once at least.",
-)
+@click.option("--seconds", type=SECONDS, default=60.0, help="How long to measure.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also draw it; needs matplotlib.")
 def tune(
     *,
     name: str,
@@ -309,148 +204,59 @@ def tune(
     texts: Sequence[str],
     seconds: float,
     as_json: bool,
-    plot: Path | None,
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path)
-    task = _model_task(app, name)
-    device = device or choose_devices(get_installation(app).settings.devices)[0]
-    report = tuned(
-        task, device, texts or paragraphs(), seconds, lambda line: click.echo(line, err=True)
-    )
-    click.echo(json.dumps(report)) if as_json else _print(report)
-    if plot is not None:
-        _draw(report, plot)
-
-
-def tuned(
-    task: ModelTask,
-    device: str,
-    texts: Sequence[Any],
-    seconds: float,
-    report: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Measures the model of a task.
-
-    Args:
-        task: Whose model it is.
-        device: As torch spells it.
-        texts: Of the items of its jobs.
-        seconds: How long.
-        report: Called with lines that say how far it is.
-
-    Returns:
-        What JSON shows: `rows` of `Case.row`; `left_out`, the number of pairs that were not
-        measured; `recommended` limits; and `fits_tokens`, the largest forward pass that fitted into
-        memory, None if all passes did.
-
-    Raises:
-        StartError: None of the texts is fit to run.
-    """
-    report(f"loading {task.name} on {device}")
-    model = load_model(task, device)
+    task, settings = _find_model(app, name), get_installation(app).settings
+    device = device or choose_devices(settings.devices)[0]
+    click.echo(f"loading {name} on {device}", err=True)
+    model, texts = load_model(task, device), texts or paragraphs()
     prepared = prepare(model, sample_items(model, texts), sample_keywords(model))
     items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
-        raise StartError(f"model {task.name!r}: none of {len(texts)} texts is fit to run")
-    grid = Grid(model, items, device, find_memory(device))
-    cases = grid.run(SIZES, TOKENS, seconds, _Progress(seconds, report))
-    fits = None
-    if any(case.out_of_memory for case in cases):
-        fits = max((case.largest_pass for case in cases if not case.out_of_memory), default=0)
-    best = recommend(cases, fits)
-    return {
-        "model": task.name,
+        raise StartError(f"model {name!r}: none of {len(texts)} texts is fit to run")
+    default = DEFAULT_MAX_BATCH_TOKENS[device_type(device)]
+    budget = TokenBudget(task.max_batch_tokens or settings.max_batch_tokens or default)
+    bench = Bench(model, items, device, budget, find_memory(device))
+    every = bench.run_all(seconds, lambda line: click.echo(line, err=True))
+    learned = budget.allows()
+    report = {
+        "model": name,
         "device": device,
         "items": len(items),
-        "mean_tokens": round(sum(map(model.tokens, items)) / len(items), 1),
-        "rows": [case.row() for case in cases],
-        "left_out": grid.left_out,
-        "fits_tokens": fits,
+        "mean_tokens": round(bench.mean_tokens, 1),
+        "rows": [trials.row() for trials in every],
         "recommended": {
-            "max_batch_size": best.max_batch_size,
-            "max_batch_tokens": best.max_batch_tokens or None,
+            "max_batch_size": recommend(every),
+            "max_batch_tokens": learned if learned < budget.ceiling else None,
         },
     }
+    click.echo(json.dumps(report) if as_json else draw(report))
 
 
-class _Progress:
-    """A line for each case, and later one a second."""
-
-    def __init__(self, seconds: float, report: Callable[[str], None]) -> None:
-        self._seconds = seconds
-        self._report = report
-        self._began_s = time.monotonic()
-        self._told_s = 0.0
-
-    def __call__(self, case: Case) -> None:
-        now_s = time.monotonic()
-        if len(case.rates) > 1 and now_s - self._told_s < 1:
-            return
-        self._told_s = now_s
-        rate = "out of memory" if case.out_of_memory else f"{case.rates[-1]:,.1f} items/s"
-        self._report(
-            f"{now_s - self._began_s:.0f} s of {self._seconds:g}: max_batch_size"
-            f" {case.max_batch_size}, max_batch_tokens {case.max_batch_tokens or '-'}: {rate}"
-        )
+def _find_model(app: Celery, name: str) -> ModelTask:
+    tasks = {each.name: each for each in app.tasks.values() if isinstance(each, ModelTask)}
+    if name not in tasks:
+        there = f"there are {', '.join(sorted(tasks))}" if tasks else "none is"
+        raise SettingsError(f"model {name!r}: not configured; {there}")
+    return tasks[name]
 
 
-def _model_task(app: Celery, name: str) -> ModelTask:
-    tasks = [each for each in app.tasks.values() if isinstance(each, ModelTask)]
-    for task in tasks:
-        if task.name == name:
-            return task
-    there = f"there are {', '.join(sorted(task.name for task in tasks))}" if tasks else "none is"
-    raise SettingsError(f"model {name!r}: not configured; {there}")
-
-
-def _print(report: dict[str, Any]) -> None:
-    # Broken by hand, so that it fits into 80 columns.
-    heads = ("max_batch_\nsize", "max_batch_\ntokens", "items/s", "", "spread", "padding\nwaste")
-    table = Table(*heads, box=box.SIMPLE)
-    best_rate = max(row["items_per_s"] for row in report["rows"])
+def draw(report: dict[str, Any]) -> str:
+    """The figures, and the settings to copy."""
+    table = Table("max_batch_size", "items/s", "spread", "padding waste", box=box.SIMPLE)
     for row in report["rows"]:
-        low, high = row["spread"] or ("", "")
-        table.add_row(
-            str(row["max_batch_size"]),
-            str(row["max_batch_tokens"] or ""),
-            "out of memory" if row["out_of_memory"] else f"{row['items_per_s']:,}",
-            "█" * round(BAR_WIDTH * row["items_per_s"] / best_rate) if best_rate else "",
-            f"{low:,} to {high:,}" if row["spread"] else "",
-            f"{100 * row['padding_waste']:.0f} %",
-        )
-    console = Console(highlight=False)
-    console.print(
-        f"{report['model']} on {report['device']}: {report['items']:,} items,"
-        f" {report['mean_tokens']} tokens on average"
-    )
-    console.print(table)
-    if report["left_out"]:
-        console.print(f"{report['left_out']} more pairs had no time: give more --seconds.")
-    if report["fits_tokens"]:
-        console.print(f"Forward passes of up to {report['fits_tokens']:,} tokens fit into memory.")
-    best = report["recommended"]
-    console.print("Recommended: the smallest within 5 % of the best.", style="bold")
-    for key, value in best.items():
-        if value is not None:
-            console.print(f"{key} = {value}")
-
-
-def _draw(report: dict[str, Any], target: Path) -> None:
-    """One line per size: items per second over the token budget."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise StartError("--plot needs matplotlib: pip install matplotlib") from None
-    figure, axes = pyplot.subplots()
-    for size in sorted({row["max_batch_size"] for row in report["rows"] if row["spread"]}):
-        rows = [
-            each for each in report["rows"] if each["max_batch_size"] == size and each["spread"]
+        low, high = row["spread"]
+        waste = f"{100 * row['padding_waste']:.0f} %"
+        rates = f"{row['items_per_s']:,}", f"{low:,} to {high:,}"
+        table.add_row(str(row["max_batch_size"]), *rates, waste)
+    what = f"{report['model']} on {report['device']}: {report['items']:,} items"
+    best = [f"{name} = {value}" for name, value in report["recommended"].items() if value]
+    return "\n".join(
+        [
+            f"{what}, {report['mean_tokens']} tokens on average",
+            f"\n{render(table)}\n",
+            "Recommended: the smallest within 5 % of the best.",
+            *best,
         ]
-        budgets = [each["max_batch_tokens"] or report["mean_tokens"] for each in rows]
-        axes.plot(budgets, [each["items_per_s"] for each in rows], "o-", label=str(size))
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("max_batch_tokens")
-    axes.set_ylabel(f"items/s of {report['model']} on {report['device']}")
-    axes.legend(title="max_batch_size")
-    figure.savefig(target, bbox_inches="tight")
+    )

@@ -1,7 +1,7 @@
-"""`batchery tune`, with a model that needs no torch."""
+"""`batchery tune`, with models that need no torch, on a clock of their own."""
 
-import importlib.util
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,92 @@ from celery import Celery
 from click.testing import CliRunner
 
 from batchery import Failed, InvalidItem, Model, StartError, install, register
+from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.cli import tune as command
-from batchery_worker.cli.tune import tune
+from batchery_worker.cli.tune import ROUNDS, SIZES, Bench, Trials, recommend, tune
+from batchery_worker.memory import Memory
 
 app = install(Celery("tuned", broker="memory://", set_as_current=False))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Priced(Model):
+    """Items are their own lengths; a pass takes 10 µs per token, padding counted, and 1 ms."""
+
+    def __init__(self, clock: Clock, fits: int = 10**9, slowness: float = 1.0) -> None:
+        self.clock = clock
+        self.fits = fits
+        self.slowness = slowness
+
+    def tokens(self, prepared: int) -> int:
+        return prepared
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        tokens = max(batch) * len(batch)
+        if tokens > self.fits:
+            raise MemoryError
+        self.clock.now_s += self.slowness * (1e-5 * tokens + 1e-3)
+        return list(batch)
+
+
+ITEMS = [10 + (number * 37) % 90 for number in range(512)]
+
+
+def measure(
+    limit_s: float = 600.0, items: Sequence[int] = ITEMS, **price: Any
+) -> tuple[list[Trials], TokenBudget, float]:
+    """The trials, what the budget has learned, and how long it took."""
+    clock = Clock()
+    budget = TokenBudget(8192)
+    bench = Bench(Priced(clock, **price), items, "cpu", budget, Memory(), clock)
+    return bench.run_all(limit_s, lambda _: None), budget, clock.now_s
+
+
+def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
+    every, budget, _ = measure()
+    assert [trials.max_batch_size for trials in every] == list(SIZES)
+    assert {len(trials.rates) for trials in every} == {ROUNDS}
+    single = every[0].row()
+    assert (single["max_batch_size"], single["padding_waste"]) == (1, 0.0)
+    assert single["items_per_s"] == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
+    assert every[-1].items_per_s > 1.5 * every[0].items_per_s
+    assert budget.allows() == 8192
+
+
+@pytest.mark.parametrize("slowness", [1, 100, 10_000])
+def test_slow_machine_ends_in_time_and_measures_each_size(slowness: int) -> None:
+    every, _, took_s = measure(30.0, slowness=slowness)
+    assert all(trials.rates for trials in every)
+    # One batch of each size in each round is the least, and the last one may have just begun.
+    assert took_s <= 30 + ROUNDS * len(SIZES) * slowness * (1e-5 * sum(ITEMS) + 2e-3)
+
+
+def test_trials_over_some_of_the_items_are_compared_by_tokens() -> None:
+    items = [10] * 256 + [90] * 256
+    every, _, _ = measure(0.5, items)
+    for rate in every[0].rates:
+        assert rate == pytest.approx(1 / (1e-3 + 1e-5 * 50), rel=0.4)
+
+
+def test_memory_that_runs_out_teaches_the_budget() -> None:
+    every, budget, _ = measure(items=[50] * 512, fits=2000)
+    assert 1000 <= budget.allows() <= 2000
+    assert all(trials.items_per_s > 0 for trials in every)
+
+
+def test_smallest_size_within_5_percent_of_the_best_is_recommended() -> None:
+    every = [Trials(16, [95.1]), Trials(64, [100.0, 1.0, 101.0]), Trials(128, [99.0])]
+    random.Random(1).shuffle(every)
+    assert recommend(every) == 16
+    every.append(Trials(32, [102.0]))
+    assert recommend(every) == 32
 
 
 class Lengths(Model):
@@ -39,17 +121,12 @@ register(app, "lengths", Lengths)
 register(app, "narrow", Narrow)
 
 
-@pytest.fixture(autouse=True)
-def _one_app(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_app", lambda _: app)
-
-
 @pytest.fixture
-def texts(tmp_path: Path) -> str:
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(command, "load_app", lambda _: app)
     path = tmp_path / "texts.txt"
-    path.write_text(
-        "\n".join([" ".join(["word"] * (1 + n % 40)) for n in range(300)] + ["bad", ""])
-    )
+    lines = [" ".join(["word"] * (1 + n % 40)) for n in range(300)]
+    path.write_text("\n".join([*lines, "bad", ""]))
     return str(path)
 
 
@@ -57,46 +134,26 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(tune, [*args, "--device", "cpu", "--seconds", "0.1"])
 
 
-def test_the_report_is_one_json_object(texts: str) -> None:
-    done = run("lengths", "--texts", texts, "--json")
+@pytest.mark.parametrize("name", ["lengths", "narrow"])
+def test_report_is_one_json_object_and_progress_goes_to_stderr(texts: str, name: str) -> None:
+    done = run(name, "--texts", texts, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert (report["model"], report["device"], report["items"]) == ("lengths", "cpu", 300)
-    assert report["fits_tokens"] is None
-    assert {row["max_batch_size"] for row in report["rows"]} == {1, 16, 64, 256}
-    assert all(row["items_per_s"] > 0 for row in report["rows"])
-    assert report["recommended"]["max_batch_size"] in {1, 16, 64, 256}
-    assert report["left_out"] >= 0
-
-
-def test_progress_is_written_to_stderr(texts: str) -> None:
-    done = run("lengths", "--texts", texts)
+    assert (report["model"], report["device"], report["items"]) == (name, "cpu", 300)
+    assert [row["max_batch_size"] for row in report["rows"]] == list(SIZES)
+    assert report["recommended"]["max_batch_size"] in SIZES
+    learned = report["recommended"]["max_batch_tokens"]
+    assert (learned is None) if name == "lengths" else (40 <= learned <= 100)
     lines = done.stderr.splitlines()
-    assert lines[0] == "loading lengths on cpu"
-    assert " s of 0.1: max_batch_size 1, max_batch_tokens -: " in lines[1]
-    # One of each pair at most, as it takes less than a second; on a slow machine one a second.
-    assert len(lines) <= 1 + 22 + 60
-
-
-def test_out_of_memory_is_reported_and_no_error(texts: str) -> None:
-    done = run("narrow", "--texts", texts, "--json")
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)
-    assert any(row["out_of_memory"] for row in report["rows"])
-    assert 1 <= report["fits_tokens"] <= 100
+    assert lines[0] == f"loading {name} on cpu"
+    assert len(lines) == 1 + ROUNDS * len(SIZES)
 
 
 def test_output_is_a_table_and_settings_to_copy(texts: str) -> None:
     done = run("narrow", "--texts", texts)
     assert done.exit_code == 0, done.output
-    for words in (
-        "narrow on cpu: 300 items",
-        "out of memory",
-        "fit into memory",
-        "max_batch_size = ",
-        "█",
-    ):
-        assert words in done.output
+    for words in ("narrow on cpu: 300 items", "max_batch_size = ", "max_batch_tokens = "):
+        assert words in done.stdout
 
 
 def test_unknown_model_is_refused_with_known_names(texts: str) -> None:
@@ -104,7 +161,7 @@ def test_unknown_model_is_refused_with_known_names(texts: str) -> None:
     assert "'absent': not configured; there are lengths, narrow" in str(done.exception)
 
 
-def test_texts_of_which_none_is_fit_to_run_are_refused(tmp_path: Path) -> None:
+def test_texts_of_which_none_is_fit_to_run_are_refused(texts: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.txt"
     path.write_text("bad\nbad\n")
     done = run("lengths", "--texts", str(path))
@@ -112,18 +169,9 @@ def test_texts_of_which_none_is_fit_to_run_are_refused(tmp_path: Path) -> None:
     assert "none of 2 texts is fit to run" in str(done.exception)
 
 
-def test_texts_in_another_encoding_are_refused(tmp_path: Path) -> None:
+def test_texts_in_another_encoding_are_refused(texts: str, tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("größe\n".encode("latin-1"))
-    done = CliRunner().invoke(tune, ["lengths", "--texts", str(path)])
+    done = run("lengths", "--texts", str(path))
     assert done.exit_code == 2
     assert f"{path}: no text in UTF-8: " in " ".join(done.stderr.split())
-
-
-def test_the_plot_is_drawn_where_matplotlib_is(texts: str, tmp_path: Path) -> None:
-    target = tmp_path / "plot.svg"
-    done = run("lengths", "--texts", texts, "--plot", str(target))
-    if importlib.util.find_spec("matplotlib") is None:
-        assert "--plot needs matplotlib" in str(done.exception)
-    else:
-        assert target.read_bytes()
