@@ -10,7 +10,7 @@ from typing import Any
 import click
 from celery.worker.control import control_command, inspect_command
 
-from batchery.protocol.figures import DRAIN, FIGURES, RELOAD
+from batchery.protocol.commands import DRAIN, FIGURES, RELOAD
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 

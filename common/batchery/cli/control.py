@@ -13,7 +13,8 @@ from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import broker_errors
 from batchery.cli.survey import PATIENCE_S, ask_workers, find_workers, registered_workers
 from batchery.errors import StartError
-from batchery.protocol.figures import DRAIN, GIVEN_UP, RELOAD
+from batchery.protocol.commands import DRAIN, RELOAD
+from batchery.protocol.figures import GIVEN_UP
 
 #: Pause between two looks, in seconds.
 PAUSE_S = 0.1

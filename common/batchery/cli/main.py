@@ -20,6 +20,13 @@ from batchery.errors import BatcheryError, StartError
 
 GROUP = "batchery.commands"
 
+#: Headings of `batchery --help`, and the commands below each; those of other packages come last.
+SECTIONS = {
+    "Run": ("up", "serve", "submit"),
+    "See what it does": ("stats", "explain", "doctor", "dead"),
+    "Operate": ("reload", "drain", "tune", "key", "acl", "exporter", "health"),
+}
+
 #: Exit code of an interrupted command, as in every shell.
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -67,6 +74,19 @@ class CommandGroup(click.Group):
             except Exception as error:  # noqa: BLE001 (somebody else's import may raise anything)
                 return _unavailable(entry, error)
         return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands below their headings."""
+        left = dict.fromkeys(self.list_commands(ctx))
+        known = [name for names in SECTIONS.values() for name in names]
+        others = [name for name in left if name not in known]
+        for heading, names in {**SECTIONS, "Others": others}.items():
+            found = [(each, self.get_command(ctx, each)) for each in names if each in left]
+            if rows := [
+                (each, command.get_short_help_str(80)) for each, command in found if command
+            ]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -55,12 +55,12 @@ NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install
 
 NO_ANSWER = "no worker answers; start one, or wait until it has loaded its models"
 
-HELP = """Show what workers do and serve, and what waits in queues, each second until Ctrl-C.
+HELP = """Show what workers do and serve, and what waits in queues.
 
-Redis knows which workers live. A look ends when all of them have answered, which may take a while
-on a busy machine. Queue depths come from the broker, for the queues of the app and those that
-workers consume; with --once also for all others with jobs, as one may be misspelt. Rates are those
-between two looks. docs/observe.md explains every figure.
+It goes on, each second, until Ctrl-C. Redis knows which workers live. A look ends when all of them
+have answered, which may take a while on a busy machine. Queue depths come from the broker, for the
+queues of the app and those that workers consume; with --once also for all others with jobs, as one
+may be misspelt. Rates are those between two looks. docs/observe.md explains every figure.
 
 \b
 Exit codes:

@@ -17,7 +17,8 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.cli.console import broker_errors
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.protocol.figures import FIGURES, WorkerFigures, read_figures
+from batchery.protocol.commands import FIGURES
+from batchery.protocol.figures import WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters, find_queue

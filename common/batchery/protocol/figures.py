@@ -1,4 +1,4 @@
-"""What a worker answers over remote control: its figures, and the jobs that it records. Pure.
+"""What a worker answers over remote control: its figures. Pure.
 
 The worker counts in these classes, and whoever asks reads its answer into them. Ratios are worked
 out here alone.
@@ -14,12 +14,6 @@ from typing import Any, ClassVar, Self
 from pydantic import TypeAdapter, ValidationError
 
 from batchery.redis_scripts import ScriptTime
-
-#: Remote-control command that asks for the figures.
-FIGURES = "batchery"
-
-#: The ones that reload a model, and that drain a device or undo that.
-RELOAD, DRAIN = "batchery_reload", "batchery_drain"
 
 #: The state of a device that failed to start too often, as its worker reports it.
 GIVEN_UP = "given up"

@@ -1,0 +1,168 @@
+"""The `batchery` command: errors in one line, plugins that cannot break each other."""
+
+import json
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from batchery.cli.main import GROUP, SECTIONS, main
+from batchery.errors import GaveUp, SettingsError, StartError
+
+
+@click.command()
+def refuse() -> None:
+    """Refuse to start."""
+    raise SettingsError("setting x: too large; make it smaller")
+
+
+@click.command()
+def own_code() -> None:
+    """End with an exit code of its own."""
+    error = StartError("the worker has ended")
+    error.exit_code = 1
+    raise error
+
+
+@click.command()
+def give_up() -> None:
+    """Give up."""
+    raise GaveUp("Redis stays away; start it")
+
+
+@click.command()
+def defect() -> None:
+    """Have a defect."""
+    raise ValueError("a defect")
+
+
+NO_COMMAND = 7
+
+PLUGINS = {
+    "refuse": f"{__name__}:refuse",
+    "own-code": f"{__name__}:own_code",
+    "give-up": f"{__name__}:give_up",
+    "defect": f"{__name__}:defect",
+    "no-command": f"{__name__}:NO_COMMAND",
+    "broken": "no_such_package_of_test:command",
+}
+
+OWN = set(entry_points(group=GROUP).names)
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of another package beside our own."""
+
+    def find(**selection: Any) -> EntryPoints:
+        points: Iterable[Any] = (EntryPoint(name, at, GROUP) for name, at in PLUGINS.items())
+        mine = EntryPoints(points).select(**selection)
+        return EntryPoints([*mine, *entry_points(**selection)])
+
+    monkeypatch.setattr("batchery.cli.main.entry_points", find)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_help_has_the_commands_in_sections_and_a_broken_one_names_itself() -> None:
+    done = run("--help")
+    assert done.exit_code == 0
+    sections = {part.partition(":\n")[0]: part for part in done.output.split("\n\n")}
+    assert [each for each in sections if each in SECTIONS] == [*SECTIONS]
+    for heading, names in SECTIONS.items():
+        lines = [line.split() for line in sections[heading].splitlines()]
+        listed = [line[0] for line in lines if line[0] in names]
+        assert listed == [name for name in names if name in OWN]
+    others = " ".join(sections["Others"].split())
+    assert "refuse Refuse to start." in others
+    assert "broken cannot be loaded: ModuleNotFoundError: No module named 'no_such_" in others
+    assert "no-command cannot be loaded: TypeError: " in others
+
+
+def test_every_command_of_ours_has_a_section() -> None:
+    assert {name for names in SECTIONS.values() for name in names} >= OWN
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").output.startswith("batchery, version ")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("refuse", 2, "setting x: too large; make it smaller"),
+        ("own-code", 1, "the worker has ended"),
+        ("give-up", 69, "Redis stays away; start it"),
+    ],
+)
+def test_an_error_of_ours_is_one_line_and_its_exit_code(name: str, code: int, text: str) -> None:
+    done = run(name)
+    assert (done.exit_code, done.stdout, done.stderr) == (code, "", f"batchery: error: {text}\n")
+
+
+def test_the_traceback_is_there_for_those_who_ask() -> None:
+    done = run("--traceback", "refuse")
+    assert done.exit_code == 2
+    assert __file__.rpartition("/")[2] in done.stderr
+    assert done.stderr.endswith("batchery: error: setting x: too large; make it smaller\n")
+
+
+def test_a_defect_is_not_hidden() -> None:
+    done = run("defect")
+    assert done.exit_code == 70
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["some", "--option=1"]])
+def test_a_broken_command_says_why_and_what_to_do(arguments: list[str]) -> None:
+    done = run("broken", *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("batchery: error: command 'broken' (no_such_package_of_test:")
+    assert "No module named 'no_such_package_of_test'" in done.stderr
+    assert "reinstall " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("no-such-thing", "No such command 'no-such-thing'"),
+        ("dead-letters", "No such command 'dead-letters'. Did you mean 'dead'?"),
+        ("stat", "No such command 'stat'. Did you mean 'stats'?"),
+        ("refusal", "No such command 'refusal'. Did you mean 'refuse'?"),
+    ],
+)
+def test_unknown_command_is_refused_with_the_nearest_one(typed: str, answer: str) -> None:
+    done = run(typed)
+    assert (done.exit_code, answer in done.stderr) == (2, True)
+
+
+def test_a_job_without_an_id_is_a_usage_error() -> None:
+    done = run("explain", "")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, "Error: TASK_ID is empty")
+
+
+@pytest.mark.parametrize("name", ["shop", "shop.search", "a b", "größe", 'a"b\\c'])
+def test_key_of_any_name_is_a_table_of_the_settings(name: str) -> None:
+    done = run("key", name)
+    table = tomllib.loads(done.stdout.partition("For batchery.toml:\n")[2])
+    assert (done.exit_code, [*table["gateway"]["keys"]]) == (0, [name])
+
+
+@pytest.mark.parametrize("url", ["http://host:99999", "http://[::1", "http://host:port", "host"])
+def test_probe_of_what_is_no_url_is_refused(url: str) -> None:
+    done = run("health", "--url", url)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert json.dumps(url)[1:-1] in done.stderr
+
+
+def test_probe_of_a_host_that_cannot_be_is_no_defect() -> None:
+    done = run("health", "--url", "http://a..b")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("http://a..b does not answer: ")
