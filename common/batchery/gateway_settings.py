@@ -80,6 +80,14 @@ class GatewaySettings(BaseModel):
             " `X-Request-Timeout` asks for less.",
         ),
     ] = 60
+    stream_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="How long a stream that has begun may have nothing new, as while a worker"
+            " comes back and loads its model; `X-Request-Timeout` asks for less.",
+        ),
+    ] = 600
     worker_grace_s: Annotated[
         float,
         Field(

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Send
 
@@ -43,8 +42,9 @@ class EventStream(StreamingResponse):
             stop: Called at the end, which comes early if the caller hangs up.
             media_type: `SSE_TYPE`, or that of lines of JSON.
         """
-        # An empty line is no JSON, but readers of lines skip it.
-        ping = KEEPALIVE_COMMENT if media_type == SSE_TYPE else b"\n"
+        # No empty line follows the comment: some clients take one for the end of an event, whose
+        # data are missing. Alone it is no JSON, but readers of lines skip it.
+        ping = b": ping\n" if media_type == SSE_TYPE else b"\n"
         super().__init__(events, media_type=media_type, headers=HEADERS)
         self._ping: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._stop = stop

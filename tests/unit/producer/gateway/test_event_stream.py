@@ -22,7 +22,7 @@ def sent(stream: EventStream) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("media_type", "ping"), [(SSE_TYPE, b": ping\n\n"), ("application/x-ndjson", b"\n")]
+    ("media_type", "ping"), [(SSE_TYPE, b": ping\n"), ("application/x-ndjson", b"\n")]
 )
 def test_silent_stream_says_that_it_is_alive(
     media_type: str, ping: bytes, monkeypatch: pytest.MonkeyPatch
