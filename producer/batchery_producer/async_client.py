@@ -25,7 +25,7 @@ from batchery_producer.session import Session, Terms
 from batchery_producer.stream import Window
 
 #: What `AsyncClient.task` takes, besides options of `apply_async`.
-OWN_OPTIONS = ("deadline_s", "max_waiting", "tenant", "timeout_s", "wait_s")
+OWN_OPTIONS = ("deadline_s", "keep_s", "max_waiting", "tenant", "timeout_s", "wait_s")
 
 #: Items in flight.
 WINDOW = 1024
@@ -58,6 +58,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         tenant: str | None = None,
         deadline_s: float | None = None,
+        keep_s: int | None = None,
         **options: Any,
     ) -> "AsyncTask":
         """A task by name. Costs nothing: make one per call where the options differ.
@@ -70,6 +71,9 @@ class AsyncClient:
             tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
             deadline_s: In how many seconds from the call each job should be answered. In its lane
                 it goes before jobs that have more time.
+            keep_s: How long the results of streams and their pieces are kept, in seconds; None for
+                as long as the app keeps results. Those of calls that wait `timeout_s` for one item
+                are kept two minutes longer than that.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name. Also `max_waiting` and `wait_s`, as for a `Publisher`. A call does not wait
@@ -87,9 +91,9 @@ class AsyncClient:
         # No worker may be there to be told of a cancelled call.
         expires = {} if timeout_s is None else {"expires": timeout_s}
         # After that nobody asks for the result any more.
-        keep_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
-        call = Terms(name, {"wait_s": 0, **expires, **options}, deadline_s, timeout_s, keep_s)
-        return AsyncTask(self._session, call, Terms(name, options, deadline_s))
+        call_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
+        call = Terms(name, {"wait_s": 0, **expires, **options}, deadline_s, timeout_s, call_s)
+        return AsyncTask(self._session, call, Terms(name, options, deadline_s), keep_s)
 
     def follow(
         self, job_id: str, after: str | None = None, *, timeout_s: float | None = None
@@ -127,8 +131,11 @@ class AsyncClient:
 class AsyncTask:
     """A task that coroutines call."""
 
-    def __init__(self, session: Session, call: Terms, stream: Terms) -> None:
+    def __init__(
+        self, session: Session, call: Terms, stream: Terms, keep_s: int | None = None
+    ) -> None:
         self._session = session
+        self._keep_s = keep_s
         self.name = call.task
         #: Of a call that waits, and of the jobs of `as_completed`.
         self._call, self._stream = call, stream
@@ -157,7 +164,8 @@ class AsyncTask:
             SettingsError: The app's result backend is no Redis.
         """
         # No `expires`, which would end the job in the middle of its pieces.
-        terms = self._call._replace(options={"wait_s": 0, **self._stream.options})
+        options = {"wait_s": 0, **self._stream.options}
+        terms = self._call._replace(options=options, keep_s=self._keep_s)
         return self._session.stream(terms, item, keywords)
 
     async def outcomes(

@@ -109,6 +109,8 @@ class Following(Protocol):
     saw_end: bool
     #: Whether its job has been sent, for sure.
     is_known: bool
+    #: How long its pieces are of use once its job has ended, in seconds; None for as long as usual.
+    keep_s: int | None
 
     @property
     def backlog(self) -> int:
@@ -201,7 +203,7 @@ class PieceReader:
                 ("DEL", stream.key),
                 ("XADD", stream.key, FIRST_ID, "begin", ""),
                 ("EXPIRE", stream.key, self._kept_s),
-                ("SET", reader_key(self.backend, stream.id), "", "EX", READER_S),
+                ("SET", reader_key(self.backend, stream.id), stream.keep_s or "", "EX", READER_S),
                 *self._spell_woken(stream.id),
             ]
         self.retries.call(partial(self._send, commands), self._errors)

@@ -29,6 +29,7 @@ class FollowedJob:
         *,
         after: str | None = None,
         timeout_s: float | None = None,
+        keep_s: int | None = None,
         cancel: Callable[[], None] | None = None,
         explain: Callable[[], str] = lambda: "see `batchery stats`",
     ) -> None:
@@ -39,6 +40,7 @@ class FollowedJob:
             task_id: Id of the job.
             after: Id of the last piece that is known already.
             timeout_s: How long to wait for each piece, in seconds; None for ever.
+            keep_s: How long pieces are of use once the job has ended; None for as long as usual.
             cancel: Ends the job, as nobody wants it; None if that is not ours to say.
             explain: Says why none comes.
 
@@ -52,6 +54,7 @@ class FollowedJob:
         self.fetched = check_after(after)
         self.saw_end = self.is_known = False
         self.last_id = after
+        self.keep_s = keep_s
         self._reader = reader
         self._timeout_s = timeout_s
         self._cancel = cancel

@@ -130,12 +130,17 @@ class Session:
     def stream(self, terms: Terms, item: Any, keywords: Mapping[str, Any]) -> AsyncPieceStream:
         """Sends one job whose partial results are read; raises as `check`."""
         self.check()
-        headers = {**trace_headers(), **deadline_header(terms.deadline_s), **STREAMED}
+        headers = {
+            **trace_headers(),
+            **deadline_header(terms.deadline_s),
+            **build_header(0, STREAMED, terms.keep_s),
+        }
         task_id = uuid()
         stream = AsyncPieceStream(
             self.reader,
             task_id,
             timeout_s=terms.timeout_s,
+            keep_s=terms.keep_s,
             cancel=partial(self.abandon, task_id),
             explain=partial(self.hint, terms),
         )

@@ -2,12 +2,7 @@
 
 import base64
 import gzip
-import http.client
 import json
-import re
-import socket
-import struct
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +12,6 @@ import httpx2
 import openai
 import pytest
 from celery import Celery
-from celery.exceptions import TaskRevokedError
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
@@ -57,12 +51,6 @@ def gateway(start_gateway: StartGateway, model_worker: Worker) -> GatewayProcess
 def keyed(start_gateway: StartGateway, model_worker: Worker) -> GatewayProcess:
     """Serves those who have a key."""
     return start_gateway(gateway={"keys": KEYS, "max_body_bytes": 100_000})
-
-
-@pytest.fixture(scope="module")
-def impatient(start_gateway: StartGateway) -> GatewayProcess:
-    """Gives up whoever sends too slowly."""
-    return start_gateway(gateway={"keys": KEYS, "body_timeout_s": 1})
 
 
 @pytest.fixture
@@ -116,67 +104,34 @@ def test_requests_of_all_dimensions_share_a_batch(
         assert vector == pytest.approx(job.get(timeout=JOB_TIMEOUT_S)["vector"], abs=1e-5)
 
 
-def test_base64_is_little_endian_float32(gateway: GatewayProcess) -> None:
-    body = {"model": "embed", "input": "a", "encoding_format": "base64"}
-    vector = post(gateway, body).json()["data"][0]["embedding"]
-    numbers = struct.unpack(f"<{DIMENSIONS}f", base64.b64decode(vector))
-    plain = post(gateway, {"model": "embed", "input": "a"}).json()["data"][0]["embedding"]
-    assert plain == pytest.approx(numbers)
-
-
 def test_openai_client_lists_models(openai_client: openai.OpenAI) -> None:
-    assert [model.id for model in openai_client.models.list()] == ["embed"]
-    assert openai_client.models.retrieve("text-embedding-3-small").id == "embed"
+    # Whoever looks for the name that it uses finds it: an alias is as good as a name.
+    ids = ["embed", "text-embedding-3-small"]
+    assert [model.id for model in openai_client.models.list()] == ids
+    assert [openai_client.models.retrieve(each).id for each in ids] == ids
     with pytest.raises(openai.NotFoundError, match="there are: embed"):
         openai_client.models.retrieve("gpt-9")
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "text"),
+    ("body", "status", "named"),
     [
-        (
-            {"input": "a", "model": "gpt-9"},
-            404,
-            "no such model of kind embedding; there are: embed",
-        ),
-        ({"input": [], "model": "embed"}, 400, "input"),
-        ({"input": ["a", ""], "model": "embed"}, 400, "item 1 of input: is empty"),
-        ({"input": "a", "model": "embed", "dimensions": 1000}, 400, "vectors have 384"),
-        ({"input": {"a": 1}, "model": "embed"}, 400, "input"),
-        ({"input": [1.5], "model": "embed"}, 400, "input"),
-        ({"input": ["a", 1], "model": "embed"}, 400, "input"),
+        ({"input": "a", "model": "gpt-9"}, 404, "'gpt-9'"),
+        ({"input": ["a", ""], "model": "embed"}, 400, "item 1 of input"),
+        ({"input": "a", "model": "embed", "dimensions": 1000}, 400, "dimensions = 1000"),
         ({"input": ["a"] * 3000, "model": "embed"}, 413, "max_items = 2048"),
-        ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
-        ({"model": "embed"}, 400, "input: Field required"),
+        ({"model": "embed"}, 400, "input"),
         (["a"], 400, "no object of JSON"),
     ],
 )
 def test_bad_request_says_what_is_wrong(
-    gateway: GatewayProcess, body: Any, status: int, text: str
+    gateway: GatewayProcess, body: Any, status: int, named: str
 ) -> None:
     answer = post(gateway, body)
     assert answer.status_code == status
     error = answer.json()["error"]
-    assert text in error["message"]
+    assert named in error["message"]
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize("body", [b'{"input": "a"', b"", b"\xff\xfe", b"[" * 10_000, b'"\\ud800"'])
-def test_body_that_is_no_request_is_refused(gateway: GatewayProcess, body: bytes) -> None:
-    answer = gateway.post(
-        "/v1/embeddings", content=body, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == 400
-    assert "message" in answer.json()["error"]
-
-
-def test_half_a_surrogate_pair_fails_alone(gateway: GatewayProcess) -> None:
-    raw = b'{"model": "embed", "input": ["good", "bad \\ud800"]}'
-    answer = gateway.post(
-        "/v1/embeddings", content=raw, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == 400
-    assert post(gateway, {"model": "embed", "input": "good"}).status_code == 200
 
 
 def test_a_body_of_another_type_is_told_which_header_is_missing(gateway: GatewayProcess) -> None:
@@ -226,11 +181,6 @@ def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
     assert post(keyed, body, **{"x-api-key": KEY}).status_code == 200
     # A probe has none.
     assert keyed.get("/health").status_code == 200
-    with (
-        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong") as client,
-        pytest.raises(openai.AuthenticationError, match="wrong API key"),
-    ):
-        client.embeddings.create(model="embed", input="a")
 
 
 def test_limits_of_a_key(keyed: GatewayProcess) -> None:
@@ -255,108 +205,21 @@ def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None
     assert answer.status_code == 413
 
 
-def test_caller_can_send_a_body_to_its_end_that_is_refused(gateway: GatewayProcess) -> None:
-    # Python's own client reads nothing before it has sent all, as most others.
-    caller = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=patient(60))
-    # Far more than the kernel takes; its length is known, and then it is not.
-    parts = [b" " * 1_000_000] * 40
-    for body in (b"".join(parts), iter(parts)):
-        caller.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
-        answer = caller.getresponse()
-        assert (answer.status, b"larger than 16777216 bytes" in answer.read()) == (413, True)
-    caller.close()
-
-
-def test_body_that_is_too_slow_is_given_up(impatient: GatewayProcess) -> None:
-    with impatient.connect() as slow:
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
-        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        assert slow.recv(100).startswith(b"HTTP/1.1 408")
-
-
-def test_connection_without_a_whole_head_is_closed(impatient: GatewayProcess) -> None:
-    with impatient.connect() as idle, impatient.connect() as slow:
-        slow.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
-        assert idle.recv(100) == b""
-        assert slow.makefile("rb").read().startswith(b"HTTP/1.1 408")
-
-
-def test_second_head_of_a_connection_that_is_too_slow_is_answered(
-    impatient: GatewayProcess,
-) -> None:
-    with impatient.connect() as slow:
-        slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
-        answer = slow.makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 200")
-    assert b"HTTP/1.1 408" in answer
-
-
-@pytest.mark.parametrize("parts", [1, 70])
-def test_head_that_is_too_large_is_answered(keyed: GatewayProcess, parts: int) -> None:
-    header = b"X-Large: %s\r\n" % (b"x" * 70_000)
-    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n"
-    with keyed.connect() as caller:
-        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for part in range(0, len(head), len(head) // parts + 1):
-            caller.sendall(head[part : part + len(head) // parts + 1])
-        answer = caller.makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
-    assert b"more than 65536 bytes" in answer
-    assert b"\r\nx-request-id: " in answer
-
-
-def test_head_without_end_is_cut_off(keyed: GatewayProcess) -> None:
-    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(1000))
-    with keyed.connect() as endless:
-        endless.sendall(b"GET /health HTTP/1.1\r\n")
-
-        def send_on() -> None:
-            while True:
-                endless.sendall(headers)
-
-        with pytest.raises(OSError, match=r"reset|Broken pipe"):
-            send_on()
-
-
-def test_each_answer_has_a_request_id(
-    gateway: GatewayProcess, keyed: GatewayProcess, openai_client: openai.OpenAI
-) -> None:
-    made = openai_client.embeddings.create(model="embed", input="a")
-    assert re.fullmatch("[0-9a-f]{32}", made._request_id or "")
-    for path, status in (("/health", 200), ("/page/nothing", 404), ("/v1/models", 401)):
-        answer = keyed.get(path, headers={"x-request-id": "order-7:a/b.c"})
-        assert answer.headers["x-request-id"] == "order-7:a/b.c"
-        assert answer.status_code == status
-    ids = set()
-    for wrong in ("a b", 'a"b', "x" * 129, ""):
-        ids.add(gateway.get("/health", headers={"x-request-id": wrong}).headers["x-request-id"])
-    assert len(ids) == 4
-    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
-
-
-def test_failure_is_logged_with_its_request_id(start_gateway: StartGateway) -> None:
+def test_late_result_is_logged_with_its_request_id(start_gateway: StartGateway) -> None:
     gateway = start_gateway(models={"embed": {**EMBED["embed"], "queue": "nobody"}})
     headers = {"x-request-id": "order-8", "x-request-timeout": "0.2"}
     answer = gateway.post("/v1/embeddings", {"input": "a"}, headers=headers)
     assert answer.status_code == 504
     assert answer.headers["x-request-id"] == "order-8"
+    assert "no result within 0.2 s" in answer.json()["error"]["message"]
     line = "request order-8: POST '/v1/embeddings': timeout: "
     wait_for(lambda: line in gateway.log, "it is logged")
+    assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
+    assert gateway.stop() == 0
 
 
 def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:
     assert post(gateway, {"input": "a"}, host="evil.example").status_code == 403
-
-
-def test_a_body_without_a_type_is_no_way_round_cors(gateway: GatewayProcess) -> None:
-    # A web page may send it to any address, without asking first.
-    answer = gateway.post(
-        "/v1/embeddings",
-        content=b'{"input": "a"}',
-        headers={"content-type": "text/plain", "origin": "https://evil.example"},
-    )
-    assert answer.status_code == 415
-    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGateway) -> None:
@@ -376,59 +239,6 @@ def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGate
         assert answer.headers["access-control-allow-origin"] == origin
         seen = answer.headers["access-control-expose-headers"].split(", ")
         assert {"Retry-After", "X-Should-Retry", "X-Request-Id"} <= set(seen)
-
-
-def test_curl(gateway: GatewayProcess) -> None:
-    done = subprocess.run(
-        [
-            "curl",
-            "-sS",
-            f"{gateway.url}/v1/embeddings",
-            "-H",
-            "Content-Type: application/json",
-            "-d",
-            '{"input": "The food was delicious", "model": "embed"}',
-        ],
-        check=True,
-        capture_output=True,
-    )
-    assert len(json.loads(done.stdout)["data"][0]["embedding"]) == DIMENSIONS
-
-
-def test_callers_at_once_are_all_answered(gateway: GatewayProcess) -> None:
-    def call(number: int) -> bool:
-        body = {"input": f"text {number}", "model": "embed"}
-        return len(post(gateway, body).json()["data"][0]["embedding"]) == DIMENSIONS
-
-    with ThreadPoolExecutor(50) as pool:
-        assert all(pool.map(call, range(300)))
-
-
-def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url: str) -> None:
-    # Nobody serves this queue.
-    gateway = start_gateway(models={"idle": {**EMBED["embed"], "queue": "nobody"}})
-    # Long enough to be sent on a busy machine.
-    answer = post(gateway, {"input": "a"}, **{"x-request-timeout": "2"})
-    assert answer.status_code == 504
-    assert "no result within 2 s" in answer.json()["error"]["message"]
-    assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
-
-
-def test_job_that_expires_by_its_worker_s_clock_is_late_and_no_failure(
-    start_gateway: StartGateway, client: Celery, redis_url: str, store: Any
-) -> None:
-    gateway = start_gateway(models={"idle": {**EMBED["embed"], "queue": "ahead"}})
-    with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(post, gateway, {"input": "a"})
-        wait_for(lambda: queue_length(redis_url, "ahead") == 1, "it is sent")
-        job = json.loads(store.lindex("ahead", 0))["headers"]["id"]
-        # As a worker does.
-        backend: Any = client.backend
-        error = backend.prepare_exception(TaskRevokedError("expired"))
-        stored = json.dumps({"status": "REVOKED", "result": error, "task_id": job})
-        store.set(backend.get_key_for_task(job), stored)
-    assert late.result().status_code == 504
-    assert late.result().json()["error"]["message"] == "no result in time"
 
 
 def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_url: str) -> None:
@@ -496,10 +306,6 @@ def test_several_processes_end_with_their_parent(start_gateway: StartGateway) ->
         return False
 
     wait_for(refuses, "no process serves any more")
-
-
-def test_it_stops_in_order(start_gateway: StartGateway) -> None:
-    assert start_gateway(gateway={"worker": True}).stop() == 0
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

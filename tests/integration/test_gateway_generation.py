@@ -321,6 +321,31 @@ def test_stream_is_ended_at_once_by_its_id(
     assert gateway.request("DELETE", "/v1/chat/completions/nobody").status_code == 404
 
 
+@pytest.mark.parametrize("end", ["read", "deleted", "left"])
+def test_stream_leaves_nothing_for_long(
+    gateway: GatewayProcess, client: Celery, store: Any, end: str
+) -> None:
+    body = {**LONG, "max_tokens": 100 if end == "read" else 4000, "n": 1 if end == "read" else 4}
+    with gateway.stream("/v1/chat/completions", body) as answer:
+        lines = answer.iter_lines()
+        ((_, event),) = read_events(lines, 1)
+        if end == "deleted":
+            gateway.request("DELETE", f"/v1/chat/completions/{event['id']}").raise_for_status()
+        elif end == "read":
+            read_events(lines)
+    job = event["id"].removeprefix("chatcmpl-")
+    result: Any = client.AsyncResult(job)
+    wait_for(lambda: result.state in ("SUCCESS", "REVOKED"), "it has ended", patient(30))
+
+    def kept_s() -> dict[bytes, int]:
+        """How long each key of pieces and result stays."""
+        keys = [key for key in store.keys(f"*{job}") if b"batchery:http" not in key]
+        return {key: store.ttl(key) for key in keys}
+
+    # The request's time, and two minutes.
+    wait_for(lambda: all(0 < each <= 180 for each in kept_s().values()), f"{kept_s()}")
+
+
 @pytest.mark.usefixtures("worker")
 def test_stream_of_another_key_is_unknown(models: Models, start_gateway: StartGateway) -> None:
     keys = {name: make_key() for name in ("acme", "bolt")}

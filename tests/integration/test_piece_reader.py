@@ -30,6 +30,7 @@ class Caller:
     """Who reads one stream."""
 
     loop: asyncio.AbstractEventLoop | None = None
+    keep_s: int | None = None
 
     def __init__(self, task_id: str) -> None:
         self.id = task_id

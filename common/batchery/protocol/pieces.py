@@ -40,8 +40,10 @@ FIRST_ID = "0-1"
 READER_S = 3600
 RENEW_S = 2.0
 
-#: How long a stream is kept once its job has ended, in seconds; its result may be kept for less.
+#: How long a stream is kept once its job has ended, in seconds, unless whoever began it says less,
+#: or nobody reads it; its result may be kept for less.
 KEEP_S = 3600
+KEEP_UNREAD_S = 120
 
 #: How long a wake stream is kept once its process no longer renews it, in seconds.
 WAKE_S = 60
@@ -64,7 +66,7 @@ def pieces_key(backend: Any, task_id: str) -> bytes:
 
 
 def reader_key(backend: Any, task_id: str) -> bytes:
-    """The key that the readers of a job renew; its value is empty."""
+    """The key that the readers of a job renew; its value says how long its stream is kept."""
     return keys_begin(backend) + b"reader:" + task_id.encode()
 
 
@@ -90,16 +92,19 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
     Raises:
         RedisError: As for any command.
     """
-    kept_s = min(int(backend.expires or KEEP_S), KEEP_S)
+    longest_s = min(int(backend.expires or KEEP_S), KEEP_S)
     keys = {task_id: pieces_key(backend, task_id) for task_id in task_ids}
     begins, woken = wake_key(backend, ""), defaultdict[bytes, list[bytes]](list)
     with client.pipeline(transaction=False) as pipe:
         for task_id in keys:
             pipe.srandmember(woken_key(backend, task_id), MAX_WOKEN)
-        for (task_id, key), wakes in zip(keys.items(), pipe.execute(), strict=True):
+            pipe.get(reader_key(backend, task_id))
+        told = iter(pipe.execute())
+        for (task_id, key), wakes, wanted_s in zip(keys.items(), told, told, strict=True):
+            kept_s = KEEP_UNREAD_S if wanted_s is None else int(wanted_s or longest_s)
             pipe.xadd(key, {END: b""}, nomkstream=True)
-            pipe.expire(key, kept_s)
-            pipe.unlink(woken_key(backend, task_id))
+            pipe.expire(key, min(kept_s, longest_s))
+            pipe.unlink(woken_key(backend, task_id), reader_key(backend, task_id))
             for wake in wakes:
                 if wake.startswith(begins):
                     woken[wake].append(key)

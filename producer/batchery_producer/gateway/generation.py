@@ -76,8 +76,9 @@ class PieceFeed:
             Problem: Redis is away, no worker is there, or a header is wrong.
         """
         self._request, self._gateway, self._model = request, get_gateway(request), model
-        self._timeout_s = read_timeout_s(request)
-        self._task, self._item = choose_task(request, model, has_deadline=False), item
+        stream_timeout_s = self._gateway.settings.gateway.stream_timeout_s
+        self._timeout_s = read_timeout_s(request, stream_timeout_s)
+        self._task, self._item = choose_task(request, model, is_stream=True), item
         self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None
@@ -111,7 +112,7 @@ class PieceFeed:
         self._gone.add_done_callback(self._give_up)
         try:
             async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
-                self._first = await self._next()
+                self._first = await self._next(read_timeout_s(self._request))
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
@@ -137,7 +138,7 @@ class PieceFeed:
         while self._first is not None:
             piece, id_ = self._first, f"{self.job_id}/{self._stream.last_id}"
             yield id_, piece
-            self._first = await self._next()
+            self._first = await self._next(self._timeout_s)
 
     def result(self) -> Any:
         """The result, after the last piece.
@@ -158,15 +159,14 @@ class PieceFeed:
         self._gone.cancel()
         self._stream.leave()
 
-    async def _next(self) -> Any:
+    async def _next(self, timeout_s: float) -> Any:
         """The next piece; None if there are no more."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await anext(self._stream, None)
         except TimeoutError:
-            raise Problem(
-                Kind.TIMEOUT, f"nothing new of the text within {self._timeout_s:g} s"
-            ) from None
+            text = f"nothing new of the text within {timeout_s:g} s"
+            raise Problem(Kind.TIMEOUT, text) from None
 
     def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
         """Wakes whoever waits for a piece, as nobody waits for the answer."""

@@ -184,6 +184,9 @@ def build_overflow_keywords(
 
 T = TypeVar("T")
 
+#: How long a stream that has ended may be read on, in seconds.
+KEEP_S = 120
+
 #: In how many seconds a caller wants its answer; at most the setting `gateway.timeout_s`.
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -213,32 +216,38 @@ async def run_outcomes(
     return outcomes
 
 
-def choose_task(request: Request, model: ServedModel, *, has_deadline: bool = True) -> AsyncTask:
+def choose_task(request: Request, model: ServedModel, *, is_stream: bool = False) -> AsyncTask:
     """The task of a model on behalf of a caller: with its tenant and class, in its time.
 
-    Without a deadline that is the time of each piece, not of the whole answer.
+    A stream has as long as it takes; who reads it limits the time of each piece.
     """
     gateway, caller = get_gateway(request), request.state.caller
     gateway.health.check()
-    timeout_s = read_timeout_s(request)
+    timeout_s = None if is_stream else read_timeout_s(request)
     options = {} if caller.priority is None else {"priority": caller.priority}
     return gateway.client.task(
         model.name,
         timeout_s=timeout_s,
         tenant=caller.tenant,
-        deadline_s=timeout_s if has_deadline else None,
+        deadline_s=timeout_s,
+        keep_s=KEEP_S,
         queue=model.queue,
         **options,
     )
 
 
-def read_timeout_s(request: Request) -> float:
+def read_timeout_s(request: Request, longest_s: float | None = None) -> float:
     """How long a request waits for its results, in seconds.
+
+    Args:
+        request: Its header may ask for less.
+        longest_s: The most that it may have; the setting `timeout_s` if None.
 
     Raises:
         Problem: Its header is no number of seconds.
     """
-    longest_s = get_gateway(request).settings.gateway.timeout_s
+    if longest_s is None:
+        longest_s = get_gateway(request).settings.gateway.timeout_s
     given = request.headers.get(TIMEOUT_HEADER)
     if given is None:
         return longest_s

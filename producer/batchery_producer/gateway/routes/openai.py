@@ -190,24 +190,26 @@ OWNER = "batchery"
 
 @plain_router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """All models, in the order of the settings."""
+    """All names of all models, their aliases too, in the order of the settings."""
     models = get_gateway(request).models
-    return {"object": "list", "data": [_describe_model(model) for model in models]}
+    names = [(name, each) for each in models for name in (each.name, *each.settings.aliases)]
+    return {"object": "list", "data": [_describe_model(*pair) for pair in names]}
 
 
 @plain_router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """One model, by its name or an alias."""
-    return _describe_model(get_gateway(request).models.find(name))
+    return _describe_model(name, get_gateway(request).models.find(name))
 
 
-def _describe_model(model: ServedModel) -> dict[str, Any]:
+def _describe_model(name: str, model: ServedModel) -> dict[str, Any]:
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         # Nothing says when it was made.
         "created": 0,
         "owned_by": OWNER,
+        "root": model.name,
         "kind": model.kind,
     }
 
