@@ -18,10 +18,3 @@ class MetricsSettings(BaseModel):
         int | None,
         Field(ge=0, le=65535, description="Port of `/metrics`, `/livez` and `/readyz`; 0 is any."),
     ] = None
-    textfile: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="File for node_exporter, `*.prom`, written each 15 s; one a worker.",
-        ),
-    ] = None

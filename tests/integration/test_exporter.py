@@ -1,9 +1,8 @@
-"""`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
+"""`batchery exporter`: queues from Redis alone, and a lost Redis."""
 
 import contextlib
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +14,6 @@ from redis import Redis
 
 from apps import shop
 from batchery import BatchTask, install
-from support.commands import TIMEOUT_S
 from support.harness import Worker, device_busy, wait_for
 from support.metrics_port import Exporter
 from support.own_redis import OwnRedis
@@ -60,7 +58,7 @@ def test_queues_are_counted_where_no_worker_is(
 ) -> None:
     exporter = start_exporter("--queues", "other")
     empty = exporter.samples()
-    assert (empty["batchery_broker_up",], empty["batchery_workers",]) == (1, 0)
+    assert empty["batchery_broker_up",] == 1
     assert empty["batchery_queue_waiting_jobs", "celery"] == 0
     assert empty["batchery_queue_oldest_job_seconds", "celery"] == 0
     # Over all lists of a queue, one of each priority.
@@ -113,18 +111,10 @@ def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
     assert exporter.samples()["batchery_redis_memory_max_bytes",] == limit
 
 
-def test_what_workers_hold_and_have_counted_is_added(
+def test_what_workers_hold_is_counted(
     start_exporter: StartExporter, worker: Worker, sender: Celery, tmp_path: Path
 ) -> None:
-    jobs = [sender.send_task(shop.shout.name, ["a"]) for _ in range(100)]
-    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == ["A"] * 100
     exporter = start_exporter()
-    key = ("batchery_jobs_total", "succeeded", shop.shout.name)
-    wait_for(lambda: exporter.samples().get(key) == 100, "its jobs are counted")
-    samples = exporter.samples()
-    assert samples["batchery_workers",] == 1
-    assert samples["batchery_worker_ready", worker.name] == 1
-    assert samples["batchery_device_ready", "cpu", worker.name] == 1
     later = datetime.now(UTC) + timedelta(hours=1)
     sender.send_task(shop.shout.name, ["later"], eta=later)
     with device_busy(worker, sender, shop.until.name, tmp_path / "gate"):
@@ -133,19 +123,10 @@ def test_what_workers_hold_and_have_counted_is_added(
         samples = exporter.samples()
         assert samples["batchery_scheduled_jobs",] == 1
         assert samples["batchery_queue_waiting_jobs", "celery"] == 0
-    # What it has counted stays when it goes.
+    # Workers have ports of their own.
+    assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
     worker.stop()
-    wait_for(lambda: exporter.samples()["batchery_workers",] == 0, "it has gone")
-    assert exporter.samples()[key] == 100
     wait_for(lambda: exporter.samples()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
-
-
-def test_workers_are_asked_for_nothing_if_nobody_wants_it(
-    start_exporter: StartExporter, worker: Worker
-) -> None:
-    samples = start_exporter("--no-workers").samples()
-    asked = ("batchery_jobs", "batchery_device", "batchery_workers")
-    assert not any(key[0].startswith(asked) for key in samples)
 
 
 def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
@@ -154,19 +135,17 @@ def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
     exporter = start_exporter()
     assert exporter.samples()["batchery_broker_up",] == 1
     with own_redis.hanging():
-        time.sleep(1.1)
-        began_s = time.monotonic()
+        # It may be the survey of a moment ago.
+        wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it is missed")
         text = exporter.scrape()
-        assert time.monotonic() - began_s < patient(6.0)
-        assert "batchery_broker_up 0.0" in text
         assert "batchery_queue_waiting_jobs{" not in text
         assert "celery_queue_length" not in text
         assert exporter.says("/livez") == (200, "ok")
         assert exporter.says("/readyz")[0] == 503
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it answers again")
     own_redis.kill()
-    assert exporter.says("/readyz")[0] == 503
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it has gone")
+    assert exporter.says("/readyz")[0] == 503
     own_redis.start()
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it is there again")
     assert exporter.says("/readyz") == (200, "ok")

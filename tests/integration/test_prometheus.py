@@ -82,7 +82,7 @@ class Scene:
         models = json.dumps(MODELS)
         env = {"BATCHERY_MODELS": models}
         self._start_worker(folder, stack, "batchery.app", ports["embed"], env, "-Q", "embed")
-        words = ("--no-workers", "--queues", UNSERVED, "--port", str(ports["exporter"]))
+        words = ("--queues", UNSERVED, "--port", str(ports["exporter"]))
         self.exporter: Any = start(
             self.redis.url, "batchery", "exporter", "-A", "apps.shop", *words
         )

@@ -1,21 +1,17 @@
 """Is there a Redis? One line if not."""
 
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from batchery.cli.app import check_redis, masked
 from batchery.errors import RedisUnavailable
-from batchery.operations.exporter import why_silent
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import open_redis, wait_for
-from support.patience import patient
 from support.redis_places import with_password
 
 
@@ -87,23 +83,6 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 def test_sentinels_are_left_to_celery() -> None:
     check_redis("sentinel://127.0.0.1:1;sentinel://127.0.0.1:2")
-
-
-def test_a_sentinel_that_hangs_holds_no_probe_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"sentinel://127.0.0.1:{silent.getsockname()[1]}/0"
-        app = Celery(broker=url, set_as_current=False)
-        app.conf.broker_transport_options = {"master_name": "main"}
-        said: list[str] = []
-        asking = threading.Thread(target=lambda: said.append(why_silent(app)), daemon=True)
-        asking.start()
-        asking.join(patient(10))
-        assert said == ["the broker does not answer within 2 s"]
-        # Nor does a thread of the probe stay for ever.
-        left = [each for each in threading.enumerate() if "batchery-ready" in each.name]
-        for each in left:
-            each.join(patient(60))
-        assert not any(each.is_alive() for each in left)
 
 
 def test_the_check_leaves_no_connection_behind(redis_url: str) -> None:

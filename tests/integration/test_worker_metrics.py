@@ -15,6 +15,7 @@ from celery import Celery
 
 from apps import shop
 from batchery.cli.health import ask
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run
@@ -159,9 +160,7 @@ def test_port_that_is_taken_ends_the_worker_with_one_line(
 def test_worker_is_live_while_it_loads_and_ready_when_it_has_loaded(
     start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    textfile = tmp_path / "worker.prom"
-    textfile.write_text("# Of one that was killed.")
-    variables = {"GATE_FOLDER": str(tmp_path), "BATCHERY_METRICS__TEXTFILE": str(textfile)}
+    variables = {"GATE_FOLDER": str(tmp_path)}
     watched = start(start_worker, "apps.slow_start", **variables)
     wait_for(lambda: watched.is_well("/livez"), "it lives", patient(60))
     status, why = watched.says("/readyz")
@@ -170,10 +169,8 @@ def test_worker_is_live_while_it_loads_and_ready_when_it_has_loaded(
     (tmp_path / "gate").touch()
     wait_for(lambda: watched.is_well("/readyz"), "it is ready", patient(60))
     assert watched.samples()["batchery_worker_ready",] == 1
-    assert textfile.exists()
     watched.worker.stop()
     assert watched.says("/livez")[0] == 0
-    assert not textfile.exists()
 
 
 def test_worker_without_batch_tasks_is_watched_too(start_worker: StartWorker) -> None:
@@ -261,36 +258,9 @@ def gone(redis: OwnRedis) -> Iterator[None]:
     redis.start()
 
 
-def test_file_for_node_exporter_is_written(start_worker: StartWorker, tmp_path: Path) -> None:
-    file = tmp_path / "worker.prom"
-    env = {"BATCHERY_METRICS__TEXTFILE": str(file)}
-    start_worker("apps.shop", "-c", "1", env=env)
-    wait_for(file.exists, "it is there", patient(30))
-    assert "batchery_worker_live" in file.read_text()
-
-
-def test_systemd_hears_that_a_worker_is_ready_and_lives(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(patient(60))
-        env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "600000"}
-        worker = start_worker("apps.shop", "-c", "1", ready=False, env=env)
-        heard = []
-        while "READY=1" not in heard:
-            heard.append(listener.recv(100).decode())
-        # Celery writes its line a moment after it consumes.
-        worker.wait_ready()
-        assert [listener.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
-        worker.process.send_signal(signal.SIGTERM)
-        while heard[-1] != "STOPPING=1":
-            heard.append(listener.recv(100).decode())
-        assert worker.wait_exit() == 0
-
-
-def test_nobody_listens_unless_the_settings_say_so(start_worker: StartWorker) -> None:
-    worker = start_worker("apps.shop", "-c", "1")
+def test_gateways_own_worker_takes_nobody_s_port(start_worker: StartWorker) -> None:
+    env = {"BATCHERY_METRICS__PORT": str(free_port())}
+    worker = start_worker("apps.shop", "-c", "1", "-Q", JOBS_QUEUE, env=env)
     family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
     listening = [
         each for process in family for each in process.net_connections() if each.status == "LISTEN"

@@ -46,7 +46,6 @@ ENVIRONMENT = {
     "batchery_producer.gateway.server": "tells its processes where they share their metrics",
     "batchery_worker.device_pool.process": "hands its own on to the processes that it starts",
     "batchery_worker.devstack.stack": "hands its own on to the processes that it starts",
-    "batchery_worker.operations.systemd": "systemd says there where it listens",
     "batchery_worker.models.generation.vllm_process": "hands its own on to the engine",
 }
 

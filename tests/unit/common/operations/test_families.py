@@ -1,20 +1,20 @@
-"""Figures as metrics: names and values, sums that never fall, and figures of other versions."""
+"""Figures as metrics: names and values, and figures of other versions."""
 
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.registry import Collector
 
 from batchery.cli.survey import RedisMemory, Survey
 from batchery.operations import families
-from batchery.operations.families import RunningTotals
 from batchery.protocol.figures import (
     BatchFigures,
     CacheFigures,
@@ -180,34 +180,10 @@ def test_queues_are_told_from_a_lost_redis() -> None:
     assert (found["batchery_scheduled_jobs",], found["batchery_dead_letters",]) == (2, 1)
     memory = [found[f"batchery_redis_memory_{each}_bytes",] for each in ("used", "max")]
     assert [*memory, found["batchery_redis_evicted_keys_total",]] == [850, 1000, 3]
-    assert read(families.collect_aliases(make_survey()))["celery_queue_length", "embed"] == 3
+    assert found["celery_queue_length", "embed"] == 3
     unasked = replace(make_survey(), is_asked=False)
     assert ("batchery_workers",) not in read(families.collect_cluster(unasked))
     assert read(families.collect_cluster(None)) == {("batchery_broker_up",): 0}
-    assert read(families.collect_aliases(None)) == {}
-
-
-def test_totals_do_not_fall_when_workers_go_or_are_restarted() -> None:
-    totals = RunningTotals()
-
-    def add(**workers: int) -> float:
-        found = read(totals.add({name: make_worker(jobs) for name, jobs in workers.items()}))
-        return found.get(("batchery_jobs_total", "embed", "succeeded"), 0.0)
-
-    assert add() == 0
-    assert add(a=10, b=5) == 15
-    assert add(a=12) == 17
-    # It comes again as it was, the other one with less than before: it was restarted.
-    assert add(a=3, b=5) == 20
-    assert add() == 20
-
-
-def test_totals_forget_workers_that_were_seen_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "MAX_WORKERS", 2)
-    totals = RunningTotals()
-    for name in ("a", "b", "c"):
-        list(totals.add({name: make_worker()}))
-    assert list(totals._last) == ["b", "c"]
 
 
 def test_figures_of_an_older_worker_make_metrics_with_what_they_have() -> None:
@@ -234,23 +210,25 @@ def test_figures_of_a_newer_worker_are_read_without_what_is_new() -> None:
 def collect_all() -> Iterable[Metric]:
     survey = make_survey(w=make_worker())
     yield from families.collect_cluster(survey)
-    yield from families.collect_aliases(survey)
-    yield from RunningTotals().add(survey.figures)
+    yield from families.collect_sums(make_batches())
     yield from families.collect_workers(survey.figures)
     yield from families.collect_devices(survey.figures)
     yield from families.collect_failures(survey.figures)
 
 
-def test_all_of_it_is_what_prometheus_reads(tmp_path: Path) -> None:
-    text, media_type = families.encode(collect_all(), "application/openmetrics-text; version=1.0.0")
-    assert media_type.startswith("application/openmetrics-text")
+def test_all_of_it_is_what_prometheus_reads() -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Made())
+    write: Any = generate_latest
     parse: Any = openmetrics.text_string_to_metric_families
-    assert {family.name for family in parse(text.decode())} == {
+    assert {family.name for family in parse(write(registry).decode())} == {
         family.name for family in collect_all()
     }
-    families.write_textfile(str(tmp_path / "worker.prom"), collect_all())
-    assert (tmp_path / "worker.prom").read_bytes() == families.encode(collect_all())[0]
-    assert list(tmp_path.iterdir()) == [tmp_path / "worker.prom"]
+
+
+class Made(Collector):
+    def collect(self) -> Iterable[Metric]:
+        return collect_all()
 
 
 def test_page_names_all_metrics_and_no_other() -> None:
