@@ -150,6 +150,8 @@ def one_by_one(items: list[str]) -> list[str]:
 
 @app.task(shared=False, base=BatchTask, ignore_result=True, store_errors_even_if_ignored=True)
 def silent(items: list[str]) -> list[Any]:
+    if "raise" in items:
+        raise LookupError("asked to")
     return [Failed("asked to") if item == "fail" else item for item in items]
 
 

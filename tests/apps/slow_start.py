@@ -28,3 +28,10 @@ class Slow(Model):
 
 
 register(app, "slow", Slow)
+
+if "ORDINARY" in os.environ:
+
+    @app.task(shared=False, name="plain")
+    def plain() -> str:
+        """Needs no model."""
+        return "done"

@@ -16,9 +16,10 @@ from support.redis_places import with_password
 TIMEOUT_S = patient(60.0)
 
 
-@pytest.fixture
-def worker(start_worker: StartWorker, tmp_path: Path) -> Worker:
-    return start_worker("apps.slow_start", ready=False, env={"GATE_FOLDER": str(tmp_path)})
+@pytest.fixture(params=[{}, {"ORDINARY": "1"}], ids=["models", "models and ordinary tasks"])
+def worker(start_worker: StartWorker, tmp_path: Path, request: pytest.FixtureRequest) -> Worker:
+    env = {"GATE_FOLDER": str(tmp_path), **request.param}
+    return start_worker("apps.slow_start", "-c", "1", ready=False, env=env)
 
 
 @pytest.fixture
@@ -58,6 +59,36 @@ def test_device_that_dies_at_each_start_ends_the_worker(
     kill(1)
     assert worker.wait_exit() == 2
     assert "died while it started, 2 times" in worker.log
+
+
+@pytest.mark.parametrize(
+    ("options", "env"), [((), {"ORDINARY": "1"}), (("-B",), {})], ids=["ordinary tasks", "beat"]
+)
+def test_all_but_models_need_not_wait_for_models(
+    start_worker: StartWorker,
+    tmp_path: Path,
+    redis_url: str,
+    options: tuple[str, ...],
+    env: dict[str, str],
+) -> None:
+    env = {"GATE_FOLDER": str(tmp_path), **env}
+    arguments = ("-c", "1", "-l", "WARNING", *options)
+    worker = start_worker("apps.slow_start", *arguments, ready=False, env=env)
+    app = slow_start.app
+    app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    job = app.tasks["slow"].delay("item")
+    if env.get("ORDINARY"):
+        assert app.send_task("plain").get(timeout=TIMEOUT_S) == "done"
+    worker.wait_answers(app)
+    wait_for((tmp_path / "loading").exists, "the model is being loaded", TIMEOUT_S)
+    assert not job.ready()
+    # At Celery's default level people see what it waits for.
+    assert worker.log.count("loading slow on cpu; their jobs wait") == 1
+    assert "models are ready" not in worker.log
+    (tmp_path / "gate").touch()
+    assert job.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
+    assert worker.log.count("models are ready after ") == 1
+    assert worker.stop() == 0
 
 
 def test_wrong_password_is_logged_before_models_are_loaded(

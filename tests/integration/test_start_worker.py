@@ -89,3 +89,50 @@ def test_a_worker_in_a_test_runs_batches_in_the_process_of_the_test(
         timeout=patient(240),
     )
     assert done.stdout == "done\n", done.stdout + done.stderr
+
+
+#: A test of a function, in a directory with models.
+BESIDE_MODELS = f"""
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from batchery import BatchTask, Model, install, register
+
+loaded = []
+
+class Heavy(Model):
+    def load(self, device):
+        loaded.append(device)
+
+    def forward(self, batch, *_, **__):
+        return list(batch)
+
+app = install(Celery("shop", broker="memory://", backend="cache+memory://"))
+heavy = register(app, "heavy", Heavy)
+
+@app.task(base=BatchTask, shared=False)
+def shout(texts):
+    return [text.upper() for text in texts]
+
+with start_worker(app, pool="solo", perform_ping_check=False):
+    answers = dict(timeout={TIMEOUT_S}, disable_sync_subtasks=False)
+    assert shout.delay("a").get(**answers) == "A"
+    assert loaded == []
+    assert heavy.delay("b").get(**answers) == "b"
+    assert loaded == ["cpu"]
+print("done")
+"""
+
+
+def test_a_worker_in_a_test_loads_a_model_at_its_first_job(tmp_path: Path) -> None:
+    model = 'kind = "embedding"\nmodel = "./nowhere"'
+    (tmp_path / "batchery.toml").write_text(f"[models.embed]\n{model}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_MODELS],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=patient(240),
+    )
+    assert done.stdout == "done\n", done.stdout + done.stderr

@@ -200,11 +200,13 @@ class Worker:
         return self.log.count(text) >= times
 
     def wait_ready(self) -> "Worker":
-        """Waits until the worker consumes."""
+        """Waits until the worker consumes, and has its models."""
 
         def ready() -> bool:
             assert self.process.poll() is None, f"worker ended:\n{self.log}"
-            return " ready." in self.log
+            log = self.log
+            loads = "; their jobs wait" in log and "models are ready" not in log
+            return " ready." in log and not loads
 
         try:
             wait_for(ready, "worker ready", START_S)

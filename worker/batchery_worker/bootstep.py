@@ -274,7 +274,12 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
     elif isinstance(ordinary, SoloPool):
         wait_here(worker.app)
     pool = worker.pool = HybridPool(
-        ordinary, worker.app, tasks, devices, in_process=is_in_test(worker)
+        ordinary,
+        worker.app,
+        tasks,
+        devices,
+        in_process=is_in_test(worker),
+        has_other_work=_has_beat(worker) or not _has_only_batches(worker.app),
     )
     for step in worker.steps:
         if isinstance(step, components.Pool):
@@ -302,6 +307,11 @@ def is_in_test(worker: Any) -> bool:
     """
     testing = sys.modules.get("celery.contrib.testing.worker")
     return testing is not None and isinstance(worker, testing.TestWorkController)
+
+
+def _has_beat(worker: Any) -> bool:
+    steps = worker.blueprint.order
+    return any(isinstance(step, components.Beat) and step.enabled for step in steps)
 
 
 def _has_only_batches(app: Any) -> bool:

@@ -87,6 +87,7 @@ class HybridPool:
         devices: Sequence[str],
         *,
         in_process: bool = False,
+        has_other_work: bool = False,
     ) -> None:
         """Starts nothing yet.
 
@@ -96,8 +97,11 @@ class HybridPool:
             tasks: Those that go to devices.
             devices: Names of the devices.
             in_process: Whether devices are threads of this process.
+            has_other_work: Whether the worker has ordinary tasks, or a beat, which need not wait
+                for models.
         """
         self._in_process = in_process
+        self._has_other_work = has_other_work
         self._ordinary = ordinary
         self._app = app
         self._tasks = tasks
@@ -115,7 +119,7 @@ class HybridPool:
     # Start
 
     def start(self) -> None:
-        """Starts the ordinary pool, then the devices; the worker is ready with their models.
+        """Starts the ordinary pool, then the devices; one that has no other work waits for models.
 
         The pool comes first: its processes are forked before there is a thread of ours.
         """
@@ -143,8 +147,12 @@ class HybridPool:
         devices = [DeviceProcess(setup, start) for setup in setups]
         share_models(devices)
         self._dispatcher = Dispatcher(self._app, settings, devices, self._max_batch_size)
+        has_loop = not self._ordinary.options.get("threads")
+        if self._has_other_work and has_loop and any(setup.load for setup in setups):
+            self._dispatcher.begin()
+            return
         self._dispatcher.start()
-        if self._ordinary.options.get("threads"):
+        if not has_loop:
             # Celery has no event loop for this broker: the dispatcher goes on with its own.
             self._private_hub = PrivateHub(self._dispatcher.hub)
             self._private_hub.start()

@@ -1,6 +1,7 @@
 """How much a worker prefetches, which queues it consumes, and when it refuses to start."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ class Worker:
     autoscale: tuple[int, int] | None = None
     max_concurrency: int | None = None
     steps: tuple[Any, ...] = ()
+    blueprint = SimpleNamespace(order=())
     pool_putlocks = True
     #: None where no event loop runs.
     semaphore: Any = None

@@ -13,17 +13,23 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from time import monotonic
 from traceback import walk_stack, walk_tb
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery import Celery, signals
 from celery.app import trace
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    Retry,
+    SoftTimeLimitExceeded,
+    TimeLimitExceeded,
+)
 
 from batchery.completion import JobCompletion, Outbox, completing, current_completion
-from batchery.errors import ItemFailed
+from batchery.errors import BatcheryError, ItemFailed
 from batchery.outcomes import Failed, Replace
 from batchery.tracebacks import error_text
 from batchery_worker.commit.eligibility import task_needs_tracer
@@ -52,6 +58,8 @@ class Completion(JobCompletion):
     traced: Any = None
     #: Whether it has succeeded; neither a failure nor a success is, for example, a retry.
     succeeded: bool = False
+    #: Whether the function has said that the item fails, and nothing was raised.
+    is_announced: bool = False
     #: The job whose messages and result are held back; None if everything is written.
     held: WithheldJob | None = None
 
@@ -110,6 +118,7 @@ class Tracer:
         self._time_device(call)
         completion.outcome = completion.make_outcome(backend)
         completion.is_answered = False
+        completion.is_announced = is_announced(completion.outcome)
         completion.outbox = outbox = self._open_outbox(call)
         with completing(completion):
             if outbox is None:
@@ -171,6 +180,7 @@ class Tracer:
                     app=self._app,
                     hostname=call.message.get("hostname"),
                     monotonic=tracer_clock,
+                    Info=OutcomeInfo,
                 )
             self._tracers[task.name] = task.__trace__ = tracer
 
@@ -183,6 +193,26 @@ def _call(completion: Completion) -> None:
     completion.traced = is_error, value
     # An exception has frames that hold the completion.
     completion.outcome = None
+
+
+class OutcomeInfo(trace.TraceInfo):
+    """Celery's report of how a job ended; a failure that its function returned was expected."""
+
+    __slots__ = ()
+
+    def _log_error(self, task: Any, req: Any, einfo: Any) -> None:
+        completion = current_completion()
+        if isinstance(completion, Completion) and completion.is_announced:
+            task = SimpleNamespace(name=task.name, throws=(BaseException,))
+        super()._log_error(task, req, einfo)  # type: ignore[misc]
+
+
+def is_announced(outcome: Any) -> bool:
+    """Whether an outcome is a `Failed` that the function has returned, instead of an error."""
+    if not isinstance(outcome, Failed) or outcome.traceback:
+        return False
+    ours = BatcheryError, SoftTimeLimitExceeded, TimeLimitExceeded
+    return type(outcome.exception) is ItemFailed or not isinstance(outcome.exception, ours)
 
 
 class TracebackFilter(logging.Filter):

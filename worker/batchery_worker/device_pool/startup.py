@@ -84,8 +84,8 @@ def device_setups(
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
 
-    Models are loaded at the start if this worker consumes their queue and there is memory, else at
-    their first job.
+    Models are loaded at the start if this worker consumes their queue, there is memory, and the
+    devices are processes, else at their first job.
 
     Args:
         app: The worker's.
@@ -97,7 +97,9 @@ def device_setups(
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
     places = find_places(models, devices)
-    load = [task.name for task in models if task.model_queue in consumed and not task.slots]
+    # A test of one task need not wait for the models of the settings.
+    first = [] if in_process else models
+    load = [task.name for task in first if task.model_queue in consumed and not task.slots]
     shared: dict[str, Any] = {
         # The `celery` command has the working directory on its path only while it imports.
         "sys_path": (os.getcwd(), *sys.path),

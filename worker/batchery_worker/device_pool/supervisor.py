@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import ModelLoadError, counted
+from batchery_worker.device_pool.first_start import FirstStart
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -35,9 +36,6 @@ logger = logging.getLogger("batchery.pool")
 
 #: Number of failed starts in a row after which a device is given up.
 MAX_FAILED_STARTS = 5
-
-#: The same while the worker starts; one failed start may be an accident.
-MAX_FIRST_STARTS = 2
 
 #: How often in a row a device may hang, without a finished batch, before the worker ends: then it
 #: is hardly a job that hangs.
@@ -96,6 +94,7 @@ class DeviceSupervisor:
         #: Batches with suspects of an earlier worker: no other job may run, on any device.
         self._reserved = 0
         self._refusals: dict[str, NotReady] = {}
+        self._first_start = FirstStart(self.devices)
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
         #: process has died, or it is drained.
         self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
@@ -128,6 +127,15 @@ class DeviceSupervisor:
         self._loops += 1
         self._plan_look_for_hangs()
 
+    def begin(self, timeout_s: float) -> None:
+        """Has all devices started on the next event loop; one that cannot start ends the worker.
+
+        Args:
+            timeout_s: Maximum time for each device, in seconds.
+        """
+        self._start_timeout_s = timeout_s
+        self._first_start.begin()
+
     def start(self, hub: Any, timeout_s: float, interrupted: Callable[[], None]) -> None:
         """Starts all devices and waits until they are ready.
 
@@ -141,6 +149,7 @@ class DeviceSupervisor:
         """
         deadline_s = monotonic() + timeout_s
         self._hub = hub
+        self._first_start.begin()
         for device in self.devices:
             self._spawn(device)
         while any(device.state is not State.READY for device in self.devices):
@@ -148,12 +157,8 @@ class DeviceSupervisor:
             interrupted()
             for refusal in self._refusals.values():
                 raise refusal.exception()
-            dead = [each.name for each in self.devices if each.failed_starts >= MAX_FIRST_STARTS]
-            if dead:
-                raise ModelLoadError(
-                    f"device process for {dead[0]} died while it started,"
-                    f" {MAX_FIRST_STARTS} times; its error output is above"
-                )
+            if why := self._first_start.find_death():
+                raise ModelLoadError(why)
             if monotonic() > deadline_s:
                 waiting = [each.setup for each in self.devices if each.state is not State.READY]
                 names = [f"{each.name} ({', '.join(each.load) or 'no model'})" for each in waiting]
@@ -430,12 +435,9 @@ class DeviceSupervisor:
             self.on_change(device, reply)
             self._recycle_next()
             self._on_ready()
+            self._first_start.look()
         elif isinstance(reply, NotReady):
-            self._refusals[device.name] = reply
-            if device.ready_s:
-                # At a worker's start it is the error that ends the worker, and is logged then.
-                logger.error("%s", reply.text)
-            self.on_change(device, reply)
+            self._on_refusal(device, reply)
         elif isinstance(reply, Reloaded):
             self.on_change(device, reply)
         elif isinstance(reply, ResultsWait):
@@ -451,6 +453,15 @@ class DeviceSupervisor:
             self._on_load(device, reply)
         elif isinstance(reply, Done):
             self._take(device, reply)
+
+    def _on_refusal(self, device: DeviceProcess, reply: NotReady) -> None:
+        self._refusals[device.name] = reply
+        if self._first_start.goes_on and self._start_timeout_s:
+            self._lose(reply.text)
+        elif device.ready_s:
+            # At a worker's start it is the error that ends the worker, and is logged then.
+            logger.error("%s", reply.text)
+        self.on_change(device, reply)
 
     def _take(self, device: DeviceProcess, done: Done) -> None:
         """Takes back a batch that its device has answered."""
@@ -532,6 +543,10 @@ class DeviceSupervisor:
         how = f"device process for {device.name} died: {device.reap()}"
         batches = device.take_batches()
         self._reserved -= sum(each.is_reserved for each in batches)
+        if self._start_timeout_s and (why := self._first_start.find_death()):
+            self._lose(why)
+        if self._stopping and self._first_start.goes_on:
+            return
         if self._give_up(device, how):
             return
         self.on_change(device, None)
@@ -539,6 +554,10 @@ class DeviceSupervisor:
         logger.error("%s, with %s; restart in %.1f s", how, held, device.backoff_s)
         self._hub.call_later(device.backoff_s, self._spawn, device)
         self._on_death(batches, how)
+
+    def _lose(self, why: str) -> None:
+        self.stop_restarting()
+        self._on_lost(why)
 
     def _give_up(self, device: DeviceProcess, how: str) -> bool:
         """Gives a device up that has failed to start too often; returns whether it has."""

@@ -129,6 +129,10 @@ class Dispatcher:
         finally:
             self._starting = False
 
+    def begin(self) -> None:
+        """Has the devices started by the next event loop; jobs for them wait in the broker."""
+        self._supervisor.begin(self._settings.device_start_timeout_s)
+
     def attach(self, hub: Any) -> None:
         """Moves to another event loop, which runs or is about to."""
         self._hub = hub

@@ -445,7 +445,7 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
         return Reject(content, requeue=spelled[2])
     if kind == "ignore":
         return Ignore(content)
-    return Failed(read_chain(content, spelled[2], backend))
+    return Failed(read_chain(content, spelled[2], backend), spelled[2])
 
 
 def batch_info(
