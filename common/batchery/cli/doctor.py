@@ -263,7 +263,7 @@ def find_lost_on_restart(on: Deployment) -> Iterator[str]:
         yield "appendonly is no, and save is empty"
 
 
-@check("redis-snapshots-only", "warning", "a crash of Redis loses what came since the last", KEEP)
+@check("redis-snapshots-only", "warning", "a crash of Redis loses what came since one", KEEP)
 def find_snapshots(on: Deployment) -> Iterator[str]:
     """Snapshots without an append-only file."""
     if not on.info["aof_enabled"] and (save := on.read_config("save")):
