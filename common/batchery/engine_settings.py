@@ -1,6 +1,6 @@
 """What computes a model, and what goes with it; part of each table `[models.NAME]`."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
@@ -22,21 +22,17 @@ DECIDED_BY_FILE = {
 class EngineSettings(BaseModel):
     """The engine, and the file of engine onnx. Both are read before the settings of a model."""
 
-    engine: Annotated[
-        Literal["transformers", "openai", "vllm", "onnx"],
-        Field(
-            description="What computes; `openai` and `vllm` are for generation, `onnx` for"
-            " embedding, classification and rerank."
-        ),
-    ] = "transformers"
-    onnx_file: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Engine onnx: the file in the model's folder; `onnx/model.onnx` or"
-            " `model.onnx` if unset.",
-        ),
-    ] = None
+    engine: Literal["transformers", "openai", "vllm", "onnx"] = Field(
+        "transformers",
+        description="What computes; `openai` and `vllm` are for generation, `onnx` for"
+        " embedding, classification and rerank.",
+    )
+    onnx_file: str | None = Field(
+        None,
+        min_length=1,
+        description="Engine onnx: the file in the model's folder; `onnx/model.onnx` or"
+        " `model.onnx` if unset.",
+    )
 
     @field_validator("kind", check_fields=False)
     @classmethod

@@ -1,8 +1,6 @@
 """Classes of jobs by their priority: the table `[classes]` of the settings."""
 
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 #: The lowest priority that Celery's Redis transport knows.
 LOWEST_PRIORITY = 9
@@ -13,30 +11,21 @@ class PriorityClass(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    level: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=LOWEST_PRIORITY,
-            description="First `priority` of the class, as Redis counts: 0 is the highest.",
-        ),
-    ]
-    share: Annotated[
-        float,
-        Field(gt=0, allow_inf_nan=False, description="Share of the devices' time; ratios count."),
-    ]
-    max_waiting: Annotated[
-        int | None,
-        Field(gt=0, description="Maximum jobs of the class in a queue; with more, it is full."),
-    ] = None
-    max_wait_s: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="The class is full, too, while its oldest job in a queue waits for longer.",
-        ),
-    ] = None
+    level: NonNegativeInt = Field(
+        le=LOWEST_PRIORITY,
+        description="First `priority` of the class, as Redis counts: 0 is the highest.",
+    )
+    share: PositiveFloat = Field(
+        allow_inf_nan=False, description="Share of the devices' time; ratios count."
+    )
+    max_waiting: PositiveInt | None = Field(
+        None, description="Maximum jobs of the class in a queue; with more, it is full."
+    )
+    max_wait_s: PositiveFloat | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="The class is full, too, while its oldest job in a queue waits for longer.",
+    )
 
     @property
     def is_limited(self) -> bool:

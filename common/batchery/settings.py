@@ -12,10 +12,19 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -103,130 +112,93 @@ TASK_OPTIONS = (
     *("cache_ttl_s", "cache_max_bytes"),
 )
 
+#: Of a setting that there is for all, too.
+ALONE = "As the setting of that name, for this model alone."
+
 
 class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    kind: Annotated[
-        Literal[
-            "embedding",
-            "classification",
-            "rerank",
-            "token_classification",
-            "zero_shot",
-            "sparse_embedding",
-            "multi_vector_embedding",
-            "generation",
-        ],
-        Field(description="What the model does, and so what its results look like."),
-    ]
-    model: Annotated[
-        str,
-        Field(min_length=1, description="A local folder, or a model id of the Hugging Face hub."),
-    ]
-    revision: Annotated[
-        str | None, Field(description="Branch, tag or commit of the model on the hub.")
-    ] = None
-    trust_remote_code: Annotated[
-        bool, Field(description="Run code that comes with the model; off, as it may do anything.")
-    ] = False
-    queue: Annotated[
-        str | None, Field(description="Queue of its jobs; the model's own name where unset.")
-    ] = None
-    aliases: Annotated[
-        list[str],
-        Field(description="Other names by which `batchery submit` and OpenAI's files may call it."),
-    ] = []
-    dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"],
-        Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
-    ] = "auto"
-    quantize: Annotated[
-        Literal["none", "int8", "float8"],
-        Field(description="Weights of 8 bits, by torchao: less memory, a little less exact."),
-    ] = "none"
-    forward: Annotated[
-        Literal["auto", "padded", "packed"],
-        Field(description="Forward pass; auto is packed, without padding, where that is right."),
-    ] = "auto"
-    cpu_streams: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Forward passes that a CPU computes side by side; one per thread of torch.",
-        ),
-    ] = None
-    cuda_graphs: Annotated[
-        Literal["auto", "never"],
-        Field(description="Small forward passes, and most steps of texts, as CUDA graphs."),
-    ] = "auto"
-    cuda_stream: Annotated[
-        Literal["shared", "own"],
-        Field(
-            description="Whether a card runs the passes of all models in the order in which they"
-            " were launched, or this model's beside those of others."
-        ),
-    ] = "shared"
-    max_length: Annotated[
-        int | None,
-        Field(gt=0, description="Maximum tokens of a text; the model's own limit if unset."),
-    ] = None
-    overflow: Annotated[
-        Literal["truncate", "refuse"],
-        Field(description="What to do with a text of more than `max_length` tokens."),
-    ] = "truncate"
-    max_chars: Annotated[
-        int, Field(gt=0, description="Maximum characters of a text; longer texts are refused.")
-    ] = 1_000_000
-    max_batch_size: Annotated[
-        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    max_batch_tokens: Annotated[
-        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    max_wait_ms: Annotated[
-        float | None, Field(ge=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    target_latency_ms: Annotated[
-        float | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    cache: Annotated[
-        bool, Field(description="Compute equal texts once, and keep their results for a while.")
-    ] = False
-    cache_ttl_s: Annotated[
-        float | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    cache_max_bytes: Annotated[
-        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
-    ] = None
-    pooling: Annotated[
-        Literal["auto", "mean", "cls", "last"],
-        Field(description="Embedding: how token vectors become one; auto asks the model's files."),
-    ] = "auto"
-    normalize: Annotated[bool, Field(description="Embeddings: scale each vector to length 1.")] = (
-        True
+    kind: Literal[
+        "embedding",
+        "classification",
+        "rerank",
+        "token_classification",
+        "zero_shot",
+        "sparse_embedding",
+        "multi_vector_embedding",
+        "generation",
+    ] = Field(description="What the model does, and so what its results look like.")
+    model: str = Field(
+        min_length=1, description="A local folder, or a model id of the Hugging Face hub."
     )
-    dimensions: Annotated[
-        int | None,
-        Field(gt=0, description="Embedding: keep only this many leading dimensions."),
-    ] = None
-    prompts: Annotated[
-        dict[str, str],
-        Field(
-            description='Embeddings: texts to put in front, by name, such as `query = "query: "`.'
-        ),
-    ] = {}
-    default_prompt: Annotated[
-        str | None, Field(description="Embeddings: name of the prompt for jobs that choose none.")
-    ] = None
-    multi_label: Annotated[
-        bool | None,
-        Field(
-            description="Classification: labels are independent; the config decides where unset."
-        ),
-    ] = None
+    revision: str | None = Field(None, description="Branch, tag or commit of the model on the hub.")
+    trust_remote_code: bool = Field(
+        False, description="Run code that comes with the model; off, as it may do anything."
+    )
+    queue: str | None = Field(
+        None, description="Queue of its jobs; the model's own name where unset."
+    )
+    aliases: list[str] = Field(
+        [], description="Other names by which `batchery submit` and OpenAI's files may call it."
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Number format; auto is bf16 where the device is fast at it, else fp32."
+    )
+    quantize: Literal["none", "int8", "float8"] = Field(
+        "none", description="Weights of 8 bits, by torchao: less memory, a little less exact."
+    )
+    forward: Literal["auto", "padded", "packed"] = Field(
+        "auto", description="Forward pass; auto is packed, without padding, where that is right."
+    )
+    cpu_streams: PositiveInt | None = Field(
+        None,
+        description="Forward passes that a CPU computes side by side; one per thread of torch.",
+    )
+    cuda_graphs: Literal["auto", "never"] = Field(
+        "auto", description="Small forward passes, and most steps of texts, as CUDA graphs."
+    )
+    cuda_stream: Literal["shared", "own"] = Field(
+        "shared",
+        description="Whether a card runs the passes of all models in the order in which they"
+        " were launched, or this model's beside those of others.",
+    )
+    max_length: PositiveInt | None = Field(
+        None, description="Maximum tokens of a text; the model's own limit if unset."
+    )
+    overflow: Literal["truncate", "refuse"] = Field(
+        "truncate", description="What to do with a text of more than `max_length` tokens."
+    )
+    max_chars: PositiveInt = Field(
+        1_000_000, description="Maximum characters of a text; longer texts are refused."
+    )
+    max_batch_size: PositiveInt | None = Field(None, description=ALONE)
+    max_batch_tokens: PositiveInt | None = Field(None, description=ALONE)
+    max_wait_ms: NonNegativeFloat | None = Field(None, description=ALONE)
+    target_latency_ms: PositiveFloat | None = Field(None, description=ALONE)
+    cache: bool = Field(
+        False, description="Compute equal texts once, and keep their results for a while."
+    )
+    cache_ttl_s: PositiveFloat | None = Field(None, description=ALONE)
+    cache_max_bytes: PositiveInt | None = Field(None, description=ALONE)
+    pooling: Literal["auto", "mean", "cls", "last"] = Field(
+        "auto", description="Embedding: how token vectors become one; auto asks the model's files."
+    )
+    normalize: bool = Field(True, description="Embeddings: scale each vector to length 1.")
+    dimensions: PositiveInt | None = Field(
+        None, description="Embedding: keep only this many leading dimensions."
+    )
+    prompts: dict[str, str] = Field(
+        {}, description='Embeddings: texts to put in front, by name, such as `query = "query: "`.'
+    )
+    default_prompt: str | None = Field(
+        None, description="Embeddings: name of the prompt for jobs that choose none."
+    )
+    multi_label: bool | None = Field(
+        None, description="Classification: labels are independent; the config decides where unset."
+    )
 
 
 class Settings(BaseSettings):
@@ -239,136 +211,103 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    redis_url: Annotated[
-        str,
-        Field(
-            description="Redis of the standalone app (`batchery.app`), for its queues;"
-            " if unset, that of a `batchery up` in this folder comes first."
-        ),
-    ] = "redis://localhost:6379/0"
-    result_url: Annotated[
-        str | None, Field(description="Result backend of the standalone app; `redis_url` if unset.")
-    ] = None
-    result_expires_s: Annotated[
-        int, Field(gt=0, description="Standalone app: how long a result is kept, in seconds.")
-    ] = 86_400
-    models: Annotated[
-        dict[str, ModelSettings],
-        Field(description="Built-in models by task name; each is a Celery task and a queue."),
-    ] = {}
-    devices: Annotated[
-        Literal["auto"] | list[str],
-        Field(
-            description="Where batches run: `auto` is every CUDA device, or the CPU;"
-            " `cpu:0,cpu:1` are two processes, and `cuda:0+cuda:1` is one device of two cards."
-        ),
-    ] = "auto"
-    max_batch_size: Annotated[
-        int, Field(gt=0, description="Maximum items of a batch; a full batch leaves at once.")
-    ] = 64
-    max_batch_tokens: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Maximum tokens of one forward pass, with padding; by device if unset.",
-        ),
-    ] = None
-    max_wait_ms: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=3_600_000,
-            description="How long an idle device waits for a batch to fill, from its oldest job.",
-        ),
-    ] = 0
-    classes: Annotated[
-        dict[str, PriorityClass],
-        Field(min_length=1, description="Classes of jobs by name, with level and share."),
-    ] = {
-        "high": PriorityClass(level=0, share=50),
-        "normal": PriorityClass(level=3, share=30),
-        "low": PriorityClass(level=6, share=20),
-    }
-    target_latency_ms: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="How long jobs may take in a worker; batches are only as large as fits.",
-        ),
-    ] = None
-    shed_late: Annotated[
-        bool,
-        Field(description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."),
-    ] = False
-    prefetch_batches: Annotated[
-        int,
-        Field(
-            gt=0,
-            description="Batches of each task that wait in a worker for each device; one if long.",
-        ),
-    ] = 2
-    device_start_timeout_s: Annotated[
-        float, Field(gt=0, description="How long a device may take to load and warm up its models.")
-    ] = 600
-    max_pass_s: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="How long a device with work may give no sign before it is killed, as it"
-            " hangs. It must be longer than any batch, or step of a model with slots. If unset, one"
-            " that hangs holds its jobs until their hard time limit; without one, for ever.",
-        ),
-    ] = None
-    device_max_jobs: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Jobs after which a device gets a fresh process; never if unset."
-            " `--max-tasks-per-child` is for the processes of ordinary tasks.",
-        ),
-    ] = None
-    device_max_memory_bytes: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Main memory of a device's process above which it gets a fresh one; no"
-            " limit if unset. It must be more than the models hold.",
-        ),
-    ] = None
-    completion_threads: Annotated[
-        int,
-        Field(gt=0, le=64, description="Threads that run Celery's tracer, and hooks after a job."),
-    ] = 2
-    memory_fraction: Annotated[
-        float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")
-    ] = 1.0
-    model_memory_bytes: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Memory of each device for models; others are loaded when they have jobs,"
-            " instead of those not used for longest. If unset, nine tenths of what"
-            " `memory_fraction` leaves of a CUDA device, and no limit on others.",
-        ),
-    ] = None
-    cache_ttl_s: Annotated[
-        float, Field(gt=0, description="How long a result is kept for equal items, in seconds.")
-    ] = 86_400
-    cache_max_bytes: Annotated[
-        int, Field(gt=0, description="Maximum memory of Redis for such results, per task.")
-    ] = 268_435_456
-    stream_max_pieces: Annotated[
-        int, Field(gt=0, description="Maximum partial results of a job that Redis keeps.")
-    ] = 10_000
-    stream_grace_s: Annotated[
-        float, Field(ge=5, le=3600, description="Seconds that a streamed job goes on unread.")
-    ] = 30
-    gateway: Annotated[
-        GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
-    ] = GatewaySettings()
-    metrics: Annotated[
-        MetricsSettings, Field(description="Where a worker serves its metrics and its health.")
-    ] = MetricsSettings()
+    redis_url: str = Field(
+        "redis://localhost:6379/0",
+        description="Redis of the standalone app (`batchery.app`), for its queues;"
+        " if unset, that of a `batchery up` in this folder comes first.",
+    )
+    result_url: str | None = Field(
+        None, description="Result backend of the standalone app; `redis_url` if unset."
+    )
+    result_expires_s: PositiveInt = Field(
+        86_400, description="Standalone app: how long a result is kept, in seconds."
+    )
+    models: dict[str, ModelSettings] = Field(
+        {}, description="Built-in models by task name; each is a Celery task and a queue."
+    )
+    devices: Literal["auto"] | list[str] = Field(
+        "auto",
+        description="Where batches run: `auto` is every CUDA device, or the CPU;"
+        " `cpu:0,cpu:1` are two processes, and `cuda:0+cuda:1` is one device of two cards.",
+    )
+    max_batch_size: PositiveInt = Field(
+        64, description="Maximum items of a batch; a full batch leaves at once."
+    )
+    max_batch_tokens: PositiveInt | None = Field(
+        None, description="Maximum tokens of one forward pass, with padding; by device if unset."
+    )
+    max_wait_ms: NonNegativeFloat = Field(
+        0,
+        le=3_600_000,
+        description="How long an idle device waits for a batch to fill, from its oldest job.",
+    )
+    classes: dict[str, PriorityClass] = Field(
+        {
+            "high": PriorityClass(level=0, share=50),
+            "normal": PriorityClass(level=3, share=30),
+            "low": PriorityClass(level=6, share=20),
+        },
+        min_length=1,
+        description="Classes of jobs by name, with level and share.",
+    )
+    target_latency_ms: PositiveFloat | None = Field(
+        None, description="How long jobs may take in a worker; batches are only as large as fits."
+    )
+    shed_late: bool = Field(
+        False, description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."
+    )
+    prefetch_batches: PositiveInt = Field(
+        2, description="Batches of each task that wait in a worker for each device; one if long."
+    )
+    device_start_timeout_s: PositiveFloat = Field(
+        600, description="How long a device may take to load and warm up its models."
+    )
+    max_pass_s: PositiveFloat | None = Field(
+        None,
+        description="How long a device with work may give no sign before it is killed, as it"
+        " hangs. It must be longer than any batch, or step of a model with slots. If unset, one"
+        " that hangs holds its jobs until their hard time limit; without one, for ever.",
+    )
+    device_max_jobs: PositiveInt | None = Field(
+        None,
+        description="Jobs after which a device gets a fresh process; never if unset."
+        " `--max-tasks-per-child` is for the processes of ordinary tasks.",
+    )
+    device_max_memory_bytes: PositiveInt | None = Field(
+        None,
+        description="Main memory of a device's process above which it gets a fresh one; no"
+        " limit if unset. It must be more than the models hold.",
+    )
+    completion_threads: PositiveInt = Field(
+        2, le=64, description="Threads that run Celery's tracer, and hooks after a job."
+    )
+    memory_fraction: PositiveFloat = Field(
+        1.0, le=1, description="Share of a CUDA device's memory that is used."
+    )
+    model_memory_bytes: PositiveInt | None = Field(
+        None,
+        description="Memory of each device for models; others are loaded when they have jobs,"
+        " instead of those not used for longest. If unset, nine tenths of what"
+        " `memory_fraction` leaves of a CUDA device, and no limit on others.",
+    )
+    cache_ttl_s: PositiveFloat = Field(
+        86_400, description="How long a result is kept for equal items, in seconds."
+    )
+    cache_max_bytes: PositiveInt = Field(
+        268_435_456, description="Maximum memory of Redis for such results, per task."
+    )
+    stream_max_pieces: PositiveInt = Field(
+        10_000, description="Maximum partial results of a job that Redis keeps."
+    )
+    stream_grace_s: float = Field(
+        30, ge=5, le=3600, description="Seconds that a streamed job goes on unread."
+    )
+    gateway: GatewaySettings = Field(
+        GatewaySettings(), description="What `batchery serve` serves, and to whom."
+    )
+    metrics: MetricsSettings = Field(
+        MetricsSettings(), description="Where a worker serves its metrics and its health."
+    )
 
     @field_validator("redis_url", "result_url")
     @classmethod
