@@ -1,10 +1,8 @@
-"""Which items run next, and how a batch of them is run: everything but the thread.
-
-Time is an argument, so that a test can turn the loop by hand.
-"""
+"""Which items run next, and how a batch of them is run: everything but the thread."""
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +21,10 @@ from batchery.outcomes import Failed, Partial, Replace, RetryAfter, collect_outc
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall, notify
+from batchery_worker.inprocess.calls import Call, Gate, settle
 from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator, own_row
-from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
+from batchery_worker.job import Batch, BatchKey, Job, Limits
 
 #: An item: its call, and its place there.
 Item = tuple[Call, int]
@@ -64,19 +62,6 @@ class BatcherStats:
     padding_waste: float
 
 
-@dataclass(slots=True)
-class _Counts:
-    items: int = 0
-    batches: int = 0
-    calls: int = 0
-    failed: int = 0
-    dropped: int = 0
-    wait_s: float = 0.0
-    run_s: float = 0.0
-    tokens: int = 0
-    computed_tokens: int = 0
-
-
 class BatchLoop:
     """Takes calls in, forms their batches and runs them; used by one thread at a time."""
 
@@ -86,7 +71,6 @@ class BatchLoop:
         name: str,
         options: BatcherOptions,
         collator: Collator | None = None,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Has no calls.
 
@@ -96,14 +80,12 @@ class BatchLoop:
             name: Its name in errors.
             options: How batches are formed.
             collator: Makes arrays of items, and items of the arrays that the function returns.
-            clock: The time, in seconds.
         """
         #: The batch function; of a method, it takes the owner first.
         self.function = function
         self.name = name
         self.options = options
         self.collator = collator
-        self._clock = clock
         self._max_tokens = options.max_batch_tokens or ANY_TOKENS
         self._is_sorted = options.length is not None or collator is not None
         target_ms = options.target_latency_ms
@@ -117,7 +99,9 @@ class BatchLoop:
         self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cpu"])
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._runner: asyncio.Runner | None = None
-        self._counts = _Counts()
+        #: Sums of what `BatcherStats` tells.
+        self._sums: Counter[str] = Counter()
+        self._wait_s = self._run_s = 0.0
         #: The batch that runs next, if its items were asked for already.
         self._ahead: Batch[Item] | None = None
         #: The jobs of the batch that runs.
@@ -154,17 +138,17 @@ class BatchLoop:
     def wake_s(self) -> float | None:
         """When `turn` has something to do if no call comes before; None for never."""
         if self._ahead is not None:
-            return self._clock()
+            return monotonic()
         times = [self._scheduler.wake_s(), self._scheduler.late_s()]
         return min((each for each in times if each is not None), default=None)
 
-    def turn(self, *, draining: bool = False) -> bool:
-        """Runs the next batch; returns False if nothing is due.
+    def turn(self, *, draining: bool = False) -> None:
+        """Runs the next batch, if one is due.
 
         Args:
             draining: Whether no more calls come, so that no batch waits for them.
         """
-        now_s, dropped = self._clock(), self._counts.dropped
+        now_s = monotonic()
         self.answered_threads = 0
         self._give_up_late(now_s)
         ahead_s = self._limits.max_wait_s if draining else 0.0
@@ -173,18 +157,24 @@ class BatchLoop:
         # Those too that the batch would answer too late: nothing else may come by which they hear.
         self._give_up_late(now_s)
         if batch is None:
-            return self._counts.dropped > dropped
+            return
         self.on_taken(len(batch.jobs))
-        jobs = [job for job in batch.jobs if not job.payload[0].is_abandoned]
-        self._counts.dropped += len(batch.jobs) - len(jobs)
+        jobs: list[Job[Item]] = []
+        left: list[Job[Item]] = []
+        call, is_gone = None, False
+        for job in batch.jobs:
+            if job.payload[0] is not call:
+                call = job.payload[0]
+                is_gone = call.future.cancelled()
+            (left if is_gone else jobs).append(job)
+        self._drop(left, None)
         self._running = jobs
         if jobs:
             self._run(batch, jobs, now_s)
         else:
             self._scheduler.ended(batch, None)
         self._running = ()
-        self._give_up_late(self._clock())  # `look_ahead` may have found some.
-        return True
+        self._give_up_late(monotonic())  # `look_ahead` may have found some.
 
     def expected_run_s(self, items: int) -> float:
         """How long a batch would run, in seconds; 0 if that is not known."""
@@ -198,7 +188,7 @@ class BatchLoop:
         until then it keeps growing. Items whose callers give up before its turn will not come.
         """
         if self._ahead is None:
-            self._ahead = self._scheduler.next_batch(1, False, self._clock())
+            self._ahead = self._scheduler.next_batch(1, False, monotonic())
         if self._ahead is None:
             return None
         calls = [job.payload for job in self._ahead.jobs]
@@ -206,8 +196,8 @@ class BatchLoop:
 
     def add_tokens(self, tokens: int, computed_tokens: int) -> None:
         """Counts tokens of a function that plans its own passes, and those with padding."""
-        self._counts.tokens += tokens
-        self._counts.computed_tokens += computed_tokens
+        self._sums["tokens"] += tokens
+        self._sums["computed_tokens"] += computed_tokens
 
     def fail_all(self, error: BaseException) -> None:
         """Fails every call that waits, or that the batch under way has not answered."""
@@ -229,48 +219,50 @@ class BatchLoop:
 
     def stats(self, waiting: int) -> BatcherStats:
         """The figures so far."""
-        counts = self._counts
-        batches, items = max(1, counts.batches), max(1, counts.items)
-        waste = 1 - counts.tokens / counts.computed_tokens if counts.computed_tokens else 0.0
+        sums = self._sums
+        batches, items = max(1, sums["batches"]), max(1, sums["items"])
+        computed = sums["computed_tokens"]
         return BatcherStats(
-            counts.items,
-            counts.batches,
-            counts.calls,
-            counts.failed,
-            counts.dropped,
+            sums["items"],
+            sums["batches"],
+            sums["calls"],
+            sums["failed"],
+            sums["dropped"],
             waiting,
-            counts.items / batches,
-            counts.wait_s / items * 1e3,
-            counts.run_s / batches * 1e3,
-            waste,
+            sums["items"] / batches,
+            self._wait_s / items * 1e3,
+            self._run_s / batches * 1e3,
+            1 - sums["tokens"] / computed if computed else 0.0,
         )
 
     def _give_up_late(self, now_s: float) -> None:
-        late = self._scheduler.take_late(now_s)
-        if late:
-            error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
+        if late := self._scheduler.take_late(now_s):
             self.on_taken(len(late))
-            self._counts.dropped += len(late)
-            self._answer(late, [Failed(error) for _ in late])
+            error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
+            self._drop(late, Failed(error))
+
+    def _drop(self, jobs: Sequence[Job[Item]], outcome: Failed | None) -> None:
+        """Answers jobs that do not run; None where their callers have given up."""
+        self._sums["dropped"] += len(jobs)
+        self._answer(jobs, [outcome] * len(jobs))
 
     def _run(self, batch: Batch[Item], jobs: Sequence[Job[Item]], now_s: float) -> None:
         """Runs a batch; the callers of each part are answered as soon as it has run."""
-        counts = self._counts
-        counts.batches += 1
-        counts.wait_s += sum([now_s - job.arrived_s for job in jobs])
+        self._sums["batches"] += 1
+        self._wait_s += sum([now_s - job.arrived_s for job in jobs])
         run_s = 0.0
         # The shortest first: then callers wait least on average.
         for part in reversed(self._parts(jobs)):
             chosen = [jobs[place] for place in part]
-            began_s = self._clock()
+            began_s = monotonic()
             try:
                 outcomes = self._run_in_halves(chosen)
             except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
                 outcomes = [Failed(as_exception(error, self.name)) for _ in chosen]
-            part_s = self._clock() - began_s
+            part_s = monotonic() - began_s
             run_s += part_s
-            counts.items += len(chosen)
-            counts.run_s += part_s
+            self._run_s += part_s
+            self._sums["items"] += len(chosen)
             # Threads of earlier parts may have called again by now.
             self.answered_threads = 0
             self._answer(chosen, outcomes)
@@ -304,15 +296,15 @@ class BatchLoop:
                     raised[part[0]] = error.__traceback__
                 raise
 
-        began_s = self._clock()
+        began_s = monotonic()
         outcomes = isolate(run, range(len(jobs)), name=self.name, convert=self._outcome)
         if self._is_sorted:
             lengths = [_length(job) for job in jobs]
             computed = max(lengths) * len(jobs)
-            self._counts.tokens += sum(lengths)
-            self._counts.computed_tokens += computed
+            self._sums["tokens"] += sum(lengths)
+            self._sums["computed_tokens"] += computed
             if not failures:
-                self._cost_model.ran(computed, len(jobs), 1, (self._clock() - began_s) * 1e3)
+                self._cost_model.ran(computed, len(jobs), 1, (monotonic() - began_s) * 1e3)
         # Nothing crosses a process here, so callers see where it was raised.
         for place, trace in raised.items():
             if isinstance(outcomes[place], Failed):
@@ -322,7 +314,7 @@ class BatchLoop:
 
     def _call(self, jobs: Sequence[Job[Item]]) -> Any:
         """Calls the function with the items of these jobs."""
-        self._counts.calls += 1
+        self._sums["calls"] += 1
         first = jobs[0].payload[0]
         given: Any = [call.items[index] for call, index in (job.payload for job in jobs)]
         lengths: list[int] = []
@@ -362,27 +354,17 @@ class BatchLoop:
         return own_row(outcome)
 
     def _answer(self, jobs: Sequence[Job[Item]], outcomes: Sequence[Any]) -> None:
-        """Hands outcomes to their callers; coroutines of one event loop in one turn."""
-        ended: dict[Any, list[LoopCall]] = {}
+        """Hands outcomes to their callers."""
+        ended: list[Call] = []
         failed = 0
         for job, outcome in zip(jobs, outcomes, strict=True):
             call, index = job.payload
             failed += isinstance(outcome, Failed)
             if call.answer(index, outcome):
-                if isinstance(call, LoopCall):
-                    ended.setdefault(call.loop, []).append(call)
-                else:
-                    self.answered_threads += isinstance(call, ThreadCall)
-                    call.finish()
-        self._counts.failed += failed
-        for loop, calls in ended.items():
-            notify(loop, calls)
-
-
-def choose_lane(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:
-    """For whom the items of a call run."""
-    is_large = small_batch_threshold is not None and items > small_batch_threshold
-    return Lane(name, tenant, is_large)
+                ended.append(call)
+        self._sums["failed"] += failed
+        self.answered_threads += sum([isinstance(call.future, Gate) for call in ended])
+        settle(ended)
 
 
 def _length(job: Job[Item]) -> int:

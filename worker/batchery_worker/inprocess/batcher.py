@@ -13,13 +13,12 @@ from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, choose_lane
-from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
-from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
+from batchery_worker.inprocess.batcher_thread import BatcherThread
+from batchery_worker.inprocess.calls import Answer, Call, Gate, settle
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
 from batchery_worker.inprocess.tensors import Collator, Features
-
-C = TypeVar("C", bound=Call)
+from batchery_worker.job import Lane
 
 #: An item, and its result.
 T = TypeVar("T")
@@ -83,12 +82,12 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        call = self._make(ThreadCall, item, isinstance(item, list), others, keywords)
-        if call is None:
-            return []
-        timeout_s = self._call_options.timeout_s
-        if not send_and_wait(self._thread, call, timeout_s):
-            raise self._no_result()
+        gate = Gate()
+        call = self._make(gate, item, isinstance(item, list), others, keywords)
+        if call.left:
+            self._thread.send(call)
+            if not gate.wait(self._call_options.timeout_s):
+                raise self._no_result()
         return call.result()
 
     @overload
@@ -105,17 +104,16 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        call = self._make(LoopCall, item, isinstance(item, list), others, keywords)
-        if call is None:
-            return []
-        if self._call_options.timeout_s is None:
-            await send_and_await(self._thread, call)
-            return call.result()
-        try:
-            async with asyncio.timeout(self._call_options.timeout_s):
-                await send_and_await(self._thread, call)
-        except TimeoutError:
-            raise self._no_result() from None
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = self._make(future, item, isinstance(item, list), others, keywords)
+        if call.left:
+            self._thread.send(call)
+            timeout_s = self._call_options.timeout_s
+            try:
+                # An `asyncio.timeout` costs more than all else here.
+                await (future if timeout_s is None else asyncio.wait_for(future, timeout_s))
+            except TimeoutError:
+                raise self._no_result() from None
         return call.result()
 
     def submit(self, item: T, /, *others: Any, **keywords: Any) -> "Future[R]":
@@ -143,19 +141,16 @@ class BatchedCall(Generic[T, R]):
     def _submit(
         self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> "Future[Any]":
-        call = self._make(FutureCall, item, many, others, keywords)
-        if call is None:
-            nothing: Future[Any] = Future()
-            nothing.set_result([])
-            return nothing
-        thread, timeout_s, items = self._thread, self._call_options.timeout_s, call.left
-        if not items:
-            call.finish()  # Every item was refused.
-            return call.future
-        if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
+        future: Future[Any] = Future()
+        call = self._make(future, item, many, others, keywords)
+        if not call.left:
+            settle([call])  # It has no items, or every item was refused.
+            return future
+        self._thread.send(call)
+        if call.entrance and not call.entrance.wait(self._call_options.timeout_s):
+            future.cancel()
             raise self._no_result()
-        thread.send(call)
-        return call.future
+        return future
 
     def options(self, **options: Any) -> "BatchedCall[T, R]":
         """The same function, called with other options: those of `CallOptions`.
@@ -169,14 +164,6 @@ class BatchedCall(Generic[T, R]):
         made = BatchedCall[T, R](self._thread, self._owner, chosen)
         made._anchor = self
         return made
-
-    def unwrapped(self) -> tuple[str, Callable[..., Any], Mapping[str, Any]]:
-        """The name, the bare function of a list of items, and the options that were given."""
-        thread = self._thread
-        bare = thread.function
-        if self._owner is not None:
-            bare = functools.partial(bare, self._owner)
-        return thread.name, bare, thread.given_options
 
     @property
     def stats(self) -> BatcherStats:
@@ -201,15 +188,15 @@ class BatchedCall(Generic[T, R]):
 
     def _make(
         self,
-        kind: type[C],
+        future: Answer,
         item: Any,
         many: bool,
         others: tuple[Any, ...],
         keywords: Mapping[str, Any],
-    ) -> C | None:
-        """A call that is ready to be sent; None if it has no items."""
-        thread, own = self._thread, self._call_options
-        thread.check(waits=kind is not FutureCall)
+    ) -> Call:
+        """A call that is ready to be sent."""
+        thread, own, options = self._thread, self._call_options, self._thread.options
+        thread.check(waits=not isinstance(future, Future))
         if others and isinstance(item, type):
             raise BatchArgumentError(f"{thread.name}: {NO_CLASS_METHODS}")
         if others:
@@ -218,26 +205,20 @@ class BatchedCall(Generic[T, R]):
                 f" {1 + len(others)}; pass options as keywords, and several items as a list"
             )
         items = tuple(item) if many else (item,)
-        if not items:
-            return None
         key = encode(thread.name, keywords) if keywords else ""
-        call = kind(items, many, self._owner, keywords, key)
-        options = thread.options
-        if thread.collator is not None:
-            _check_items(call, thread.collator, options.length, own.return_exceptions)
-        elif options.length is not None:
-            call.lengths = [_count(thread.name, options.length, each) for each in items]
+        call = Call(items, many, future, self._owner, keywords, key, thread.usual_lane)
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
-            call.lane = choose_lane(
+            call.lane = Lane(
                 own.priority_class or thread.usual_lane.priority_class,
                 own.tenant,
-                len(items),
-                options.small_batch_threshold,
+                len(items) > (options.small_batch_threshold or inf),
             )
             call.deadline_s = inf if own.deadline_s is None else own.deadline_s
             call.returns_exceptions = own.return_exceptions
-        else:
-            call.lane = thread.usual_lane
+        if thread.collator is not None:
+            _check_items(call, thread.collator, options.length)
+        elif options.length is not None:
+            call.lengths = [_count(thread.name, options.length, each) for each in items]
         return call
 
     def _no_result(self) -> NoResult:
@@ -256,7 +237,7 @@ class BatchedFunction(BatchedCall[T, R]):
         #: The bare function: takes a list, returns a list. It becomes a Celery task by
         #: `app.task(base=BatchTask)(embed.function)`.
         self.function = function
-        self.given_options = given_options
+        self._options = given_options
         self._slot = f"_batcher_of_{describe_function(function)}"
         super().__init__(self._make_thread(self))
         functools.update_wrapper(self, function)
@@ -264,10 +245,7 @@ class BatchedFunction(BatchedCall[T, R]):
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
         name = describe_function(self.function)
-        options, collator = choose(name, self.given_options)
-        thread = make_thread(anchor, BatchLoop(self.function, name, options, collator))
-        thread.given_options = self.given_options
-        return thread
+        return make_thread(anchor, BatchLoop(self.function, name, *choose(name, self._options)))
 
     def __set_name__(self, owner: type, name: str) -> None:
         # A method of the same name may be inherited, and called by `super()`.
@@ -347,9 +325,7 @@ class Batcher(BatchedCall[Any, Any]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        chosen, collator = choose(name, options)
-        thread = make_thread(self, BatchLoop(type(self).infer, name, chosen, collator))
-        thread.given_options = options
+        thread = make_thread(self, BatchLoop(type(self).infer, name, *choose(name, options)))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive, and there is a call whenever it loads.
         myself = weakref.ref(self)
@@ -445,19 +421,16 @@ def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Colla
     return BatcherOptions(**own), collator
 
 
-def _check_items(
-    call: Call, collator: Collator, length: Callable[[Any], int] | None, keeps_errors: bool
-) -> None:
+def _check_items(call: Call, collator: Collator, length: Callable[[Any], int] | None) -> None:
     """Checks items that are dicts of arrays, and notes what may share a batch.
 
     Args:
         call: Gets the features of its items; nobody else has it yet.
         collator: Checks them.
         length: Counts the tokens of an item, if they are counted.
-        keeps_errors: Whether an item that is wrong is answered with its error, and others run.
 
     Raises:
-        InvalidItem: An item is wrong.
+        InvalidItem: An item is wrong, and the call does not return exceptions.
     """
     checked: list[Features | None] = [None] * len(call.items)
     lengths = [1] * len(call.items)
@@ -467,7 +440,7 @@ def _check_items(
         except InvalidItem as error:
             if call.many:
                 error = InvalidItem(f"items[{index}]: {error}")
-            if not keeps_errors:
+            if not call.returns_exceptions:
                 raise error from None
             call.answer(index, Failed(error))
             continue

@@ -7,7 +7,9 @@ import atexit
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
@@ -15,14 +17,11 @@ from typing import Any
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery.execution.bisect_failures import as_exception
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
-from batchery_worker.inprocess.calls import Call, LoopCall, Space, ThreadCall, limited
+from batchery_worker.inprocess.calls import Call, Gate, limited
 from batchery_worker.job import Lane
 
 #: Put behind the last call.
 END = None
-
-#: The items of calls that wait for `load` alone.
-LOAD_ONLY = (None,)
 
 #: `QueueFull.retry_after_s` before the first batch, in seconds.
 UNKNOWN_WAIT_S = 1.0
@@ -43,47 +42,42 @@ class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
     def __init__(self, loop: BatchLoop) -> None:
-        #: The options as the user wrote them, for a batcher that is made of this one.
-        self.given_options: Mapping[str, Any] = {}
+        self.name = loop.name
         self.options = options = loop.options
         #: What items are checked by, in their caller's thread.
         self.collator = loop.collator
         #: Whose items they are where the call does not say.
         self.usual_lane = Lane(next(iter(options.classes)))
-        self._loop = loop
-        self._incoming: SimpleQueue[Call | None] = SimpleQueue()
-        self._space: Space | None = None
-        if options.max_waiting is not None:
-            self._space = Space(options.max_waiting)
-            loop.on_taken = self._space.free
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         #: What is called before the first batch; until it has succeeded, every batch fails.
         self.load: Callable[[], object] | None = None
-        #: How many items the next batch waits for, and until when.
-        self._expected, self._expected_s = 0, 0.0
         #: What is called after the last batch, on the thread.
         self.unload: Callable[[], object] = lambda: None
-        #: Calls that wait for `load` alone.
-        self._starting: list[Call] = []
+        self._loop = loop
+        #: Calls; futures of those who wait for `load` alone; then the end.
+        self._incoming: SimpleQueue[Call | Future[None] | None] = SimpleQueue()
+        #: Calls for which there is no space yet.
+        self._outside: deque[Call] = deque()
+        #: How many items have space, where that is limited.
+        self._waiting = 0
+        if options.max_waiting is not None:
+            loop.on_taken = self._free
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        #: How many items the next batch waits for, and until when.
+        self._expected, self._expected_s = 0, 0.0
         #: Why no call is taken any more.
         self._problem: str | None = None
         self._has_ended = False
 
     @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self._loop.name
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The batch function; of a method, it takes the owner first."""
-        return self._loop.function
-
-    @property
     def stats(self) -> BatcherStats:
         """What the batches looked like so far."""
-        return self._loop.stats(self._loop.waiting + self._incoming.qsize())
+        outside = self._incoming.qsize() + sum([call.left for call in self._outside])
+        return self._loop.stats(self._loop.waiting + outside)
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._thread is threading.current_thread()
 
     def check(self, *, waits: bool = True) -> None:
         """Makes sure that a call would be answered.
@@ -98,70 +92,35 @@ class BatcherThread:
         """
         if self._problem is not None:
             raise self._closed()
-        if self._thread is threading.current_thread() and (waits or self._loop.is_computing):
+        if self._is_own_thread and (waits or self._loop.is_computing):
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
                 " itself; call the bare function. A callback of a future may only submit"
             )
 
-    def has_space(self, items: int) -> bool:
-        """Takes space for items; False if the caller must wait for it.
-
-        Raises:
-            QueueFull: There is none, and callers are refused.
-        """
-        if self._space is None or self._space.take(items):
-            return True
-        if self.options.when_full == "refuse":
-            stats = self.stats
-            error = QueueFull(
-                f"{self.name}: {stats.waiting} items wait, and max_waiting is"
-                f" {self.options.max_waiting}; try again later"
-            )
-            rate = stats.mean_batch_size / stats.mean_run_ms if stats.mean_run_ms else 0.0
-            error.retry_after_s = stats.waiting / rate / 1e3 if rate else UNKNOWN_WAIT_S
-            raise error
-        return False
-
-    def wait_for_space(self, items: int, timeout_s: float | None) -> bool:
-        """Waits until there is space for items, and takes it; False if there was none in time."""
-        assert self._space is not None
-        self.check()
-        return self._space.wait(items, timeout_s)
-
-    async def wait_for_space_async(self, items: int) -> None:
-        """The same, without blocking the event loop."""
-        assert self._space is not None
-        await self._space.wait_async(items)
-
     def send(self, call: Call) -> None:
-        """Queues a call, for which there is space.
+        """Queues a call. Where its caller waits for space alone, its entrance opens.
 
         Raises:
-            BatcherClosed: It was closed before its first call.
+            QueueFull: There is no space, and callers are refused.
+            BatcherClosed: It is closed.
         """
-        if self._thread is None:
-            self._start()
+        if self.options.max_waiting is not None:
+            call.has_space = not self._outside and self._take_space(call.left)
+            if not call.has_space:
+                if self.options.when_full == "refuse":
+                    raise self._full()
+                if isinstance(call.future, Future) and not self._is_own_thread:
+                    call.entrance = Gate()
         call.sent_s = monotonic()
-        self._incoming.put(call)
-        if self._has_ended:
-            self._refuse_rest()
+        self._put(call)
 
-    def start(self) -> None:
-        """Loads now, and waits until that is done."""
+    def start(self) -> "Future[None]":
+        """Loads now; the future is done when that is."""
         self.check()
-        call = ThreadCall(LOAD_ONLY, False)
-        self.send(call)
-        call.wait(None)
-        call.result()
-
-    async def start_async(self) -> None:
-        """The same, without blocking the event loop."""
-        self.check()
-        call = LoopCall(LOAD_ONLY, False)
-        self.send(call)
-        await call.wait()
-        call.result()
+        future: Future[None] = Future()
+        self._put(future)
+        return future
 
     def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
         """What the function may prepare while it runs: see `BatchLoop.look_ahead`."""
@@ -187,9 +146,7 @@ class BatcherThread:
                 self._problem = problem
                 if thread is not None:
                     self._incoming.put(END)
-                if self._space is not None:
-                    self._space.close()
-        if wait and thread is not None and thread is not threading.current_thread():
+        if wait and thread is not None and not self._is_own_thread:
             thread.join()
 
     def forked(self) -> None:
@@ -200,27 +157,45 @@ class BatcherThread:
         self._lock = threading.Lock()
         self._incoming = SimpleQueue()
 
-    def _start(self) -> None:
+    def _take_space(self, items: int) -> bool:
+        """Takes space for a call; one that is larger than all of it goes in alone."""
+        maximum = self.options.max_waiting or 0
         with self._lock:
-            if self._problem is not None:
-                raise self._closed()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._main, name=f"batchery-{self.name}", daemon=True
-                )
-                _started.add(self)
-                self._thread.start()
+            if 0 < self._waiting > maximum - items:
+                return False
+            self._waiting += items
+            return True
+
+    def _free(self, items: int) -> None:
+        with self._lock:
+            self._waiting -= items
+
+    def _put(self, call: "Call | Future[None]") -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._problem is not None:
+                    raise self._closed()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._main, name=f"batchery-{self.name}", daemon=True
+                    )
+                    _started.add(self)
+                    self._thread.start()
+        self._incoming.put(call)
+        if self._has_ended:
+            self._refuse_rest()
 
     def _main(self) -> None:
         try:
             while self._take_in():
                 self._turn()
+                self._let_in()
+            while self._outside:
+                self._refuse(self._outside.popleft())
             while self._loop.waiting:
                 self._turn(draining=True)
         finally:
             self._has_ended = True
-            if self._space is not None:
-                self._space.close()
             self._loop.fail_all(self._closed())
             self._refuse_rest()
             self._loop.close()
@@ -228,24 +203,23 @@ class BatcherThread:
 
     def _turn(self, *, draining: bool = False) -> None:
         try:
-            if self.load is not None:
-                self.load()
-                self.load = None
-            while self._starting:
-                self._starting.pop().finish()
+            if self._loop.waiting:
+                self._load()
             self._loop.turn(draining=draining)
             if self._loop.answered_threads:
                 self._expect_answered_threads()
         except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
-            problem = as_exception(error, self.name)
-            self._loop.fail_all(problem)
-            while self._starting:
-                self._starting.pop().fail(problem)
+            self._loop.fail_all(as_exception(error, self.name))
+
+    def _load(self) -> None:
+        if self.load is not None:
+            self.load()
+            self.load = None
 
     def _take_in(self) -> bool:
         """Takes in what was called; waits if nothing is due. Returns False at the end."""
-        loop = self._loop
-        if not self._take(self._timeout_s()):
+        loop, wake_s = self._loop, self._loop.wake_s()
+        if not self._take(None if wake_s is None else limited(wake_s - monotonic())):
             return False
         while loop.waiting < self._expected and (left_s := self._expected_s - monotonic()) > 0:
             if not self._take(left_s):
@@ -259,27 +233,52 @@ class BatcherThread:
             call = self._incoming.get(timeout=timeout_s)
         except Empty:
             return True
-        if call is END:
-            return False
-        self._admit(call)
-        return self._take_in_waiting()
+        return self._admit(call) and self._take_in_waiting()
 
     def _take_in_waiting(self) -> bool:
         """Takes in what was called so far. Returns False at the end."""
         try:
-            while True:
-                call = self._incoming.get_nowait()
-                if call is END:
-                    return False
-                self._admit(call)
+            while self._admit(self._incoming.get_nowait()):
+                pass
         except Empty:
             return True
+        return False
 
-    def _admit(self, call: Call) -> None:
-        if call.items is LOAD_ONLY:
-            self._starting.append(call)
-        else:
-            self._loop.admit(call)
+    def _admit(self, call: "Call | Future[None] | None") -> bool:
+        if isinstance(call, Call):
+            if call.has_space:
+                self._loop.admit(call)
+            else:
+                self._outside.append(call)
+                self._let_in()
+        elif call is not END:
+            try:
+                self._load()
+            except BaseException as error:  # noqa: BLE001 - it belongs to who waits
+                call.set_exception(as_exception(error, self.name))
+            else:
+                call.set_result(None)
+        return call is not END
+
+    def _let_in(self) -> None:
+        """Admits the calls for which there is space, in their order."""
+        while self._outside:
+            call = self._outside[0]
+            if not self._take_space(call.left):
+                return
+            self._loop.admit(self._outside.popleft())
+            if call.entrance is not None:
+                call.entrance.open()
+
+    def _full(self) -> QueueFull:
+        stats = self.stats
+        error = QueueFull(
+            f"{self.name}: {stats.waiting} items wait, and max_waiting is"
+            f" {self.options.max_waiting}; try again later"
+        )
+        rate = stats.mean_batch_size / stats.mean_run_ms if stats.mean_run_ms else 0.0
+        error.retry_after_s = stats.waiting / rate / 1e3 if rate else UNKNOWN_WAIT_S
+        return error
 
     def _expect_answered_threads(self) -> None:
         """Notes how many items wait as soon as the threads that were answered have called again.
@@ -294,61 +293,24 @@ class BatcherThread:
         if expected > 1 and limit_s > MIN_LINGER_S:
             self._expected, self._expected_s = expected, monotonic() + limit_s
 
-    def _timeout_s(self) -> float | None:
-        """How long to wait for calls, in seconds; None for as long as it takes."""
-        if self._starting:
-            return 0.0  # They came while a batch ran, and `look_ahead` took them in.
-        wake_s = self._loop.wake_s()
-        return None if wake_s is None else limited(wake_s - monotonic())
-
     def _closed(self) -> BatcherClosed:
         return BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
 
     def _refuse_rest(self) -> None:
         """Fails the calls that came behind the end."""
-        error = self._closed()
-        while self._starting:
-            self._starting.pop().fail(error)
         try:
             while True:
-                call = self._incoming.get_nowait()
-                if call is not END:
-                    call.fail(error)
+                self._refuse(self._incoming.get_nowait())
         except Empty:
             pass
 
-
-def send_and_wait(thread: BatcherThread, call: ThreadCall, timeout_s: float | None) -> bool:
-    """Sends a call and waits for its answer; False if there is none in time."""
-    end_s = None if timeout_s is None else monotonic() + timeout_s
-    items = call.left
-    if not items:
-        return True
-    if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
-        return False
-    thread.send(call)
-    try:
-        is_answered = call.wait(None if end_s is None else end_s - monotonic())
-    except BaseException:
-        call.is_abandoned = True
-        raise
-    call.is_abandoned = not is_answered
-    return is_answered
-
-
-async def send_and_await(thread: BatcherThread, call: LoopCall) -> None:
-    """Sends a call and waits for its answer, without blocking the event loop."""
-    items = call.left
-    if not items:
-        return
-    if not thread.has_space(items):
-        await thread.wait_for_space_async(items)
-    thread.send(call)
-    try:
-        await call.wait()
-    except BaseException:
-        call.is_abandoned = True
-        raise
+    def _refuse(self, call: "Call | Future[None] | None") -> None:
+        if isinstance(call, Call):
+            call.fail(self._closed())
+            if call.entrance is not None:
+                call.entrance.open()
+        elif call is not END:
+            call.set_exception(self._closed())
 
 
 def _forked() -> None:

@@ -1,5 +1,6 @@
 """`Engine`: a model of the settings in the caller's own process, without a broker."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -149,7 +150,7 @@ class Engine(EngineCall):
             BatcherClosed: The engine is closed.
         """
         try:
-            self._thread.start()
+            self._thread.start().result()
         except BaseException:
             self._thread.close(wait=False)
             raise
@@ -158,7 +159,7 @@ class Engine(EngineCall):
     async def __aenter__(self) -> Self:
         """The same, without blocking the event loop."""
         try:
-            await self._thread.start_async()
+            await asyncio.wrap_future(self._thread.start())
         except BaseException:
             self._thread.close(wait=False)
             raise

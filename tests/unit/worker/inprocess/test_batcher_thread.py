@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from batchery import BatchArgumentError, BatcherClosed, NoResult, QueueFull, batched
-from batchery_worker.inprocess.batcher_thread import send_and_wait
-from batchery_worker.inprocess.calls import ThreadCall
 from support.gate import WAIT_S, Gate, batcher_threads
 from support.harness import wait_for
 
@@ -67,22 +65,6 @@ def test_a_closed_batcher_answers_what_is_there_and_takes_no_more(gate: Gate) ->
     function.close()
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-def test_a_call_that_comes_while_a_batcher_is_closed_is_refused(is_used: bool) -> None:
-    function = batched(lambda items: items)
-    if is_used:
-        function("a")
-    call = ThreadCall(["late"], False)
-    function.close()
-
-    def send_late() -> None:
-        send_and_wait(function._thread, call, None)
-        call.result()
-
-    with pytest.raises(BatcherClosed, match="it is closed"):
-        send_late()
-
-
 def _is_closed(function: Any) -> bool:
     try:
         function([])
@@ -114,8 +96,8 @@ def test_a_cancelled_future_is_dropped_and_its_neighbours_are_not(gate: Gate) ->
     held = gate.hold(function)
     futures = [function.submit(number) for number in range(3)]
     assert futures[1].cancel()
-    assert wait([futures[1]], WAIT_S).done
     gate.opened.set()
+    assert wait([futures[1]], WAIT_S).done
     assert [futures[0].result(WAIT_S), futures[2].result(WAIT_S)] == ["0!", "2!"]
     with pytest.raises(CancelledError):
         futures[1].result(0)
@@ -207,27 +189,6 @@ def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
     assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
 
 
-def test_who_fits_goes_in_as_soon_as_a_larger_call_before_it_gives_up(gate: Gate) -> None:
-    function = batched(gate, max_batch_size=1, max_waiting=3)
-    gate.hold(function)
-    first = function.submit("first")
-    space = function._thread._space
-    assert space is not None
-
-    async def main() -> Any:
-        large = asyncio.create_task(function.acall(["one", "two", "three"]))
-        small = asyncio.create_task(function.acall("small"))
-        await asyncio.sleep(0)
-        large.cancel()
-        await asyncio.wait([large])
-        used = space._used
-        gate.opened.set()
-        return used, await small
-
-    assert asyncio.run(main()) == (2, "small!")
-    assert first.result(WAIT_S) == "first!"
-
-
 def test_callers_who_wait_for_space_are_refused_when_it_is_closed(gate: Gate) -> None:
     function = batched(gate, max_waiting=1, max_batch_size=1)
     held, waiting = gate.hold(function), function.submit("waiting")
@@ -247,11 +208,10 @@ def test_callers_who_wait_for_space_are_refused_when_it_is_closed(gate: Gate) ->
     threads += [threading.Thread(target=asyncio.run, args=(acall(),)) for _ in range(5)]
     for thread in threads:
         thread.start()
-    space = function._thread._space
-    assert space is not None
-    wait_for(lambda: len(space._waiters) == 10, "all wait for space")
+    wait_for(lambda: function.stats.waiting == 11, "all wait for space")
     closing = threading.Thread(target=function.close)
     closing.start()
+    wait_for(lambda: _is_closed(function), "it takes no more")
     gate.opened.set()
     for thread in (*threads, closing):
         thread.join(WAIT_S)
@@ -276,31 +236,6 @@ def test_space_is_not_given_to_an_event_loop_that_stands_still(gate: Gate) -> No
     # It may go on later, and gets its turn then.
     assert loop.run_until_complete(paused) == "paused!"
     loop.close()
-
-
-def test_call_that_is_cancelled_while_its_loop_stands_still_gives_nothing_back_twice(
-    gate: Gate,
-) -> None:
-    function = batched(gate, max_waiting=1, max_batch_size=1)
-    gate.hold(function)
-    function.submit("waiting")
-    loop = asyncio.new_event_loop()
-
-    async def begin() -> "asyncio.Task[str]":
-        call = asyncio.create_task(function.acall("paused"))
-        await asyncio.sleep(0)
-        return call
-
-    paused = loop.run_until_complete(begin())
-    gate.opened.set()
-    assert function.options(timeout_s=WAIT_S)("other") == "other!"
-    paused.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        loop.run_until_complete(paused)
-    loop.close()
-    space = function._thread._space
-    assert space is not None
-    assert space._used == 0
 
 
 def test_a_callback_of_a_future_that_exits_hurts_no_neighbour(
