@@ -11,186 +11,48 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 ```
 
-Errors aside, each name loads its module when it is first used: an app that only declares tasks does
-not pay for the clients, and a program that only batches its own calls loads no Celery.
+Each name loads its module when it is first used: an app that only declares tasks does not pay for
+the clients, and a program that only batches its own calls loads no Celery. Type checkers read
+`__init__.pyi`.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from batchery.errors import (
-    AppNotImportable,
-    BatchArgumentError,
-    BatcherClosed,
-    BatcheryError,
-    BrokerRefused,
-    DatasetError,
-    DeadlineExceeded,
-    DeviceDied,
-    DeviceUnavailable,
-    GaveUp,
-    InvalidItem,
-    ItemError,
-    ItemFailed,
-    ModelLoadError,
-    NoResult,
-    OutOfMemory,
-    PromptTooLong,
-    PublishError,
-    QueueFull,
-    RedisUnavailable,
-    ServerBusy,
-    ServerFailed,
-    ServerRefused,
-    SettingsError,
-    StartError,
-    UnknownJob,
-    UnserialisableResult,
-    WrongLength,
-)
-
-if TYPE_CHECKING:
-    from batchery.installer import install, register
-    from batchery.model import Advance, Model, StepModel
-    from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
-    from batchery.results import (
-        Classification,
-        Embedding,
-        Entity,
-        Generation,
-        MultiVectorEmbedding,
-        Score,
-        SparseEmbedding,
-        TokenClassification,
-        to_numpy,
-    )
-    from batchery.settings import ModelSettings, Settings
-    from batchery.task import BatchTask
-    from batchery.transport.dead_letters import DeadLetter, DeadLetters
-    from batchery_producer import (
-        AsyncClient,
-        AsyncPieceStream,
-        AsyncTask,
-        Client,
-        Ending,
-        Outcome,
-        PieceStream,
-        Progress,
-        Publisher,
-        Snapshot,
-        SubmitOptions,
-        Summary,
-        TaskClient,
-        submit_file,
-    )
-    from batchery_worker.inprocess.batcher import Batcher, batched
-    from batchery_worker.inprocess.engine import Engine
-
-__all__ = [
-    "Advance",
-    "AppNotImportable",
-    "AsyncClient",
-    "AsyncPieceStream",
-    "AsyncTask",
-    "BatchArgumentError",
-    "BatchTask",
-    "Batcher",
-    "BatcherClosed",
-    "BatcheryError",
-    "BrokerRefused",
-    "Classification",
-    "Client",
-    "DatasetError",
-    "DeadLetter",
-    "DeadLetters",
-    "DeadlineExceeded",
-    "DeviceDied",
-    "DeviceUnavailable",
-    "Embedding",
-    "Ending",
-    "Engine",
-    "Entity",
-    "Failed",
-    "GaveUp",
-    "Generation",
-    "Ignore",
-    "InvalidItem",
-    "ItemError",
-    "ItemFailed",
-    "Model",
-    "ModelLoadError",
-    "ModelSettings",
-    "MultiVectorEmbedding",
-    "NoResult",
-    "OutOfMemory",
-    "Outcome",
-    "Partial",
-    "PieceStream",
-    "Progress",
-    "PromptTooLong",
-    "PublishError",
-    "Publisher",
-    "QueueFull",
-    "RedisUnavailable",
-    "Reject",
-    "Replace",
-    "RetryAfter",
-    "Score",
-    "ServerBusy",
-    "ServerFailed",
-    "ServerRefused",
-    "Settings",
-    "SettingsError",
-    "Snapshot",
-    "SparseEmbedding",
-    "StartError",
-    "StepModel",
-    "SubmitOptions",
-    "Summary",
-    "TaskClient",
-    "TokenClassification",
-    "UnknownJob",
-    "UnserialisableResult",
-    "WrongLength",
-    "batched",
-    "install",
-    "register",
-    "submit_file",
-    "to_numpy",
-]
-
-#: Modules of the names, which load when they are first used.
+#: Where the public names are.
 _MODULES = {
-    **dict.fromkeys(__all__, "batchery_producer"),
-    **dict.fromkeys(
-        ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
-    ),
-    **dict.fromkeys(
-        (
-            "Classification",
-            "Embedding",
-            "Entity",
-            "Generation",
-            "MultiVectorEmbedding",
-            "Score",
-            "SparseEmbedding",
-            "TokenClassification",
-            "to_numpy",
-        ),
-        "batchery.results",
-    ),
-    **dict.fromkeys(("DeadLetter", "DeadLetters"), "batchery.transport.dead_letters"),
-    **dict.fromkeys(("ModelSettings", "Settings"), "batchery.settings"),
-    **dict.fromkeys(("install", "register"), "batchery.installer"),
-    **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
-    "BatchTask": "batchery.task",
-    "Engine": "batchery_worker.inprocess.engine",
-    **dict.fromkeys(("Advance", "Model", "StepModel"), "batchery.model"),
+    "batchery.errors": """
+        AppNotImportable BatchArgumentError BatcherClosed BatcheryError BrokerRefused DatasetError
+        DeadlineExceeded DeviceDied DeviceUnavailable GaveUp InvalidItem ItemError ItemFailed
+        ModelLoadError NoResult OutOfMemory PromptTooLong PublishError QueueFull RedisUnavailable
+        ServerBusy ServerFailed ServerRefused SettingsError StartError UnknownJob
+        UnserialisableResult WrongLength
+    """,
+    "batchery.installer": "install register",
+    "batchery.model": "Advance Model StepModel",
+    "batchery.outcomes": "Failed Ignore Partial Reject Replace RetryAfter",
+    "batchery.results": """
+        Classification Embedding Entity Generation MultiVectorEmbedding Score SparseEmbedding
+        TokenClassification to_numpy
+    """,
+    "batchery.settings": "ModelSettings Settings",
+    "batchery.task": "BatchTask",
+    "batchery.transport.dead_letters": "DeadLetter DeadLetters",
+    "batchery_producer": """
+        AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream Progress
+        Publisher Snapshot SubmitOptions Summary TaskClient submit_file
+    """,
+    "batchery_worker.inprocess.batcher": "Batcher batched",
+    "batchery_worker.inprocess.engine": "Engine",
 }
+
+_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_PLACES)  # noqa: PLE0605 (from the one table)
 
 
 def __getattr__(name: str) -> Any:
-    if (module := _MODULES.get(name)) is None:
+    if (module := _PLACES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value

@@ -64,7 +64,7 @@ def test_celery_s_command_imports_no_more_of_ours_than_names(plugins: Path) -> N
     load = "[each.load() for each in find(group='celery.commands', name='batchery')]"
     loaded = list_imported(load, plugins, f"{points}; import celery.worker.control")
     assert loaded == {
-        *("batchery", "batchery.errors", "batchery.protocol", "batchery.protocol.commands"),
+        *("batchery", "batchery.protocol", "batchery.protocol.commands"),
         *("batchery_worker", "batchery_worker.remote_control"),
     }
 
