@@ -26,6 +26,7 @@ if "MASTER" in os.environ:
     app.conf.result_backend_transport_options = {"master_name": os.environ["MASTER"]}
     # By Celery's own rule it is chance which of several Sentinels a worker has after a failover.
     app.conf.broker_failover_strategy = lambda urls: chain(urls[:1], repeat(urls[-1]))
+app.conf.worker_eta_task_limit = int(os.environ.get("ETA_LIMIT", "0")) or None
 app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
 
 

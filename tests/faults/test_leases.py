@@ -250,6 +250,16 @@ def test_jobs_whose_time_has_not_come_keep_no_other_job_waiting(
     assert executions(book) == ["now"]
 
 
+def test_a_limit_of_jobs_with_an_eta_leaves_batches_whole(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    jobs = send(redis_url, "batch", list(range(8)), book=book, gate=gate)
+    start_worker("apps.leases", "-c", "1", env={"ETA_LIMIT": "2", "PREFETCH": "1"})
+    wait_for(partial(has_executed, book, 8), "all of them run at once")
+    gate.touch()
+    wait_for(partial(have_results, bare, jobs), "all are answered")
+
+
 def test_plain_and_batchery_workers_together_answer_every_job_once(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from apps import more
+from apps import mapped, more
 from conftest import StartWorker
 from support.harness import PYTHONPATH, START_S, open_redis, queue_length, wait_for
 from support.patience import patient
@@ -55,6 +55,13 @@ def test_queues_are_chosen_and_left_out_on_the_command_line(
     assert queue_length(redis_url, "celery") == 1
     start_worker("apps.more", "-X", "one,two")
     assert left_out.get(timeout=TIMEOUT_S) == "waits"
+
+
+def test_a_queue_of_a_model_is_left_out(start_worker: StartWorker, redis_url: str) -> None:
+    mapped.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.mapped", "-X", "doubles")
+    consumed = worker.inspect(mapped.app, "active_queues")
+    assert {queue["name"] for queue in consumed} == {"celery"}
 
 
 def test_beat_runs_in_the_same_worker(

@@ -53,10 +53,8 @@ def test_ordinary_tasks_run_in_processes_and_batches_on_devices(start_worker: St
 
 def test_time_limit_of_an_ordinary_task_holds(start_worker: StartWorker) -> None:
     start_worker("apps.hybrid", "-c", "1", *BOTH)
-    started_s = time.monotonic()
     with pytest.raises(TimeLimitExceeded):
         hybrid.limited.delay().get(timeout=TIMEOUT_S)
-    assert time.monotonic() - started_s < 30
     assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
 
 
@@ -110,6 +108,14 @@ def test_pool_grows_and_shrinks_by_remote_control(start_worker: StartWorker) -> 
 
 def test_autoscale_starts_processes_for_waiting_jobs(start_worker: StartWorker) -> None:
     worker = start_worker("apps.hybrid", "--autoscale", "3,1", *BOTH)
+    (device,) = worker.devices()
+    device.suspend()
+    held = hybrid.double.submit_many(range(4))
+    wait_for(lambda: worker.batches_in_flight(hybrid.app), "a batch is on the device")
+    # Jobs that wait for a device want no process.
+    assert worker.inspect(hybrid.app, "stats")["autoscaler"]["qty"] == 0
+    device.resume()
+    assert held.get(timeout=TIMEOUT_S) == [0, 2, 4, 6]
     jobs = [hybrid.pid.delay(2.0) for _ in range(9)]
     wait_for(lambda: len(processes(worker)) > 1, "more processes")
     assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
