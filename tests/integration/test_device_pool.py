@@ -1,7 +1,5 @@
 """Device processes on an event loop: both are real."""
 
-import os
-import signal
 import sys
 import threading
 import time
@@ -17,7 +15,6 @@ from batchery import AppNotImportable, ModelLoadError
 from batchery_worker.device_pool.process import (
     DeviceProcess,
     RecyclingLimits,
-    State,
     start_process,
 )
 from batchery_worker.device_pool.startup import choose_devices
@@ -99,22 +96,6 @@ def crews() -> Iterator[Callable[[str], Crew]]:
         crew.hub.close()
 
 
-def test_a_device_that_dies_is_replaced(
-    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A slow machine may take longer to end it than to close its pipe.
-    monkeypatch.setattr("batchery_worker.device_pool.process.REAP_TIMEOUT_S", 30.0)
-    crew = crews()
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor.devices
-    first = device.pid
-    device.kill()
-    crew.run_until(lambda: crew.ready == 2)
-    assert device.pid != first
-    assert crew.deaths == ["device process for cpu died: killed by signal 9"]
-    assert not crew.lost
-
-
 def test_no_file_of_the_working_directory_hides_a_module_of_python(
     crews: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,18 +105,6 @@ def test_no_file_of_the_working_directory_hides_a_module_of_python(
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     assert crew.ready == 1
-
-
-def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> None:
-    crew = crews()
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor.devices
-    crew.supervisor.stop_restarting()
-    device.kill()
-    crew.run_until(lambda: crew.deaths)
-    crew.hub.call_later(device.backoff_s, crew.lost.append, "enough time has passed")
-    crew.run_until(lambda: crew.lost)
-    assert device.state is State.DEAD
 
 
 def test_a_device_that_never_starts_is_given_up(crews: Callable[..., Crew]) -> None:
@@ -167,31 +136,6 @@ def test_a_start_that_takes_too_long_names_the_devices_and_their_models(
     assert str(caught.value).startswith(f"not ready after 0 s: {', '.join(names)};")
 
 
-def test_messages_of_a_device_are_read_without_a_loop(crews: Callable[..., Crew]) -> None:
-    crew = crews()
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor.devices
-    device.kill()
-    deadline_s = time.monotonic() + 10
-    while not crew.deaths and time.monotonic() < deadline_s:
-        crew.supervisor.read()
-    assert crew.deaths
-
-
-def test_a_device_that_cannot_be_spawned_is_given_up_too(
-    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*_: object, **__: object) -> None:
-        raise OSError("no room for one more process")
-
-    monkeypatch.setattr("batchery_worker.device_pool.process.subprocess.Popen", no_room)
-    crew = crews()
-    crew.supervisor.attach(crew.hub)
-    crew.run_until(lambda: crew.lost)
-    assert crew.lost == ["no device is left, the last one was cpu"]
-    assert list(crew.supervisor.devices) == []
-
-
 def test_a_device_starts_once_there_is_a_thread_for_its_log(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,62 +152,6 @@ def test_a_device_starts_once_there_is_a_thread_for_its_log(
     crew.supervisor.attach(crew.hub)
     crew.run_until(lambda: crew.ready)
     assert not failures
-
-
-def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
-    crews: Callable[..., Crew],
-) -> None:
-    crew = crews(limits=RecyclingLimits(max_jobs=2))
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor.devices
-    first = device.pid
-    for number in (1, 2, 3):
-        # The third is on the device already when the second one reaches the limit.
-        crew.send(device, number)
-    crew.run_until(lambda: crew.ready == 2)
-    assert [pid for pid, _ in crew.done] == [first] * 3
-    assert device.pid != first
-    assert device.has_room
-    assert not crew.deaths
-    assert (device.deaths, device.jobs) == (0, 0)
-
-
-def test_devices_are_recycled_one_at_a_time(crews: Callable[..., Crew]) -> None:
-    crew = crews(devices=2)
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    before = crew.pids()
-    away: list[int] = []
-
-    def recycled() -> bool:
-        away.append(sum(device.state is not State.READY for device in crew.supervisor.devices))
-        return crew.ready == 4
-
-    crew.supervisor.recycle(["apps.device_app"])
-    crew.run_until(recycled)
-    assert max(away) == 1
-    assert not set(before) & set(crew.pids())
-    assert not crew.deaths
-
-
-def test_a_device_that_does_not_leave_is_killed(
-    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_TIMEOUT_S", 0.1)
-    crew = crews()
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor.devices
-    os.kill(device.pid, signal.SIGSTOP)
-    crew.supervisor.recycle([])
-    crew.run_until(lambda: crew.ready == 2)
-    assert not crew.deaths
-
-
-def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> None:
-    crew = crews()
-    crew.supervisor.start(crew.hub, 60, lambda: None)
-    crew.supervisor.stop_restarting()
-    crew.supervisor.recycle([])
-    assert [device.state for device in crew.supervisor.devices] == [State.READY]
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,9 @@ from batchery_worker.ipc.messages import (
     Setup,
     Work,
     decode_outcome,
-    dump_context,
     dump_message,
     load_reply,
 )
-from support.harness import wait_for
 
 TESTS = str(Path(__file__).resolve().parents[1])
 backend = Celery("parent", broker="memory://", set_as_current=False).backend
@@ -113,39 +111,6 @@ def device() -> Iterator[Process]:
         yield process
 
 
-def test_a_function_runs_once_for_all_jobs(device: Process) -> None:
-    done, outcomes = device.run("apps.device_app.double", [("a", [1], False), ("b", [2], False)])
-    assert outcomes == [2, 4]
-    assert done.forward_ms >= 0
-    assert (done.tokens, done.computed_tokens) == (0, 0)
-
-
-def test_a_coroutine_runs_too(device: Process) -> None:
-    assert device.run("apps.device_app.reverse", [("a", ["abc"], False)])[1] == ["cba"]
-
-
-def test_multi_item_jobs_are_cut_and_put_together_again(device: Process) -> None:
-    jobs: list[tuple[str, Sequence[Any], bool]]
-    jobs = [("a", [1, "x", 3], True), ("b", [4], False), ("c", [5, None], True)]
-    _, outcomes = device.run("apps.device_app.double", jobs, max_batch_size=2)
-    assert outcomes[0] == [{"ok": 2}, {"ok": "xx"}, {"ok": 6}]
-    assert outcomes[1] == 8
-    assert outcomes[2][0] == {"ok": 10}
-    assert outcomes[2][1]["error"]["type"] == "TypeError"
-
-
-def test_each_call_is_told_of_the_jobs_whose_items_it_is_given(device: Process) -> None:
-    jobs: list[tuple[str, Sequence[Any], bool]]
-    jobs = [("a", [1, 2, 3], True), ("b", ["raise"], False), ("c", [4, 5], True)]
-    contexts = [dump_context({"id": task_id}) for task_id, _, _ in jobs]
-    _, (a, b, c) = device.run("apps.device_app.owners", jobs, max_batch_size=4, contexts=contexts)
-    # 1, 2 | 3, raise -> 3 | raise; then 4, 5
-    assert [each["ok"][:2] for each in a] == [["a", [0, 1]], ["a", [0, 1]], ["a", [0]]]
-    assert a[0]["ok"][2] == [[1, 2, 3]]
-    assert isinstance(b.exception, LookupError)
-    assert [each["ok"][:2] for each in c] == [["c", [0, 1]]] * 2
-
-
 def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
     jobs = [(str(at), [text], False) for at, text in enumerate(["aa", "", "aaaa", "a"])]
     done, outcomes = device.run("lengths", jobs, max_batch_size=2)
@@ -177,18 +142,6 @@ def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budge
         assert max(shared for _, shared in outcomes) <= 10
 
 
-def test_the_budget_of_the_settings_is_reported_before_the_first_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("BATCHERY_MAX_BATCH_TOKENS", "512")
-    with started(setup(load=["lengths"])) as process:
-        ready = process.read()
-        assert isinstance(ready, Ready)
-        assert ready.figures is not None
-        model = ready.figures["models"]["lengths"]
-        assert (model["max_batch_tokens"], model["chosen_by"]) == (512, "setting")
-
-
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
     device: Process,
 ) -> None:
@@ -198,32 +151,6 @@ def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
         assert isinstance(outcome.exception, ModelLoadError)
         assert "no such weights" in str(outcome.exception)
     assert device.run("apps.device_app.double", [("a", [3], False)])[1] == [6]
-
-
-def test_a_model_that_is_loaded_late_runs(device: Process) -> None:
-    with started(setup(load=[])) as process:
-        assert isinstance(process.read(), Ready)
-        assert process.run("lengths", [("a", ["abc"], False)])[1] == [[3, 1]]
-
-
-def test_a_device_leaves_when_its_pipe_closes() -> None:
-    with started(setup(load=[])) as process:
-        assert isinstance(process.read(), Ready)
-        assert process.close() == 0
-
-
-@pytest.mark.parametrize("runs_before", [0, 1], ids=["first", "after a short one"])
-def test_a_device_leaves_in_the_midst_of_a_batch(tmp_path: Path, runs_before: int) -> None:
-    """Whether it reads ahead meanwhile, or has learned that this is not worth while."""
-    begun = tmp_path / "begun"
-    with started(setup(load=[])) as process:
-        assert isinstance(process.read(), Ready)
-        for _ in range(runs_before):
-            process.run("apps.device_app.nap", [("a", [("", 0.0)], False)])
-        jobs = [("b", [(str(begun), 60.0)], False)]
-        write_frame(process.end, dump_message(Work(1, "apps.device_app.nap", {}, jobs, 64, None)))
-        wait_for(begun.exists, "the batch runs")
-        assert process.close() == 0
 
 
 @pytest.mark.parametrize(

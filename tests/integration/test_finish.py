@@ -11,7 +11,6 @@ import pytest
 import redis
 from celery import Celery
 from celery.app.task import Context
-from celery.exceptions import BackendStoreError
 
 from batchery.completion import HeldMessage, JobCompletion, Outbox, completing
 from batchery.installer import install
@@ -22,7 +21,6 @@ from batchery_worker.completion import atomic_finish
 from batchery_worker.completion.atomic_finish import AtomicFinisher, WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.request import LeaseHandle
-from support.harness import queue_length
 from support.own_redis import OwnRedis
 from support.patience import patient
 
@@ -213,14 +211,6 @@ def test_part_of_a_chord_that_runs_twice_counts_once(
     assert house.joined() == [[["A", "B"]]]
 
 
-def test_part_of_a_chord_that_redis_refuses_to_count_is_left_to_celery(house: House) -> None:
-    house.backend.set_chord_size("broken", 2)
-    house.bare.set(house.backend.get_key_for_group("broken", ".j"), "no set")
-    jobs = [house.job("1", "A", chord="broken"), house.job("2", "B")]
-    assert house.finisher.finish(jobs) == [NEEDS_TRACER, COMMITTED]
-    assert house.leased() == {"1"}
-
-
 def test_stored_success_is_not_overwritten(house: House) -> None:
     job = house.job("1", "later", ("next",))
     house.backend.store_result("t1", "first", "SUCCESS")
@@ -265,18 +255,6 @@ def test_message_is_not_published_beside_one_that_cannot_be(house: House) -> Non
     assert house.leased() == {"1"}
 
 
-def test_unknown_worker_finishes_nothing(house: House) -> None:
-    house.broker.zrem(house.keys.workers, "me")
-    job = house.job("1", "A", ("next",))
-    assert house.finisher.finish([job]) == [NEEDS_TRACER]
-    # Nor is it asked again: the worker is fenced.
-    house.broker.zadd(house.keys.workers, {"me": 1})
-    assert house.finisher.finish([job]) == [NEEDS_TRACER]
-    house.lease_store.worker = "another"
-    house.broker.zadd(house.keys.workers, {"another": 1})
-    assert house.finisher.finish([job]) == [COMMITTED]
-
-
 def test_a_redis_that_has_forgotten_the_script_or_is_full_finishes_jobs(house: House) -> None:
     assert house.finisher.finish([house.job("1", "A", ("next",))]) == [COMMITTED]
     house.bare.script_flush()
@@ -290,20 +268,6 @@ def test_a_redis_that_has_forgotten_the_script_or_is_full_finishes_jobs(house: H
     assert len(house.queue("next")) == 3
 
 
-def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
-    outbox = held_outbox("mine")
-    with completing(JobCompletion(outbox=outbox)):
-        house.backend.store_result("another", 1, "FAILURE")
-        house.backend.save_group("group", house.app.GroupResult("group", []))
-        house.backend.store_result("mine", 2, "SUCCESS")
-        house.backend._MAX_STR_VALUE_SIZE = 10
-        with pytest.raises(BackendStoreError, match="too large"):
-            house.backend.store_result("mine", "x" * 100, "SUCCESS")
-    assert (house.stored("another"), house.stored("mine")) == (1, None)
-    assert house.bare.exists("celery-taskset-meta-group")
-    assert json.loads(outbox.result)["result"] == 2
-
-
 @pytest.mark.parametrize("conf", [{}, {"result_failure_expires": 50}], ids=str)
 def test_failures_expire_when_the_app_says(url: str, bare: Any, conf: dict[str, Any]) -> None:
     app = install(Celery("expire", broker=url, backend=url, set_as_current=False))
@@ -315,39 +279,6 @@ def test_failures_expire_when_the_app_says(url: str, bare: Any, conf: dict[str, 
     assert longest_s - 10 < bare.ttl("celery-task-meta-failed") <= longest_s
     assert 90 < bare.ttl("celery-task-meta-done") <= 100
     app.close()
-
-
-def test_a_success_that_comes_between_looking_and_writing_is_kept(house: House) -> None:
-    look = house.backend._get_task_meta_for
-
-    def look_and_lose(task_id: str) -> Any:
-        known = look(task_id)
-        house.bare.set("celery-task-meta-t1", '{"status": "SUCCESS", "result": "done"}')
-        return known
-
-    house.backend._get_task_meta_for = look_and_lose
-    house.backend.store_result("t1", ValueError("again"), "RETRY")
-    assert house.stored("t1") == "done"
-
-
-def test_a_result_that_no_script_can_read_is_judged_by_celery(house: House) -> None:
-    house.bare.set("celery-task-meta-t1", '{"result": "done", "status": "SUCCESS"}')
-    house.bare.set("celery-task-meta-t2", '{"result": "again", "status": "STARTED"}')
-    for task_id in ("t1", "t2"):
-        house.backend.store_result(task_id, "late", "SUCCESS")
-    assert (house.stored("t1"), house.stored("t2")) == ("done", "late")
-
-
-def test_held_messages_and_result_can_be_replayed(house: House, url: str) -> None:
-    for _ in range(2):
-        outbox = held_outbox("mine")
-        with completing(JobCompletion(outbox=outbox)):
-            house.app.send_task("some.task", queue="next")
-            house.backend.store_result("mine", 2, "SUCCESS")
-        outbox.replay()
-    # The same message, told by its dedupe key.
-    assert queue_length(url, "next") == 1
-    assert house.stored("mine") == 2
 
 
 def test_result_of_the_tracer_waits_while_redis_is_full(url: str, bare: Any) -> None:

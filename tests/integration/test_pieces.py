@@ -1,33 +1,26 @@
 """The writer of pieces against real servers: what is written, what is refused, what comes again."""
 
-import queue
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis
 from celery import Celery
 
 from batchery import (
-    Advance,
     Client,
     Failed,
     NoResult,
     Partial,
-    StepModel,
     UnserialisableResult,
 )
-from batchery.protocol.pieces import MAX_WAKES, MAX_WOKEN, READER_S
-from batchery_worker.commit.committer import MAX_BYTES_PER_SCRIPT, CommitStatus, RetryingRedis
-from batchery_worker.device import pieces as device_pieces
+from batchery.protocol.pieces import MAX_WAKES, READER_S
+from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.steps import StepLoop
-from batchery_worker.ipc.messages import PieceContext, Setup, Work
+from batchery_worker.ipc.messages import PieceContext, Work
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -97,47 +90,6 @@ class Pen:
         return [(id_.decode(), entry[b"p"].decode()) for id_, entry in entries if b"p" in entry]
 
 
-class Endless(StepModel):
-    """Its items never end."""
-
-    during_step: Callable[[], None]
-
-    def load(self, device: str) -> None:
-        """Loads nothing."""
-
-    def join(self, slot: int, *_: Any, **keywords: Any) -> None:
-        """Takes it in."""
-
-    def leave(self, slot: int) -> None:
-        """Forgets it."""
-
-    def step(self) -> list[Advance]:
-        self.during_step()
-        return []
-
-
-class Intake:
-    """Jobs for a `StepLoop`, which ends when it has looked for them some times."""
-
-    def __init__(self, arrived: list[Any]) -> None:
-        self.arrived = arrived
-        self._looks = 10
-
-    def take(self) -> Any:
-        return self.arrived.pop(0)
-
-    def take_arrived(self) -> Any:
-        self._looks -= 1
-        if not self._looks:
-            raise EOFError
-        if not self.arrived:
-            raise queue.Empty
-        return self.arrived.pop(0)
-
-    def read_ahead(self) -> None:
-        """There is no thread."""
-
-
 @pytest.fixture
 def pen(url: str) -> Iterator[Pen]:
     made = Pen(url)
@@ -158,36 +110,6 @@ def test_readers_are_woken_with_what_has_come(pen: Pen) -> None:
     assert pen.wakes()[2:] == ["0"]
 
 
-def test_a_message_that_came_twice_holds_up_no_batch(pen: Pen) -> None:
-    """Both of its batches are on one device."""
-    pen.stream()
-    works = [pen.work(), pen.work()]
-    for each in works:
-        pen.writer.read(each)
-    assert pen.writer.write({work.id: ["a", "b"] for work in works}) == {}
-    flushes = [
-        threading.Thread(target=pen.writer.flush, args=[each], daemon=True) for each in works
-    ]
-    for flush in flushes:
-        flush.start()
-    wait_for(lambda: not any(flush.is_alive() for flush in flushes), "both have been written")
-    assert pen.written() == [("1-0", '"a"'), ("2-0", '"b"')]
-
-
-def test_a_wake_has_no_piece_that_is_large_or_that_redis_has_from_an_earlier_run(pen: Pen) -> None:
-    pen.stream()
-    pen.wake()
-    first = pen.work()
-    pen.writer.read(first)
-    pen.write(first, "x" * 70_000)
-    pen.write(first, "b")
-    anew = pen.work()
-    pen.writer.read(anew)
-    pen.write(anew, "other", "b", "c")
-    assert pen.wakes() == ["0", '[2,"b"]', "0"]
-    assert [number for number, _ in pen.written()] == ["1-0", "2-0", "3-0"]
-
-
 def test_only_wake_streams_that_are_there_are_written_and_bounded(pen: Pen) -> None:
     """Whoever sends jobs may name any key, and may have gone without a word."""
     pen.stream()
@@ -204,24 +126,6 @@ def test_only_wake_streams_that_are_there_are_written_and_bounded(pen: Pen) -> N
     assert pen.results.xlen("batchery-pieces:other") == 1
     assert not pen.results.exists("celery", "batchery-wake:gone")
     assert pen.results.xlen("batchery-wake:me") == MAX_WAKES
-
-
-@pytest.mark.parametrize("kind", ["many", "text"])
-def test_a_job_with_odd_readers_is_written_all_the_same(pen: Pen, kind: str) -> None:
-    pen.stream()
-    if kind == "many":
-        names = [f"batchery-wake:{number}" for number in range(100)]
-        pen.results.sadd("batchery-woken:job", *names)
-        for name in names:
-            pen.results.xadd(name, {"": ""})
-    else:
-        pen.results.set("batchery-woken:job", "text")
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a")
-    assert pen.written() == [("1-0", '"a"')]
-    woken = [name for name in pen.results.keys("batchery-wake:*") if pen.results.xlen(name) > 1]
-    assert len(woken) == (MAX_WOKEN if kind == "many" else 0)
 
 
 def test_a_job_whose_lease_is_lost_writes_nothing_and_leaves(pen: Pen) -> None:
@@ -258,8 +162,6 @@ def test_a_job_whose_readers_have_gone_leaves_though_it_makes_no_piece(
     pen.stream()
     work = pen.work()
     pen.writer.read(work)
-    time.sleep(0.5)
-    assert pen.writer.write({}) == {}
     go(pen.results)
     assert pen.refusal() == {work.id: CommitStatus.REVOKED}
 
@@ -278,55 +180,6 @@ def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen
 def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
     with OwnRedis(tmp_path / "redis") as server:
         yield server
-
-
-def test_readers_who_could_not_renew_as_redis_hung_have_not_gone(
-    own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_pieces, "RETURN_S", patient(1.0))
-    pen = Pen(own_redis.url)
-    pen.stream()
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a")
-    pen.results.expire("batchery-reader:job", int(READER_S - LEASED.grace_s + 3))
-    with own_redis.hanging():
-        time.sleep(4)
-        assert pen.writer.write({work.id: ["b"]}) == {}
-    pen.writer.flush(work)
-    assert pen.writer.write({}) == {}
-    assert pen.written() == [("1-0", '"a"'), ("2-0", '"b"')]
-    # This one does not come back.
-    assert pen.refusal() == {work.id: CommitStatus.REVOKED}
-    pen.close()
-
-
-def test_a_job_that_is_refused_while_a_step_runs_leaves_when_it_comes(pen: Pen) -> None:
-    """It is prepared beside the step, after which other jobs are looked for."""
-    model, answered = Endless(), list[Any]()
-    setup = Setup("cpu", (), "", (), (), {}, slots=2)
-    loop = StepLoop(
-        model,
-        setup,
-        lambda batch, _: answered.append((batch.work.id, batch.dropped)),
-        lambda _: None,
-        pen.writer,
-    )
-    pen.stream()
-    work = pen.work()
-
-    def come_in_a_step() -> None:
-        pieces = pen.writer.read(work)
-        pen.leases.hdel(LEASES, "7")
-        wait_for(lambda: pen.writer.find_refusal(work), "it is refused")
-        model.during_step = lambda: None
-        intake.arrived.append(loop.prepare(work, pieces))
-
-    model.during_step = come_in_a_step
-    intake = Intake([loop.prepare(replace(pen.work(), pieces=None))])
-    with pytest.raises(EOFError):
-        loop.run(intake)
-    assert answered == [(work.id, CommitStatus.FENCED)]
 
 
 def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:
@@ -450,47 +303,6 @@ def test_pieces_that_redis_always_refuses_are_dropped_and_nobody_waits_for_them(
     pen.write(work, "a")
     pen.write(work, "b")
     assert pen.written() == []
-
-
-def test_a_script_takes_a_bounded_number_of_bytes(
-    pen: Pen, monkeypatch: pytest.MonkeyPatch, every_redis: Any
-) -> None:
-    pen.stream()
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a")
-    call, sizes_bytes = pen.writer._call, list[int]()
-
-    def measure(context: Any, taken: Any, *args: Any) -> str | None:
-        sizes_bytes.append(sum(len(piece) for _, pieces in taken.values() for piece in pieces))
-        return call(context, taken, *args)
-
-    monkeypatch.setattr(pen.writer, "_call", measure)
-    large = "x" * (1 << 20)
-    with every_redis.hanging():
-        for _ in range(20):
-            pen.writer.write({work.id: [large]})
-    pen.writer.flush(work)
-    assert len(pen.written()) == 21
-    assert max(sizes_bytes) < MAX_BYTES_PER_SCRIPT + len(large) + 3
-
-
-def test_no_two_threads_share_a_client(pen: Pen, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, connect = defaultdict[Any, set[int]](set), cast(Any, RetryingRedis.client).fget
-
-    def note(self: RetryingRedis) -> Any:
-        threads[self].add(threading.get_ident())
-        return connect(self)
-
-    monkeypatch.setattr(RetryingRedis, "client", property(note))
-    pen.stream()
-    work = pen.work(replace(LEASED, resumed=["job"]))
-    assert pen.writer.read(work) == []
-    pen.write(work, "a")
-    ends = threading.Thread(target=pen.writer.end, args=(work, ["committed"]))
-    ends.start()
-    ends.join()
-    assert [len(each) for each in threads.values()] == [1, 1, 1]
 
 
 def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(

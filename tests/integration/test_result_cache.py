@@ -12,7 +12,6 @@ from batchery_worker.ipc.messages import CachePolicy
 from batchery_worker.result_cache import (
     CHECKSUM_BYTES,
     FAILURE_PAUSE_S,
-    MAX_RESULTS_PER_COMMAND,
     OVERHEAD_BYTES,
     ResultCache,
 )
@@ -77,13 +76,6 @@ def test_any_bytes_and_any_task_name_will_do(make_cache: MakeCache, url: str) ->
         assert cache.get(task, list(odd)) == odd
 
 
-def test_results_beyond_one_command_are_stored_and_found(make_cache: MakeCache, url: str) -> None:
-    cache = make_cache(url)
-    many = results(*range(2 * MAX_RESULTS_PER_COMMAND + 1))
-    assert cache.put("shout", many, POLICY)["results"] == len(many)
-    assert cache.get("shout", list(many)) == many
-
-
 def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, bare: Any) -> None:
     prefix = {"global_keyprefix": "shop-"}
     cache = make_cache(url, result_backend_transport_options=prefix)
@@ -97,13 +89,6 @@ def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, 
     assert make_cache(url).get("shout", [digest(1)]) == {}
 
 
-def test_result_stored_twice_stays_and_counts_once(make_cache: MakeCache, url: str) -> None:
-    cache = make_cache(url)
-    first = cache.put("shout", {digest(1): b"first"}, POLICY)
-    assert cache.put("shout", {digest(1): b"second, and longer"}, POLICY) == first
-    assert cache.get("shout", [digest(1)]) == {digest(1): b"first"}
-
-
 def test_results_expire_and_leave_nothing_behind(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
@@ -111,28 +96,6 @@ def test_results_expire_and_leave_nothing_behind(
     cache.put("shout", results(1, 2), POLICY._replace(ttl_s=0.05))
     wait_for(lambda: not cache.get("shout", [digest(1), digest(2)]), "they expire")
     wait_for(lambda: not bare.keys(), "so does everything beside them")
-
-
-def test_expired_results_are_not_counted(make_cache: MakeCache, url: str) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(*range(1500)), POLICY._replace(ttl_s=0.2))
-    cache.put("shout", results(2000), POLICY)
-    last = [digest(1499)]
-    wait_for(lambda: not cache.get("shout", last), "they expire")
-    # A thousand at a time.
-    cache.put("shout", results(2001), POLICY)
-    told = cache.put("shout", results(2002), POLICY)
-    assert told == {"bytes": 3 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES), "results": 3, "evicted": 0}
-
-
-def test_a_shorter_time_to_live_does_not_shorten_that_of_others(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(1), POLICY)
-    cache.put("shout", results(2), POLICY._replace(ttl_s=1))
-    assert bare.pttl("batchery:cache-ages:shout") > 1000
-    assert bare.pttl("batchery:cache-sizes:shout") > 1000
 
 
 def test_oldest_results_are_evicted_when_the_cache_is_full(
@@ -151,58 +114,6 @@ def test_oldest_results_are_evicted_when_the_cache_is_full(
     # Another task has room of its own.
     assert cache.put("embed", results(1), room)["results"] == 1
     assert len(cache.get("shout", [digest(number) for number in range(12)])) == 10
-
-
-def test_a_limit_that_was_lowered_is_kept_at_the_next_result(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(*range(5000)), POLICY)
-    told = cache.put(
-        "shout",
-        results(5000),
-        POLICY._replace(max_bytes=10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES)),
-    )
-    assert told == {
-        "bytes": 10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES),
-        "results": 10,
-        "evicted": 4991,
-    }
-    assert len(bare.keys("batchery:cache:shout:*")) == 10
-
-
-def test_result_larger_than_the_cache_evicts_nothing(make_cache: MakeCache, url: str) -> None:
-    cache = make_cache(url)
-    room = POLICY._replace(max_bytes=2 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES))
-    cache.put("shout", results(1), room)
-    assert cache.put("shout", results(2, size=room.max_bytes), room) == {}
-    assert cache.get("shout", [digest(1), digest(2)]) == results(1)
-
-
-def test_the_memory_of_redis_is_counted_about_right(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
-    cache = make_cache(url)
-    cache.put("warm", results(0), POLICY)
-    before = bare.info("memory")["used_memory"]
-    told = cache.put("shout", results(*range(20_000), size=200), POLICY)
-    taken = bare.info("memory")["used_memory"] - before
-    assert 0.5 * taken < told["bytes"] < 2 * taken
-
-
-def test_result_that_redis_evicted_can_be_stored_again(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(1, 2), POLICY)
-    bare.delete(b"batchery:cache:shout:" + digest(1))
-    assert cache.get("shout", [digest(1), digest(2)]) == results(2)
-    assert cache.put("shout", results(1), POLICY)["bytes"] == 2 * (
-        10 + CHECKSUM_BYTES + OVERHEAD_BYTES
-    )
-    bare.delete("batchery:cache-ages:shout", "batchery:cache-sizes:shout")
-    assert cache.put("shout", results(3), POLICY)["results"] == 1
-    assert cache.get("shout", [digest(2)]) == results(2)
 
 
 def test_at_maxmemory_results_are_read_and_none_is_written(
@@ -229,22 +140,6 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
     assert cache.put("shout", results(2), POLICY)["results"] == 2
 
 
-def test_at_maxmemory_a_limit_that_was_lowered_makes_room(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(*range(100)), POLICY)
-    bare.config_set("maxmemory", 1)
-    room = POLICY._replace(max_bytes=10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES))
-    try:
-        assert cache.put("shout", results(100), room) == {}
-    finally:
-        bare.config_set("maxmemory", 0)
-    assert cache.take_errors()["errors"] == 1
-    assert len(bare.keys("batchery:cache:shout:*")) == 10
-    assert bare.hget("batchery:cache-sizes:shout", "total") == b"%d" % room.max_bytes
-
-
 def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str, bare: Any) -> None:
     cache = make_cache(url)
     bare.set("batchery:cache-ages:shout", "somebody else's")
@@ -252,16 +147,6 @@ def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str,
     assert "WRONGTYPE" in cache.take_errors()["error"]
     bare.lpush(b"batchery:cache:shout:" + digest(2), "somebody else's")
     assert cache.get("shout", [digest(2)]) == {}
-
-
-@pytest.mark.parametrize("value", [b"", b"abc", b'"json"', b"\0\0\0\0" + b'"json"'], ids=len)
-def test_foreign_value_is_not_a_result(
-    make_cache: MakeCache, url: str, bare: Any, value: bytes
-) -> None:
-    cache = make_cache(url)
-    cache.put("shout", results(1), POLICY)
-    bare.set(b"batchery:cache:shout:" + digest(1), value)
-    assert cache.get("shout", [digest(1)]) == {}
 
 
 def test_cache_finds_nothing_while_redis_is_away_and_recovers(

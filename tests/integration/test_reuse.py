@@ -61,23 +61,6 @@ def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_compute
     wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
 
 
-def test_other_keywords_are_another_input(worker: Worker, client: Celery, log: Path) -> None:
-    jobs = [
-        *send(client, "shout", "a", "a", path=str(log)),
-        *send(client, "shout", "a", "a", path=str(log), mark="!"),
-        *send(client, "shout", "a", "a", path=str(log), mark=""),
-    ]
-    assert answers(jobs) == ["A", "A", "A!", "A!", "A", "A"]
-    # An option that says what is the default is not known to be the same.
-    assert computed(log) == {"a": 3}
-
-
-def test_another_task_computes_for_itself(worker: Worker, client: Celery, log: Path) -> None:
-    assert answers(send(client, "shout", "same", path=str(log))) == ["SAME"]
-    assert answers(send(client, "brief", "same", path=str(log))) == ["same"]
-    assert computed(log) == {"same": 2}
-
-
 def test_a_plain_client_and_multi_item_jobs_share_with_all_others(
     worker: Worker, client: Celery, log: Path
 ) -> None:
@@ -152,19 +135,6 @@ def test_cache_keeps_within_its_limit(
     assert computed(log) == {str(size): 1 for size in sizes}
     answers(send(client, "small", sizes[0], path=str(log)))
     assert computed(log)[str(sizes[0])] == 2
-
-
-def test_failure_is_not_shared(worker: Worker, client: Celery, log: Path) -> None:
-    jobs = send(client, "once_bitten", *["text"] * 5, *["bad"] * 3, "other", path=str(log))
-    assert answers(jobs[:5]) == ["TEXT"] * 5
-    assert answers(jobs[-1:]) == ["OTHER"]
-    for job in jobs[5:8]:
-        with pytest.raises(LookupError, match="bad"):
-            job.get(timeout=TIMEOUT_S)
-    # Each job has failed for itself, and was tried again for itself.
-    assert computed(log)["bad"] == 3
-    assert 2 <= computed(log)["text"] <= 6
-    assert computed(log)["other"] == 2
 
 
 def gated(tmp_path: Path) -> tuple[Path, Path]:

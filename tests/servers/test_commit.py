@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,15 +184,6 @@ def test_success_is_never_overwritten(house: House, space: str) -> None:
     assert house.leased() == set()
 
 
-def test_a_job_that_is_in_the_batch_twice_is_stored_once(house: House) -> None:
-    house.lease(1, 2)
-    jobs = [EncodedOutcome("t1", ("value", "first")), EncodedOutcome("t1", ("value", "second"))]
-    batch = CommitContext("me", WORKERS, LEASES, house.broker_db, [("1", 0.0, {}), ("2", 0.0, {})])
-    assert house.committer.commit(jobs, batch, FACTS) == [COMMITTED, COMMITTED]
-    assert house.stored("t1")["result"] == "first"
-    assert house.leased() == set()
-
-
 @pytest.mark.parametrize("status", ["STARTED", "RETRY", "FAILURE", "50 % done"])
 def test_any_status_but_success_is_overwritten(house: House, status: str) -> None:
     house.put("t1", json.dumps({"status": status, "result": None}))
@@ -224,12 +214,6 @@ def test_result_that_the_script_cannot_read_is_left_to_celery(house: House, cont
     assert house.leased() == {"1"}
 
 
-def test_a_key_of_another_type_is_left_to_celery(house: House) -> None:
-    house.results.lpush(house.backend.get_key_for_task("t1"), "odd")
-    house.lease(1, 2)
-    assert house.commit(("t1", 1), ("t2", 2)) == [NEEDS_TRACER, COMMITTED]
-
-
 def test_a_worker_that_lost_its_leases_writes_nothing(house: House) -> None:
     house.lease(1, 2)
     house.leases.delete(LEASES)
@@ -255,30 +239,6 @@ def test_commit_of_an_ignored_result_only_ends_the_lease(house: House) -> None:
     assert house.commit(("t1", "x"), context={"t1": ("1", 0.0, None)}) == [COMMITTED]
     assert house.leased() == set()
     assert house.stored("t1") is None
-
-
-def test_job_without_a_commit_context_is_not_touched(house: House) -> None:
-    house.lease(1, 2)
-    assert house.commit(("t1", "x"), ("t2", "y"), context={"t1": None}) == [NEEDS_TRACER, COMMITTED]
-    assert house.leased() == {"1"}
-
-
-def test_value_that_json_cannot_write_is_left_to_the_tracer(house: House) -> None:
-    house.lease(1, 2, 3, 4)
-    date = ("json", '{"__type__": "date", "__value__": "2026-01-02"}')
-    bad = ("3", 0.0, {"args": [object()]})
-    endless: list[Any] = []
-    endless.append(endless)
-    jobs = [("t1", endless), ("t2", date), ("t3", 1), ("t4", "good")]
-    statuses = house.commit(*jobs, context={"t3": bad})
-    assert statuses == [NEEDS_TRACER, COMMITTED, NEEDS_TRACER, COMMITTED]
-    assert house.stored("t2")["result"]["__value__"] == "2026-01-02"
-
-
-def test_a_result_that_redis_cannot_hold_is_left_to_the_tracer(house: House) -> None:
-    house.backend._MAX_STR_VALUE_SIZE = 1000
-    house.lease(1, 2)
-    assert house.commit(("t1", "x" * 1000), ("t2", "x")) == [NEEDS_TRACER, COMMITTED]
 
 
 def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
@@ -341,35 +301,6 @@ def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
     assert statuses == [COMMITTED, COMMITTED, FENCED]
     assert house.stored("t1")["result"] == "x"
-
-
-def test_commands_that_are_refused_are_left_to_the_tracer(
-    house: House, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise redis.exceptions.NoPermissionError("this user has no permissions to run 'evalsha'")
-
-    house.lease(1)
-    results: Any = house.committer._results
-    results._scripts = SimpleNamespace(run_once=refuse)
-    for _ in range(2):
-        assert house.commit(("t1", 1)) == [NEEDS_TRACER]
-    assert [record.getMessage().count("evalsha") for record in caplog.records] == [1]
-    assert house.pauses == []
-
-
-def test_a_failing_write_ends_no_lease(house: House) -> None:
-    acl = ["setuser", "limited", "on", ">secret", "~*", "&*", "+@all", "-set"]
-    house.results.execute_command("ACL", *acl)
-    house.lease(1)
-    limited = redis.Redis.from_url(house.server.url, username="limited", password="secret")
-    house.committer._results._client = limited
-    try:
-        assert house.commit(("t1", 1)) == [NEEDS_TRACER]
-    finally:
-        limited.close()
-        house.results.execute_command("ACL", "DELUSER", "limited")
-    assert house.leased() == {"1"}
 
 
 @pytest.mark.parametrize("away", ["the only server", "results", "broker"])

@@ -37,50 +37,6 @@ def test_idle_consumer_is_woken_by_a_push(both: StartConsumer, url: str) -> None
     assert consumer.texts == list("12345")
 
 
-def test_consumer_waits_again_when_the_queue_is_empty(both: StartConsumer, url: str) -> None:
-    consumer = both("q", "other")
-    for count in range(1, 4):
-        consumer.until_waiting()
-        send(url, "q", str(count))
-        consumer.get(count)
-        # Without another look: that would cost an idle worker's caller a round trip.
-        assert consumer.channel._waiting
-    send(url, "other", "4")
-    assert consumer.get(4) == list("1234")
-
-
-def test_a_fetch_that_was_full_is_followed_by_another(both: StartConsumer, url: str) -> None:
-    send(url, "q", *"12345")
-    consumer = both("q", fetch_messages=2)
-    assert consumer.get(5) == list("12345")
-    consumer.until_waiting()
-    send(url, "q", *"678")
-    assert consumer.get(8) == list("12345678")
-    consumer.until_waiting()
-
-
-def test_a_wake_up_for_what_another_took_leaves_it_waiting(both: StartConsumer, url: str) -> None:
-    first, second = both("q"), both("q")
-    for count in range(1, 4):
-        first.until_waiting()
-        second.until_waiting()
-        send(url, "q", str(count))
-        first.get(count)
-        second.turn()
-    second.until_waiting()
-    assert second.messages == []
-    first.close()
-    assert second.get(3) == list("123")
-
-
-def test_commands_share_a_client_until_the_pool_is_another(consume: StartConsumer) -> None:
-    channel = consume("q").channel
-    client = channel._create_client()
-    assert channel._create_client() is client
-    channel._disconnect_pools()
-    assert channel._create_client() is not client
-
-
 def test_consumer_of_kombu_on_the_same_queue_is_still_served(
     consume: StartConsumer, url: str, bare: Any
 ) -> None:
@@ -123,21 +79,6 @@ def test_the_prefetch_is_a_limit(both: StartConsumer, url: str, bare: Any) -> No
     assert consumer.get(6) == list("123456")
 
 
-def test_messages_come_one_by_one_if_celery_disables_the_prefetch(
-    both: StartConsumer, url: str, bare: Any
-) -> None:
-    consumer = both("q", prefetch=4)
-    consumer.until_waiting()
-    qos = consumer.channel.qos
-    qos.can_consume = lambda: len(consumer.messages) < 1
-    send(url, "q", *"123")
-    consumer.get(1)
-    for _ in range(3):
-        consumer.turn()
-    assert consumer.texts == ["1"]
-    assert waiting(bare) == 2
-
-
 def test_malformed_messages_do_not_use_up_the_prefetch(
     both: StartConsumer, url: str, bare: Any
 ) -> None:
@@ -169,22 +110,6 @@ def test_an_acknowledgement_of_another_thread_makes_room_at_once(
         consumer.hub.stop()
         consumer.hub.call_soon(lambda: None)
         loop.join()
-
-
-def test_a_push_while_there_is_no_room_keeps_the_connection(
-    both: StartConsumer, url: str, bare: Any
-) -> None:
-    consumer = both("q", prefetch=1)
-    consumer.until_waiting()
-    before = consumer.channel.client.connection._sock
-    send(url, "q", "1")
-    consumer.get(1)
-    send(url, "q", "2", priority=9)
-    for _ in range(5):
-        consumer.turn()
-    assert consumer.channel.client.connection._sock is before
-    consumer.messages[0].ack()
-    assert consumer.get(2) == ["1", "2"]
 
 
 def test_a_queue_has_its_share_and_no_more(both: StartConsumer, url: str, bare: Any) -> None:
@@ -220,48 +145,11 @@ def test_each_class_has_its_part_and_no_more(both: StartConsumer, url: str, bare
     assert consumer.texts[-1] == "3"
 
 
-def test_a_fetch_leaves_something_to_others(both: StartConsumer, url: str, bare: Any) -> None:
-    send(url, "q", *"12345")
-    left: list[int] = []
-    consumer = both("q", fetch_messages=2)
-
-    def look(message: Any) -> None:
-        consumer.messages.append(message)
-        left.append(waiting(bare))
-
-    consumer.consumer.on_message = look
-    assert consumer.get(5) == list("12345")
-    assert left == [3, 3, 1, 1, 0]
-
-
 def test_without_acknowledgements_nothing_is_kept(both: StartConsumer, url: str, bare: Any) -> None:
     send(url, "q", "1", "2")
     consumer = both("q", no_ack=True)
     assert consumer.get(2) == ["1", "2"]
     assert bare.keys("batchery:*") == []
-
-
-def test_both_kinds_of_consumers_on_one_channel(both: StartConsumer, url: str, bare: Any) -> None:
-    consumer = both("quick", no_ack=True)
-    consumer.consumer.no_ack = False
-    consumer.consumer.add_queue(find_queue("q")).declare()
-    consumer.consumer.consume()
-    send(url, "quick", "1", "2")
-    send(url, "q", "3")
-    assert sorted(consumer.get(3)) == ["1", "2", "3"]
-    consumer.until(lambda: leases(bare) == 1)
-
-
-def test_basic_get_is_kombus_own(consume: StartConsumer, url: str, bare: Any) -> None:
-    consumer = consume("other")
-    send(url, "q", "1", "2")
-    message = consumer.channel.basic_get("q")
-    assert message.payload == "1"
-    assert bare.hlen("unacked") == 1
-    message.ack()
-    assert bare.hlen("unacked") == 0
-    consumer.channel.basic_get("q").requeue()
-    assert waiting(bare) == 1
 
 
 def test_a_queue_is_added_while_it_waits(both: StartConsumer, url: str) -> None:
@@ -272,17 +160,6 @@ def test_a_queue_is_added_while_it_waits(both: StartConsumer, url: str) -> None:
     send(url, "new", "1")
     assert consumer.get(1) == ["1"]
     consumer.messages[0].ack()
-
-
-def test_a_queue_is_added_while_a_fetch_is_under_way(both: StartConsumer, url: str) -> None:
-    consumer = both("q")
-    consumer.channel.connection.cycle.on_poll_start()
-    assert consumer.channel._fetching
-    consumer.consumer.add_queue(find_queue("new"))
-    consumer.consumer.consume()
-    consumer.until_waiting()
-    send(url, "new", "1")
-    assert consumer.get(1) == ["1"]
 
 
 def test_a_queue_is_cancelled_while_it_waits(both: StartConsumer, url: str, bare: Any) -> None:
@@ -318,16 +195,6 @@ def test_close_gives_back_in_order(both: StartConsumer, url: str, bare: Any) -> 
     assert {*bare.keys("batchery:*")} == {b"batchery:token", b"batchery:schema"}
     with contextlib.closing(Consumer(url, "q")) as another:
         assert another.get(4) == ["1", "3", "4", "5"]
-
-
-def test_close_while_a_fetch_is_under_way(both: StartConsumer, url: str, bare: Any) -> None:
-    send(url, "q", "1", "2")
-    consumer = both("q")
-    consumer.channel.connection.cycle.on_poll_start()
-    assert consumer.channel._fetching
-    consumer.close()
-    assert waiting(bare) == 2
-    assert leases(bare) == 0
 
 
 def test_purge_and_size(consume: StartConsumer, url: str) -> None:

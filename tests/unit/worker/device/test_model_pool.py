@@ -1,6 +1,5 @@
 """The models of a device: which are loaded, put aside, dropped, and taken back."""
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -136,19 +135,6 @@ def test_jobs_wait_for_what_stays() -> None:
     assert pool.states() == {"a": "loaded", "b": "not loaded", "c": "loaded"}
 
 
-def test_batch_knows_that_its_model_has_gone_and_what_it_learned_stays() -> None:
-    pool = Pool(1, a=1, b=1)
-    first = pool.use("a")
-    first._failed_passes = 3
-    pool.use("b")
-    assert not first.is_loaded
-    # A thread may be about to prepare a batch with it.
-    assert first.model.preprocess(["x"]) == ["x"]
-    again = pool.use("a")
-    assert again is not first
-    assert (again.is_loaded, again.figures()["out_of_memory"]) == (True, 3)
-
-
 def test_device_with_memory_of_its_own_puts_models_aside_first() -> None:
     pool = Pool(2, Apart(), a=1, b=1, c=1, d=1)
     first = pool.use("a")
@@ -173,43 +159,6 @@ def test_device_with_memory_of_its_own_puts_models_aside_first() -> None:
         "e": "loaded",
     }
     assert "unload c" in pool.log
-
-
-def test_model_without_a_way_to_main_memory_is_dropped() -> None:
-    pool = Pool(1, Apart(), a=1, b=1)
-    served: Any = pool.use("a")
-    served.model.put_aside = None
-    pool.use("b")
-    assert pool.states()["a"] == "not loaded"
-
-
-def test_model_that_cannot_be_moved_is_dropped_without_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pool = Pool(1, Apart(), a=1, b=1)
-    served: Any = pool.use("a")
-    served.model.put_aside = lambda: False
-    pool.use("b")
-    assert pool.states() == {"a": "not loaded", "b": "loaded"}
-    assert "unload a" in pool.log
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
-
-
-def fail(*_: Any) -> None:
-    raise RuntimeError("out of pinned memory")
-
-
-def test_model_that_main_memory_cannot_keep_or_give_back_is_loaded_anew() -> None:
-    pool = Pool(1, Apart(), a=1, b=1)
-    first: Any = pool.use("a")
-    first.model.put_aside = fail
-    second: Any = pool.use("b")
-    assert pool.states() == {"a": "not loaded", "b": "loaded"}
-    second.model.take_back = fail
-    pool.use("a")
-    assert pool.states() == {"a": "loaded", "b": "aside"}
-    assert pool.use("b") is not second
-    assert pool.log[-2:] == ["unload b", "load b"]
 
 
 def explain(pool: Pool, act: Callable[[], object]) -> str:
@@ -274,19 +223,6 @@ def test_time_of_a_load_is_guessed_from_others_until_it_is_known() -> None:
     assert (pool.expect_load_s("b"), pool.expect_load_s("a")) == (0.0, 2.0)
 
 
-def test_version_of_a_model_that_was_put_aside_takes_its_place() -> None:
-    pool = Pool(1, Apart(), a=1, b=1)
-    old = pool.use("a")
-    pool.use("b")
-    new = pool.make("a", 1)
-    # Nobody computes with what is aside, so there is nothing to wait for.
-    assert pool.replace(new, 2.0) is None
-    assert pool.states() == {"a": "loaded", "b": "aside"}
-    assert not old.is_loaded
-    assert "unload a" in pool.log
-    assert pool.use("a") is new
-
-
 def test_version_that_is_larger_has_others_make_room() -> None:
     pool = Pool(3, a=1, b=1, c=1)
     for name in "abc":
@@ -306,10 +242,3 @@ def test_version_that_can_never_fit_leaves_the_earlier_one() -> None:
     assert pool.loaded["b"] is old
     assert pool.figures()["b"] == before
     assert pool.states() == {"a": "loaded", "b": "loaded"}
-
-
-def test_dimensions_are_known_of_a_model_that_is_not_there_now() -> None:
-    pool = Pool(1, a=1, b=1)
-    pool.use("a")
-    pool.use("b")
-    assert {name: pool.find_dimensions(name) for name in "abc"} == {"a": 8, "b": 8, "c": None}
