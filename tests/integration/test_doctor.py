@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from apps import shop
+from apps import shop, uninstalled
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
 from support.commands import run, start
@@ -123,12 +123,15 @@ def test_settings_that_cannot_be_read_are_an_error(tmp_path: Path, redis_url: st
     assert "the nearest is max_batch_size" in report["found"]["app-invalid"]
 
 
-def test_workers_without_install_and_stock_ones_are_found(
+def test_worker_without_install_runs_items_one_by_one_and_is_found(
     start_worker: StartWorker, redis_url: str, client: Celery, tmp_path: Path
 ) -> None:
-    first = start_worker("apps.uninstalled").wait_answers(client)
+    worker = start_worker("apps.uninstalled", "-P", "solo")
+    wait_for(lambda: "call batchery.install(app) where the app is made" in worker.log, "a word")
+    jobs = [client.send_task(uninstalled.shout.name, [text]) for text in ("a", "b")]
+    assert [job.get(timeout=patient(30)) for job in jobs] == ["A of 1", "B of 1"]
     report = wait_for_found(redis_url, "apps.uninstalled", "worker-stock", tmp_path)
-    assert first.name in report["found"]["worker-stock"]
+    assert worker.name in report["found"]["worker-stock"]
     assert "app-not-installed" in report["found"]
 
 

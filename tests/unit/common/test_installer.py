@@ -10,10 +10,9 @@ from celery import Celery, Task
 
 from batchery import BatchTask, Failed, ItemFailed, Model, SettingsError, install, register
 from batchery.installation import get_installation
-from batchery.installer import CONSUMER, STEP
 from batchery.model_task import ModelTask
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "embed": {"kind": "embedding", "model": "x", "max_batch_size": 5, "max_wait_ms": 1.5},
     "moods": {"kind": "classification", "model": "y", "queue": "gpu", "max_batch_tokens": 99},
 }
@@ -54,56 +53,38 @@ def test_ordinary_tasks_are_not_changed_by_install() -> None:
     assert task.apply((1,)).get() == 2
 
 
-def test_the_consumer_is_ours_unless_the_app_says_otherwise() -> None:
-    assert install(make_app()).conf.worker_consumer == CONSUMER
+def test_second_install_changes_nothing() -> None:
+    app = install(install(make_app(), models=MODELS), models=MODELS)
+    app.finalize()
+    assert install(app, models=MODELS) is app
+    assert {name for name in app.tasks if not name.startswith("celery.")} == {"embed", "moods"}
+
+
+def test_the_app_s_own_consumer_stays() -> None:
     own = make_app()
     own.conf.worker_consumer = "my.own:Consumer"
     assert install(own).conf.worker_consumer == "my.own:Consumer"
-
-
-def test_the_consumer_is_ours_though_the_configuration_is_read_once_more() -> None:
+    # Though the configuration is read once more.
     app = install(make_app())
-    assert app.conf.worker_consumer == CONSUMER
-    app.config_from_object({"task_acks_late": True})
-    assert app.conf.task_acks_late
-    assert app.conf.worker_consumer == CONSUMER
+    assert app.conf.worker_consumer != "my.own:Consumer"
     app.config_from_object({"worker_consumer": "my.own:Consumer"})
     assert app.conf.worker_consumer == "my.own:Consumer"
 
 
-def test_second_install_changes_nothing() -> None:
-    app = install(install(make_app(), models=MODELS), models=MODELS)
-    app.finalize()
-    assert [each for each in app.steps["worker"] if each == STEP] == [STEP]
-    task = app.tasks["embed"]
-    assert install(app, models=MODELS) is app
-    assert app.tasks["embed"].name == task.name
-    assert {name for name in app.tasks if not name.startswith("celery.")} == {"embed", "moods"}
-
-
 def test_models_of_the_settings_become_tasks_with_queues_of_their_own() -> None:
-    app = install(make_app(), models=MODELS)
+    embed = {**MODELS["embed"], "aliases": ["ada", "text-embedding-3-small"]}
+    app = install(make_app(), models={**MODELS, "embed": embed})
     app.finalize()
-    embed, moods = app.tasks["embed"], app.tasks["moods"]
-    assert isinstance(embed, ModelTask)
+    embedding, moods = app.tasks["embed"], app.tasks["moods"]
+    assert isinstance(embedding, ModelTask)
     assert isinstance(moods, ModelTask)
-    assert (embed.model_queue, embed.max_batch_size, embed.max_wait_ms) == ("embed", 5, 1.5)
+    limits = (embedding.model_queue, embedding.max_batch_size, embedding.max_wait_ms)
+    assert limits == ("embed", 5, 1.5)
     assert (moods.model_queue, moods.max_batch_size, moods.max_batch_tokens) == ("gpu", None, 99)
-    assert "torch" not in embed.__module__
-
-
-@pytest.mark.parametrize("source", ["conf", "environment", "file"])
-def test_models_may_come_from_any_source(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app()
-    if source == "conf":
-        app.conf.batchery_models = MODELS
-    elif source == "environment":
-        monkeypatch.setenv("BATCHERY_MODELS__EMBED__KIND", "embedding")
-        monkeypatch.setenv("BATCHERY_MODELS__EMBED__MODEL", "x")
-    else:
-        Path("batchery.toml").write_text('[models.embed]\nkind = "embedding"\nmodel = "x"')
-    install(app).finalize()
-    assert isinstance(app.tasks["embed"], ModelTask)
+    # As `celery inspect registered` spells them.
+    assert embedding.model_aliases == "ada,text-embedding-3-small"
+    assert (moods.model_aliases, moods.is_installed) == (None, True)
+    assert "torch" not in embedding.__module__
 
 
 def test_an_app_that_is_finalized_already_gets_its_models_at_once() -> None:
