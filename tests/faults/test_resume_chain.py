@@ -58,7 +58,7 @@ def test_every_row_is_there_once_and_few_are_computed_again(
     code, _, stderr = second.end()
     assert code == 0, stderr
     rows = read_rows(output)
-    assert sorted(row["line"] for row in rows) == list(range(1, COUNT + 1))
-    assert all(row["result"] == f"TEXT {row['line'] - 1}" for row in rows)
+    assert sorted(row["row"] for row in rows) == list(range(1, COUNT + 1))
+    assert all(row["result"] == f"TEXT {row['row'] - 1}" for row in rows)
     computed = Counter(trace.read_text().splitlines())
     assert sum(computed.values()) - COUNT < MAX_REPEATED_SHARE * COUNT

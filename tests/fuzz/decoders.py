@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pyarrow
+import zstandard
 from celery import Celery
 from celery.exceptions import InvalidTaskError
 from pydantic import ValidationError
@@ -30,12 +31,13 @@ from batchery.protocol import headers
 from batchery.transport import dead_letters, inbox, live_workers, suspects, worker_registry
 from batchery_producer import answers, collector, openai_generation
 from batchery_producer.files import rows
-from batchery_producer.files.journal import FinishedLines, Journal, read_lines
-from batchery_producer.files.openai_batch import RequestPicker
+from batchery_producer.files.journal import FinishedRows, Journal
+from batchery_producer.files.json_lines import read_lines
 from batchery_producer.files.records import SeenIds
 from batchery_producer.files.source import decompressed, decompression_errors
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
+from batchery_producer.gateway.batches.openai_batch import RequestPicker
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.tei_server import HANDLERS
 from batchery_worker.consumer import check
@@ -215,7 +217,7 @@ def read_rows(make: Callable[[Any], Iterator[Any]]) -> Callable[[bytes], object]
     """Reads all rows of a file; one that is wrong ends itself alone."""
 
     def read(data: bytes) -> object:
-        found = make(decompressed(io.BufferedReader(io.BytesIO(data)), "file"))
+        found = make(decompressed(io.BufferedReader(io.BytesIO(data))))
         for _ in range(MAX_ROWS):
             try:
                 if next(found, None) is None:
@@ -250,7 +252,7 @@ def read_journal(data: bytes) -> None:
         path.write_bytes(data)
         with suppress(DatasetError):
             Journal.read(path)
-        finished = FinishedLines(["a"])
+        finished = FinishedRows(["a"])
         for entry, _ in read_lines(path):
             finished.note(entry)
 
@@ -312,7 +314,11 @@ def read_body(data: bytes) -> None:
 EMBEDDINGS = b'{"model": "m", "input": ["x"], "encoding_format": "base64", "dimensions": 3}'
 CHAT_BODY = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
 
-FILE_ERRORS: tuple[type[Exception], ...] = (DatasetError, *decompression_errors())
+FILE_ERRORS: tuple[type[Exception], ...] = (
+    DatasetError,
+    zstandard.ZstdError,
+    *decompression_errors(),
+)
 
 DECODERS: Mapping[str, Decoder] = {
     "message": Decoder(read_message, inbox.MALFORMED, (MESSAGE, b'{"properties": {}}')),
@@ -357,7 +363,7 @@ DECODERS: Mapping[str, Decoder] = {
     "csv": Decoder(read_rows(read_csv), FILE_ERRORS, (b'id;text\n1;"a\nb"\n2;c', b"a,b\n1,2\n")),
     "text": Decoder(read_rows(lambda stream: rows.TextRows(rows.Lines(stream))), FILE_ERRORS),
     "arrow": Decoder(
-        read_rows(rows.ArrowRows),
+        read_rows(lambda stream: rows.TableRows(stream, "arrow")),
         FILE_ERRORS,
         # The third has a text that begins beyond the end of all texts, the last one a column whose
         # name is no UTF-8.
@@ -372,7 +378,7 @@ DECODERS: Mapping[str, Decoder] = {
         is_bounded=False,
     ),
     "parquet": Decoder(
-        read_rows(rows.ParquetRows),
+        read_rows(lambda stream: rows.TableRows(stream, "parquet")),
         FILE_ERRORS,
         (table("parquet.ParquetWriter"),),
         is_bounded=False,
@@ -381,10 +387,10 @@ DECODERS: Mapping[str, Decoder] = {
         read_journal,
         (DatasetError,),
         (
-            b'{"v": 1, "run": "0123456789abcdef", "task": "t", "settings": {}, "files": ["a"],'
-            + b' "fingerprints": [], "window": 3}\n',
+            b'{"v": 2, "run": "0123456789abcdef", "task": "t", "settings": {}, "files": ["a"],'
+            + b' "fingerprints": []}\n',
             b"[" * 2000,
-            b'{"id": 1, "line": 3, "result": "x"}\n{"id": 2, "line": 4, "error": {}}\n',
+            b'{"id": 1, "row": 3, "result": "x"}\n{"id": 2, "row": 4, "error": {}}\n',
         ),
     ),
     "request": Decoder(given_json(read_request), (), (REQUEST, CHAT)),

@@ -349,7 +349,7 @@ def test_what_a_killed_turn_has_sent_is_kept_at_the_end(room: Room) -> None:
     body = {"model": "embed", "input": "t"}
     request = {"custom_id": "a", "url": "/v1/embeddings", "body": body}
     record = begun(room, json.dumps(request).encode(), sending=1)
-    job = Journal(record.run, "", {}, [""], [], 0).task_id(0, 1)
+    job = Journal(record.run, "", {}, [""], []).task_id(0, 1)
     stored = {"status": states.SUCCESS, "result": {"vector": [1.0], "tokens": 1}, "task_id": job}
     backend: Any = room.app.backend
     backend.client.set(backend.get_key_for_task(job), backend.encode(stored))

@@ -96,4 +96,4 @@ def test_a_file_is_submitted_and_resumed(place: Celery, tmp_path: Path) -> None:
     assert first.ending is Ending.INTERRUPTED
     second = submit_file(source, TASK, output, resume=True, **options)
     assert (second.ending, second.before) == (Ending.SUCCEEDED, first.succeeded)
-    assert sorted(row["line"] for row in read_rows(output)) == list(range(1, 1001))
+    assert sorted(row["row"] for row in read_rows(output)) == list(range(1, 1001))

@@ -1,7 +1,5 @@
-"""`batchery submit`: files of other forms, parts of them, and a look before the leap."""
+"""`batchery submit`: tables, parts of them, and a look before the leap."""
 
-import csv
-import gzip
 import json
 import re
 import signal
@@ -21,47 +19,6 @@ from batchery_producer.cli.submit import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
-
-
-def request(custom_id: Any, item: Any) -> dict[str, Any]:
-    return {
-        "custom_id": custom_id,
-        "method": "POST",
-        "url": "/v1/embeddings",
-        "body": {"model": "apps.shop.nasty", "input": item},
-    }
-
-
-def test_openai_s_requests_become_openai_s_responses(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    rows = [request("a", "one"), request("b", "raise"), request("c", 5), request("d", ["two"])]
-    rows += [request("e", ["three", "four"]), request("f", ["fine", "raise"])]
-    source = tmp_path / "batch.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = Command(
-        tmp_path,
-        redis_url,
-        *["batch.jsonl", "-A", APP, "--queue", QUEUE, "-o", "out.jsonl", "--ordered"],
-    )
-    code, _, stderr = command.end()
-    assert code == 1, stderr
-    results = read_rows(tmp_path / "out.jsonl")
-    assert [(each["custom_id"], each["error"]) for each in results] == [
-        (custom_id, None) for custom_id in "ade"
-    ]
-    assert results[0]["response"]["body"] == {"result": "ONE"}
-    assert results[2]["response"]["body"] == {"result": ["THREE", "FOUR"]}
-    errors = {each["custom_id"]: each for each in read_rows(tmp_path / "out.errors.jsonl")}
-    assert errors["b"]["response"]["status_code"] == 500
-    assert errors["b"]["response"]["body"]["error"]["code"] == "KeyError"
-    assert "item 1: " in errors["f"]["response"]["body"]["error"]["message"]
-    assert "batch.jsonl, line 3: body: input" in errors["c"]["error"]["message"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "batch.jsonl",
-        "out.errors.jsonl",
-        "out.jsonl",
-    ]
 
 
 def test_a_cell_of_a_table_that_no_message_can_have_fails_alone(
@@ -89,33 +46,17 @@ def test_a_cell_of_a_table_that_no_message_can_have_fails_alone(
         ]
 
 
-def test_openai_s_requests_come_by_a_pipe_and_name_their_model(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    arguments = ["-", "--format", "openai", "-A", APP, "--queue", QUEUE, "-o", "out.jsonl"]
-    lines = ["{broken", *(json.dumps(request(f"{n}", f"text {n}")) for n in range(300))]
-    data = "".join(f"{line}\n" for line in lines).encode()
-    code, _, stderr = Command(tmp_path, redis_url, *arguments).end(data)
-    assert code == 1, stderr
-    assert "300 succeeded, 1 failed" in stderr
-    assert {each["custom_id"] for each in read_rows(tmp_path / "out.jsonl")} == {
-        f"{n}" for n in range(300)
-    }
-    code, _, stderr = Command(tmp_path, redis_url, *arguments, "--dry-run", "--overwrite").end(data)
-    assert code == 1, stderr
-    assert "300 rows can be sent, 1 cannot" in stderr
-
-
-def test_many_parquet_files_become_one_csv_file_in_their_order(
+def test_many_parquet_files_become_one_in_their_order(
     tmp_path: Path, client: Celery, worker: Worker
 ) -> None:
+    (tmp_path / "results").mkdir()
     for part in range(3):
         rows = [{"key": f"{part}-{n}", "title": f"text {part} {n}"} for n in range(40)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{part}.parquet")
     summary = submit_file(
         str(tmp_path / "*.parquet"),
         f"{APP}.shout",
-        tmp_path / "out.csv.gz",
+        tmp_path / "results" / "out.parquet",
         app=client,
         queue=QUEUE,
         field="title",
@@ -124,22 +65,11 @@ def test_many_parquet_files_become_one_csv_file_in_their_order(
         timeout_s=patient(30),
     )
     assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 120)
-    with gzip.open(tmp_path / "out.csv.gz", "rt", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = pyarrow.parquet.read_table(tmp_path / "results" / "out.parquet").to_pylist()
     assert [(row["id"], row["result"]) for row in rows] == [
         (f"{part}-{n}", f"TEXT {part} {n}") for part in range(3) for n in range(40)
     ]
     assert rows[-1]["file"].endswith("2.parquet")
-
-
-def test_standard_output_can_be_ordered(tmp_path: Path, redis_url: str, worker: Worker) -> None:
-    arguments = ["-", "-A", APP, "--task", f"{APP}.shout", "-o", "-", "--format", "text"]
-    command = Command(tmp_path, redis_url, *arguments, "--ordered", "--window", "3")
-    code, stdout, _ = command.end(b"".join(b"%d\n" % n for n in range(50)))
-    assert code == 0
-    assert [json.loads(line)["result"] for line in stdout.splitlines()] == [
-        str(n) for n in range(50)
-    ]
 
 
 def test_failures_can_be_tried_again(tmp_path: Path, client: Celery, worker: Worker) -> None:
@@ -157,13 +87,13 @@ def test_failures_can_be_tried_again(tmp_path: Path, client: Celery, worker: Wor
         **options,
     )
     assert (again.ending, again.submitted) == (Ending.SUCCEEDED, 2)
-    rows = sorted(read_rows(tmp_path / "b.jsonl"), key=lambda row: row["line"])
-    assert [(row["line"], row["result"]) for row in rows] == [(2, "RAISE"), (4, "RAISE")]
+    rows = sorted(read_rows(tmp_path / "b.jsonl"), key=lambda row: row["row"])
+    assert [(row["row"], row["result"]) for row in rows] == [(2, "RAISE"), (4, "RAISE")]
     source.write_text("".join(json.dumps({"text": item}) + "\n" for item in items[:2]))
     options["retry_failed"] = tmp_path / "a.errors.jsonl"
     less = submit_file(source, f"{APP}.shout", tmp_path / "c.jsonl", **options)
     assert (less.ending, less.submitted) == (Ending.SOME_FAILED, 1)
-    assert "1 of 2 failures are of no row of the input, such as id 4; is it of an" in less.message
+    assert '1 of 2 failures are of no row of the input, such as {"id": 4}; is it' in less.message
 
 
 @pytest.mark.parametrize("bad", ['{"id": 3}', '{"text": "raise"}'], ids=["line", "job"])
@@ -190,9 +120,8 @@ def test_a_dry_run_writes_nothing_and_says_how_long_it_takes(
     tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", 2000)
-    with source.open("a") as file:
-        file.write("{broken\n")
-    arguments = [str(source), "-A", APP, "--task", f"{APP}.shout", "-o", "out.jsonl", "--dry-run"]
+    source.write_text(source.read_text().replace('text 7"', 'raise"') + "{broken\n")
+    arguments = [str(source), "-A", APP, "--task", f"{APP}.nasty", "-o", "out.jsonl", "--dry-run"]
     wait_idle(redis_url)
     before = set(store.scan_iter("celery-task-meta-*"))
     code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
@@ -200,7 +129,8 @@ def test_a_dry_run_writes_nothing_and_says_how_long_it_takes(
     assert "2,000 rows can be sent, 1 cannot" in stderr
     assert f"{source}, line 2001: not JSON" in stderr
     assert "probe: 512 jobs in" in stderr
-    assert "all rows would take about" in stderr
+    assert "1 of them failed; all rows would take about" in stderr
+    assert f"the first failure: {source}, line 8: KeyError: " in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert set(store.scan_iter("celery-task-meta-*")) == before
 
@@ -261,14 +191,6 @@ def test_a_dry_run_that_is_interrupted_is_no_success(
     command.process.send_signal(signal.SIGINT)
     code, _, stderr = command.end()
     assert code == Ending.INTERRUPTED.value, stderr
-
-
-def test_without_a_task_the_options_that_name_one_are_told(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", 1)
-    code, _, stderr = Command(tmp_path, redis_url, str(source), "-A", APP, "-o", "o.jsonl").end()
-    assert (code, "no task; name one with --task" in stderr) == (2, True), stderr
 
 
 def test_an_output_that_vanishes_ends_the_run_and_says_so(

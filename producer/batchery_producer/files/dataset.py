@@ -1,47 +1,43 @@
-"""Datasets: files or standard input, read as records; each record becomes one job.
-
-A thread may read ahead, so that a slow input delays neither results nor Ctrl-C.
-"""
+"""Datasets: files or standard input, read as records; each record becomes one job."""
 
 import codecs
-import queue
 import random
-import threading
-from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from batchery.errors import DatasetError
 from batchery.retry import Interrupted
-from batchery_producer.files.journal import FinishedLines, read_lines
-from batchery_producer.files.openai_batch import RequestPicker, is_request
+from batchery.settings import nearest_name
+from batchery_producer.files.feed import HANDOVER_S, Feed
+from batchery_producer.files.journal import FinishedRows
+from batchery_producer.files.json_lines import read_lines
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
 from batchery_producer.files.rows import (
-    DELIMITERS,
-    LINE_FORMATS,
-    TABLES,
+    CsvRows,
     InvalidLine,
+    JsonRows,
     Lines,
-    Rows,
     TableRows,
+    TextRows,
     find_delimiter,
 )
 from batchery_producer.files.source import (
-    MAGIC_BYTES,
     Source,
     decompressed,
     decompression_errors,
     find_sources,
     is_damage,
-    matches_pattern,
+    is_url,
 )
 
 Row = Record | Broken
+
+#: Formats of tables; their rows are no lines.
+TABLES = ("parquet", "arrow")
 
 #: A fixed seed chooses the same rows each time, so that a run can be resumed.
 SEED = 0
@@ -51,45 +47,15 @@ SAMPLE_BYTES = 8192
 
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
-T = TypeVar("T")
-
-#: How long the reader waits for space in its queue at a time, in seconds; it notices `close` that
-#: late.
-HANDOVER_S = 0.2
-
 #: Number of rows of which one must have the fields that the caller names: in JSON lines, a field
 #: may be missing here and there. If the first of them cannot be read, half must be readable.
 FIRST_ROWS = 100
 
 
-def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
-    """The rows with these numbers, which count from 0 and ascend."""
-    rest = iter(numbers)
-    next_number = next(rest, None)
-    for number, row in enumerate(rows):
-        if next_number is None:
-            return
-        if number == next_number:
-            next_number = next(rest, None)
-            yield row
-
-
-def choose_sample(rows: Iterable[Row], size: int) -> Sequence[int]:
-    """Chooses rows at random, each set with equal probability; their numbers from 0, ascending."""
-    chooser = random.Random(SEED)
-    chosen = array("Q")
-    for number, _ in enumerate(rows):
-        if number < size:
-            chosen.append(number)
-        elif (replaced := chooser.randrange(number + 1)) < size:
-            chosen[replaced] = number
-    return array("Q", sorted(chosen))
-
-
 class Failures:
-    """The rows that a file of failures names, in our form or in that of OpenAI's error files.
+    """The rows that a file of failures names.
 
-    A failure names its row by the id; one without an id, by the line.
+    A failure names its row by the id; one without an id, by the number of the row.
 
     Attributes:
         not_found: Which failures are of no row of the input; empty until all rows were read.
@@ -103,7 +69,7 @@ class Failures:
         """
         self.path = Path(path)
         self.not_found = ""
-        self._lines = FinishedLines(names)
+        self._rows = FinishedRows(names)
         if not self.path.is_file():
             raise DatasetError(f"{path}: there is no such file of failures")
 
@@ -113,18 +79,17 @@ class Failures:
         Raises:
             DatasetError: The file has another form, or belongs to another input.
         """
-        with SeenIds() as ids, SeenIds() as places:
+        with SeenIds() as named:
             for entry, _ in read_lines(self.path, has_ends=False):
-                self._note(entry, ids, places)
-            total = ids.count()[0] + places.count()[0]
+                named.first_line(self._find_key(entry), 0, 0)
+            total, _ = named.count()
             if not total:
                 raise DatasetError(f"{self.path}: no failures; there is nothing to try again")
             for row in rows:
-                if ids.forget(row.id) or places.forget((row.source, row.line)):
+                if named.forget({"id": row.id}) or named.forget({"row": [row.source, row.row]}):
                     yield row
-            (more_ids, id_), (more_places, place) = ids.count(), places.count()
-        if count := more_ids + more_places:
-            which = f"id {id_}" if more_ids else f"file and line {place}"
+            count, which = named.count()
+        if count:
             self.not_found = (
                 f"{self.path}: {count:,} of {total:,} failures are of no row of the input, such as"
                 f" {which}; is it of another input?"
@@ -132,38 +97,26 @@ class Failures:
         if count == total:
             raise DatasetError(self.not_found)
 
-    def _note(self, entry: Any, ids: SeenIds, places: SeenIds) -> None:
-        """Remembers the id of a failure or, without one, file and line."""
-        response = entry.get("response")
-        is_answer = isinstance(response, Mapping) and response.get("status_code") == 200
-        if is_answer or ("custom_id" not in entry and "error" not in entry):
+    def _find_key(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "error" not in entry:
             raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
-        id_, place = entry.get("custom_id", entry.get("id")), entry.get("id")
-        if "custom_id" not in entry:
-            try:
-                place = self._lines.locate(entry)
-            except DatasetError as error:
-                raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
-        if id_ is None:
-            places.first_line(place, 0, 0)
-        else:
-            ids.first_line(id_, 0, 0)
+        if entry.get("id") is not None:
+            return {"id": entry["id"]}
+        try:
+            return {"row": self._rows.locate(entry)}
+        except DatasetError as error:
+            raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
 
 
 class Dataset:
-    """Records of files or of standard input; each iteration reads them anew.
-
-    Iteration holds one row at a time. gzip and zstd are recognised by the first bytes, whatever the
-    file's name is.
+    """Records of files or of standard input; each iteration reads them anew, one row at a time.
 
     Attributes:
         sources: The files, without empty ones.
         name: For messages.
         names: Of the files.
-        is_stream: Whether it can be read only once: standard input, a pipe, a file of unknown size.
+        is_stream: Whether it can be read only once: standard input or a pipe.
         is_retry: Whether only rows that failed are read.
-        is_openai: Whether the rows are requests of OpenAI's batch API.
-        model: Model of those requests; None until one was read.
     """
 
     def __init__(
@@ -179,7 +132,7 @@ class Dataset:
         sample: int | None = None,
         retry_failed: str | Path | None = None,
     ) -> None:
-        """Checks that the input can be read; looks at the first row of JSON lines in a file.
+        """Checks that the input can be read.
 
         Args:
             names: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input.
@@ -188,8 +141,8 @@ class Dataset:
             field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
                 `text`, or the only field that is a string.
             id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
-                one, otherwise the line number is the id.
-            delimiter: Between the columns of CSV; by default what divides header and first rows.
+                one, otherwise the number of the row is the id.
+            delimiter: Between the columns of CSV; by default what divides the header.
             encoding: Of lines and CSV; one in which a line feed is one byte.
             limit: Read only so many rows.
             sample: Read only so many rows, chosen at random, but the same ones each time. This
@@ -201,52 +154,42 @@ class Dataset:
                 encoding; or a stream was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
-        self._given_names = names
-        self.is_stream = any(each.size_bytes is None for each in self.sources)
-        self.name = self.sources[0].name
-        if len(self.sources) > 1:
-            self.name = f"{self.name} and {len(self.sources) - 1} more"
         self.names = [each.name for each in self.sources]
-        sizes = [each.size_bytes for each in self.sources]
-        self._size_bytes = None if None in sizes else sum(size for size in sizes if size)
-        self._before_bytes = self._read_bytes = self._read_rows = 0
-        self._complete = False
-        self._field = field
-        self._id_field = id_field
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        self.name = self.names[0] + more
+        self.is_stream = any(each.size_bytes is None for each in self.sources)
+        given = [names] if isinstance(names, str | Path) else names
+        self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
+        self._field, self._id_field = field, id_field
         self._delimiter = checked_delimiter(delimiter)
         if delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
             raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
         self._encoding = checked_encoding(encoding)
-        self._first: tuple[Picker, str | None] | None = None
-        self._limit = limit
-        self._sample = self._sampled = sample
+        self._limit, self._sample = limit, sample
         self._failures = Failures(retry_failed, self.names) if retry_failed else None
         self.is_retry = self._failures is not None
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
-        self.model: str | None = None
-        #: Whether the name of a model is no alias; of OpenAI's requests alone.
-        self.is_own_name: Callable[[str], bool] = lambda _: True
-        self.is_openai = format == "openai"
-        if format in (None, "openai") and not (field or id_field or self.is_stream):
-            self._detect_requests()
+        self._before_bytes = self._read_bytes = self._read_rows = 0
+        self._complete = False
+        self._first: Picker | None = None
+        self._found_delimiter = ""
 
     @property
     def inputs(self) -> Sequence[Path]:
         """Files on this machine that must not be overwritten."""
-        paths = [each.path for each in self.sources if not (each.is_stdin or each.remote)]
+        paths = [each.path for each in self.sources if each.path is not None]
         return [*paths, self._failures.path] if self._failures else paths
 
     def would_read(self, path: Path) -> bool:
         """Whether another run with the same names would read a file, once it is there."""
-        return matches_pattern(path, self._given_names)
+        return any(path.absolute().match(each) for each in self._patterns)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that determine the item and the id of a row, and which rows a sample has."""
-        formats = {"openai"} if self.is_openai else {each.format for each in self.sources}
         return {
-            "formats": sorted(formats),
+            "formats": sorted({each.format for each in self.sources}),
             "field": self._field,
             "id field": self._id_field,
             "delimiter": self._delimiter,
@@ -262,50 +205,56 @@ class Dataset:
     @property
     def description(self) -> str:
         """How its rows are read, in one line; known once the first row was read."""
-        if self.is_openai or self._first is None:
-            return f"{self.name}: requests for {self.model!r}"
-        picker, delimiter = self._first
-        if not picker.is_determined:
+        first = self._first
+        if first is None or first.field is None:
             return f"{self.name}: each line is an item"
-        id_ = repr(picker.id_field) if picker.id_field else "the line number"
-        columns = f"; columns are divided by {delimiter!r}" if delimiter else ""
-        return f"{self.name}: the item is {picker.field!r}, the id is {id_}{columns}"
+        id_ = repr(first.id_field) if first.id_field else "the number of the row"
+        columns = f"; columns are divided by {found!r}" if (found := self._found_delimiter) else ""
+        return f"{self.name}: the item is {first.field!r}, the id is {id_}{columns}"
 
     @property
     def total(self) -> int | None:
         """Number of rows; an estimate by bytes until all are read, None if unknown."""
-        if self._sample is not None:
-            return self._sampled
         if self._failures is not None:
             return None
         if self._complete:
             return self._read_rows
         read_bytes = self._before_bytes + self._read_bytes
-        if self._size_bytes is None or not read_bytes:
-            return self._limit
-        estimate = max(self._read_rows, self._read_rows * self._size_bytes // read_bytes)
-        return estimate if self._limit is None else min(estimate, self._limit)
+        limits = [each for each in (self._limit, self._sample) if each is not None]
+        if read_bytes and not self.is_stream:
+            size_bytes = sum(each.size_bytes or 0 for each in self.sources)
+            limits.append(self._read_rows * max(size_bytes, read_bytes) // read_bytes)
+        return min(limits, default=None)
 
-    def __iter__(self) -> Iterator[Record | Broken]:
+    @property
+    def unseen(self) -> Iterable[str]:
+        """Which of the fields that the caller names no row has had so far."""
+        return sorted(self._first.unseen) if self._first else ()
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of the first row that has some."""
+        return self._first.fields if self._first else ()
+
+    def __iter__(self) -> Iterator[Row]:
         """Yields a record, or a broken row, for each row, in order.
 
         Raises:
             DatasetError: The input is empty, or has another format than stated.
         """
-        self._before_bytes = self._read_bytes = self._read_rows = 0
-        numbers: Sequence[int] = ()
+        chosen: set[int] | None = None
         if self._sample is not None:
             with SeenIds() as seen:
-                numbers = choose_sample(islice(self._all(seen), self._limit), self._sample)
-            self._sampled = len(numbers)
-            self._before_bytes = self._read_bytes = self._read_rows = 0
+                chosen = _choose(islice(self._all(seen), self._limit), self._sample)
         with SeenIds() as seen:
-            rows: Iterator[Record | Broken] = islice(self._all(seen), self._limit)
-            if self._sample is not None:
-                rows = sampled(rows, numbers)
+            rows: Iterator[Row] = islice(self._all(seen), self._limit)
+            if chosen is not None:
+                rows = (row for number, row in enumerate(rows) if number in chosen)
             if self._failures is not None:
                 rows = self._failures.of(rows)
             yield from rows
+        if chosen is not None:
+            self._read_rows = len(chosen)
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
@@ -316,103 +265,85 @@ class Dataset:
         Raises:
             DatasetError: As iteration does.
         """
-        if self.is_openai or self._limit is not None:
-            return
         with SeenIds() as seen:
-            for number, source in enumerate(self.sources[1:], 1):
-                if source.remote is None and source.size_bytes is not None:
-                    next(self._rows_in(source, self._picker(number, seen)), None)
-        self._first = None
+            for number, source in enumerate(self.sources[1:] if self._limit is None else (), 1):
+                if source.path is not None and source.size_bytes is not None:
+                    next(self._rows_in(source, number, seen), None)
+        self._first, self._found_delimiter = None, ""
 
     def line_name(self, source: int, line: int) -> str:
         """Names a line in messages."""
         return f"{self.names[source]}, line {line}"
 
-    def _detect_requests(self) -> None:
-        """Detects whether the first row that can be read is a request, and the model."""
-        source = self.sources[0]
-        if source.format not in ("jsonl", "openai"):
-            return
-        with suppress(*decompression_errors()), source.open() as raw:
-            rows = LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name)))
-            for _ in range(FIRST_ROWS):
-                with suppress(InvalidLine):
-                    if is_request(row := next(rows, None)):
-                        self.is_openai = True
-                        self._settle(str(row["body"].get("model") or ""))
-                    if self.model or not self.is_openai or row is None:
-                        return
-
-    def _settle(self, model: str) -> str:
-        self.model = self.model or model
-        return self.model
-
-    def _picker(self, number: int, seen: SeenIds) -> Picker:
-        if self.is_openai:
-            requests = RequestPicker(None, "custom_id", seen, number, self.names)
-            requests.settle = self._settle
-            requests.is_own_name = self.is_own_name
-            return requests
-        return Picker(self._field, self._id_field, seen, number, self.names)
-
-    def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
+    def _all(self, seen: SeenIds) -> Iterator[Row]:
+        self._before_bytes = self._read_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
-            yield from self._rows_in(source, self._picker(number, seen))
+            yield from self._rows_in(source, number, seen)
             self._before_bytes += source.size_bytes or 0
             self._read_bytes = 0
 
-    def _rows_in(self, source: Source, picker: Picker) -> Iterator[Record | Broken]:
-        remote = source.remote
-        try:
-            with remote.reaching(source.name) if remote else nullcontext(), source.open() as raw:
-                yield from self._records(source, raw, picker)
-        except OSError as error:
-            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+    def _rows_in(self, source: Source, number: int, seen: SeenIds) -> Iterator[Row]:
+        picker = Picker(self._field, self._id_field, seen, number, self.names)
+        self._first = self._first or picker
+        with source.reading() as raw:
+            try:
+                for row in _pick_all(self._open_rows(source, raw), picker, source):
+                    self._read_rows += 1
+                    self._read_bytes = 0 if source.size_bytes is None else raw.tell()
+                    yield row
+            except DatasetError as error:
+                raise DatasetError(f"{source.name}: {error}") from None
 
-    def _records(
-        self, source: Source, raw: BufferedReader, picker: Picker
-    ) -> Iterator[Record | Broken]:
-        first = raw.peek(MAGIC_BYTES)[:MAGIC_BYTES]
-        if first.startswith(UTF16_MARKS):
-            raise DatasetError(
-                f"{source.name}: UTF-16; convert it to UTF-8, with iconv for example"
-            )
-        rows: Rows
-        read_bytes: Callable[[], int]
-        delimiter = None
+    def _open_rows(self, source: Source, raw: BufferedReader) -> TableRows | TextRows:
+        if raw.peek(2)[:2] in UTF16_MARKS:
+            raise DatasetError("UTF-16; convert it to UTF-8, with iconv for example")
+        if source.format == "parquet" and source.size_bytes is None:
+            raise DatasetError("a pipe cannot be Parquet, whose index is at its end")
         if source.format in TABLES:
-            rows = table = self._table(source, raw)
-            read_bytes = partial(table.read_bytes, source.size_bytes or 0)
-        else:
-            stream = decompressed(raw, source.name)
-            lines = Lines(stream)
-            delimiter = self._delimiter
-            if source.format == "csv" and delimiter is None:
-                delimiter = self._find_delimiter(source, stream)
-            rows = LINE_FORMATS[source.format](lines, self._encoding, delimiter)
-            is_compressed = stream is not raw and source.size_bytes is not None
-            read_bytes = raw.tell if is_compressed else lambda: lines.read_bytes
-        self._first = self._first or (picker, delimiter)
-        while (record := _next(source, rows, picker)) is not None:
-            self._read_rows += 1
-            self._read_bytes = read_bytes()
-            yield record
+            return TableRows(raw, source.format)
+        stream: Any = decompressed(raw)
+        if source.format not in ("csv", "tsv"):
+            rows = JsonRows if source.format == "jsonl" else TextRows
+            return rows(Lines(stream), self._encoding)
+        delimiter = self._delimiter or ("\t" if source.format == "tsv" else None)
+        if delimiter is None:
+            try:
+                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
+            except decompression_errors():
+                delimiter = ","  # Reading fails again, and says where.
+        self._found_delimiter = self._found_delimiter or delimiter
+        return CsvRows(Lines(stream), self._encoding, delimiter)
 
-    def _find_delimiter(self, source: Source, stream: Any) -> str:
-        try:
-            return find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
-        except decompression_errors():
-            return DELIMITERS[0]  # Reading fails again, and says where.
-        except DatasetError as error:
-            raise DatasetError(f"{source.name}: {error}") from None
 
-    def _table(self, source: Source, raw: BufferedReader) -> TableRows:
-        if source.is_stdin and source.format == "parquet":
-            raise DatasetError("standard input cannot be Parquet, whose index is at its end")
+def _pick_all(rows: TableRows | TextRows, picker: Picker, source: Source) -> Iterator[Row]:
+    """All rows of a file; the first damage of its bytes is the last row."""
+    damage: Exception | None = None
+    while damage is None:
+        picker.row += 1
         try:
-            return TABLES[source.format](raw)
-        except DatasetError as error:
-            raise DatasetError(f"{source.name}: {error}") from None
+            if (row := next(rows, None)) is None:
+                return
+            yield picker.pick(rows.number, row)
+        except InvalidLine as error:
+            yield picker.broken(rows.number, str(error))
+        except decompression_errors() as error:
+            if not is_damage(error, is_remote=source.remote is not None):
+                raise  # What follows may be read by another run.
+            damage = error
+    if picker.row == 1:
+        raise DatasetError(f"cannot be read: {damage}")
+    yield picker.broken(rows.number, f"cannot be read from here on: {damage}")
+
+
+def _choose(rows: Iterable[Row], size: int) -> set[int]:
+    """Chooses rows at random, each set with equal probability; their numbers from 0."""
+    chooser, chosen = random.Random(SEED), list[int]()
+    for number, _ in enumerate(rows):
+        if number < size:
+            chosen.append(number)
+        elif (replaced := chooser.randrange(number + 1)) < size:
+            chosen[replaced] = number
+    return set(chosen)
 
 
 def checked_delimiter(delimiter: str | None) -> str | None:
@@ -444,98 +375,7 @@ def checked_encoding(encoding: str) -> str:
     )
 
 
-def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
-    try:
-        return picker.pick(rows.number, row) if (row := next(rows, None)) is not None else None
-    except DatasetError as error:
-        raise DatasetError(f"{source.name}: {error}") from None
-    except InvalidLine as error:
-        return picker.broken(rows.number, str(error))
-    except decompression_errors() as error:
-        if not is_damage(error, is_remote=source.remote is not None):
-            raise  # What follows may be read by another run.
-        if rows.number <= 1:
-            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
-        rows.end()
-        return picker.broken(rows.number, f"cannot be read from here on: {error}")
-
-
-class Feed(Generic[T]):
-    """Iterates on a thread of its own, up to a fixed number of entries ahead."""
-
-    def __init__(self, entries: Iterable[T], ahead: int) -> None:
-        """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
-        self._queue: queue.Queue[T] = queue.Queue(ahead)
-        self._closed = False
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        # A daemon, because a thread that waits for a pipe cannot be woken.
-        threading.Thread(
-            target=self._read, args=(entries,), name="batchery-feed", daemon=True
-        ).start()
-
-    def take(self, maximum: int, wait_s: float = 0) -> list[T]:
-        """Takes the entries that are there.
-
-        Args:
-            maximum: Maximum number of entries to return, at least 1.
-            wait_s: How long to wait for the first one, in seconds.
-
-        Returns:
-            The entries, which may be none: see `exhausted`.
-
-        Raises:
-            Exception: The error of the iteration, once all entries before it were taken.
-        """
-        entries: list[T] = []
-        try:
-            entries.append(
-                self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get(False)
-            )
-            while len(entries) < maximum:
-                entries.append(self._queue.get(block=False))
-        except queue.Empty:
-            if self._error is not None and not entries and self._drained:
-                raise self._error from None
-        return entries
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all entries were taken, and neither entries nor an error will follow."""
-        return self._drained and self._error is None
-
-    @property
-    def _drained(self) -> bool:
-        return self._ended.is_set() and self._queue.empty()
-
-    def close(self) -> None:
-        """Lets the thread end; entries that were read ahead are lost."""
-        self._closed = True
-
-    def _read(self, entries: Iterable[T]) -> None:
-        try:
-            for entry in entries:
-                if not self._hand_over(entry):
-                    break
-            if isinstance(entries, Generator):
-                # Closed here, because what the generator has open belongs to this thread.
-                entries.close()
-        except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def _hand_over(self, entry: T) -> bool:
-        while not self._closed:
-            try:
-                self._queue.put(entry, timeout=HANDOVER_S)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-
-def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record | Broken]:
+def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Row]:
     """Reads the first rows, so that a wrong field, format or encoding is noticed early.
 
     Returns:
@@ -547,33 +387,32 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
             them cannot be read.
     """
     dataset.check_files()
-    rows, first = iter(dataset), list[Record | Broken]()
-    with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
+    rows, first = iter(dataset), list[Row]()
+    with closing(Feed(_until_usable(dataset, rows), FIRST_ROWS)) as feed:
         while not feed.exhausted:
             if stop():
                 raise Interrupted("asked to stop")
             first += feed.take(FIRST_ROWS, HANDOVER_S)
-    row = first[-1] if first else None
-    is_usable = any(isinstance(each, Record) for each in first)
-    if isinstance(row, Broken) and row.lacks_field and not is_usable:
-        raise DatasetError(
-            f"{dataset.line_name(row.source, row.line)}: {row.reason};"
-            f" so far no row of {len(first)} has it: name another with --field or --id-field"
-        )
     broken = [each for each in first if isinstance(each, Broken) and not each.lacks_field]
-    if len(broken) > len(first) / 2 and not (dataset.is_openai or dataset.is_retry):
+    if len(broken) > len(first) / 2 and not dataset.is_retry:
         raise DatasetError(
             f"{dataset.line_name(broken[0].source, broken[0].line)}: {broken[0].reason}; of the"
             f" first {len(first)} rows, {len(broken)} cannot be read:"
             " check --format, --encoding and --delimiter"
         )
+    for field in dataset.unseen:
+        raise DatasetError(
+            f"{dataset.name}: no field {field!r}{nearest_name(field, dataset.fields)}; so far no"
+            f" row of {len(first)} has it: name another with --field or --id-field;"
+            f" there are {', '.join(map(repr, dataset.fields)) or 'none'}"
+        )
     return chain(first, rows)
 
 
-def _until_usable(rows: Iterator[Record | Broken]) -> Iterator[Record | Broken]:
+def _until_usable(dataset: Dataset, rows: Iterator[Row]) -> Iterator[Row]:
     is_unreadable = False
     for row in islice(rows, FIRST_ROWS):
         yield row
         is_unreadable |= isinstance(row, Broken) and not row.lacks_field
-        if isinstance(row, Record) and not is_unreadable:
+        if isinstance(row, Record) and not is_unreadable and not dataset.unseen:
             return

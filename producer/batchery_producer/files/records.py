@@ -1,14 +1,14 @@
 """Records: rows of the input, reduced to an item and an id."""
 
 import json
-import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from batchery.errors import DatasetError
-from batchery_producer.files.journal import simplify
+from batchery.settings import nearest_name
+from batchery_producer.files.json_lines import simplify
 
 #: Default names of the fields that hold the item and the caller's id.
 ITEM_FIELD = "text"
@@ -24,13 +24,14 @@ class Record:
 
     Attributes:
         line: Line of the input at which the row begins, from 1.
-        id: The caller's, of any type; or the line number, after the file's name if there are
-            several files. None if other rows have ids and this one has not: a number might be
-            another row's id.
+        id: The caller's, of any type; or, where rows have no ids, the number of the row, after the
+            file's name if there are several files. None if only this row has none: a number might
+            be another row's id.
         item: The argument of the job.
         source: Number of its file, from 0.
         item_count: Length of the list if the argument is a list of items; 0 if it is one item.
         form: How the caller wants the result, where each row may say so.
+        row: Number of the row in its file, from 1; neither blank lines nor a header count.
     """
 
     line: int
@@ -39,6 +40,7 @@ class Record:
     source: int = 0
     item_count: int = 0
     form: Mapping[str, Any] | None = None
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Broken:
     reason: str
     source: int = 0
     lacks_field: bool = False
+    row: int = 0
 
 
 class SeenIds:
@@ -100,24 +103,20 @@ class SeenIds:
             return self._base.execute(command, values)
         except sqlite3.Error as error:
             raise DatasetError(
-                f"the ids cannot be kept in {find_temporary_folder()}: {error}; make room there, or"
+                f"the ids cannot be kept in SQLite's temporary folder: {error}; make room there, or"
                 " name another folder in the environment variable SQLITE_TMPDIR"
             ) from error
 
 
-def find_temporary_folder() -> str:
-    """The folder in which SQLite keeps temporary databases: the first of those it looks for."""
-    named = (os.environ.get(name, "") for name in ("SQLITE_TMPDIR", "TMPDIR"))
-    folders = (*named, "/var/tmp", "/usr/tmp", "/tmp")
-    return next((each for each in folders if os.access(each, os.W_OK | os.X_OK)), ".")
-
-
 class Picker:
-    """Picks item and id out of a source's rows; the first row determines the fields.
+    """Picks item and id out of a source's rows; the first row with fields determines them.
 
     Attributes:
-        field: Holds the item; None until the first row determines it.
-        id_field: Holds the id, likewise; None if the line number is the id.
+        field: Holds the item; None until it is determined.
+        id_field: Holds the id, likewise; None if the number of the row is the id.
+        unseen: Which of the fields that the caller names no row has had so far.
+        row: Number of the last row, from 1.
+        fields: Those of the first row that has some.
     """
 
     def __init__(
@@ -133,19 +132,20 @@ class Picker:
         Args:
             field: Holds the item: a key, a path of keys with dots, or a column. By default `text`,
                 or the only string.
-            id_field: Holds the caller's id, and every row must have one. By default `id` or
-                `custom_id` if the first row has it; if it has none, the line number is the id.
+            id_field: Holds the caller's id. By default `id` or `custom_id` if the first row has it;
+                if it has none, the number of the row is the id.
             seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
         """
         self.field = field
         self.id_field = id_field
-        self._id_is_required = id_field is not None
-        #: Whether a row with fields was seen.
-        self.is_determined = False
-        #: The last line whose number is its id.
-        self._numbered_lines = 0
+        self.unseen = {each for each in (field, id_field) if each is not None}
+        self.row = 0
+        self.fields: Sequence[str] = ()
+        self._is_determined = False
+        #: Whether a row could be read, so that it is known whether rows have ids.
+        self._has_rows = False
         self._seen = seen
         self.source = source
         self._names = names
@@ -157,55 +157,57 @@ class Picker:
             DatasetError: This is the first row, and it is unclear which field is the item.
         """
         if isinstance(row, str):
-            if self.field or self._id_is_required:
-                return self._lacking(line, self._own_id(line), "a bare string; it has no fields")
-            return Record(line, self._own_id(line), row, self.source)
+            if self.field:
+                return self.broken(line, "a bare string; it has no fields", lacks_field=True)
+            self._has_rows = True
+            return self._record(line, self._own_id(), row)
         self._determine_fields(row)
-        id_ = lookup(row, self.id_field) if self.id_field else MISSING
-        if id_ is MISSING or id_ is None:
-            if self._id_is_required:
-                reason = f"no id in field {self.id_field!r}; {_fields(row)}"
-                return self._lacking(line, self._own_id(line), reason)
-            id_ = self._own_id(line)
+        id_ = lookup(row, self.id_field) if self.id_field else None
+        if id_ is None or id_ is MISSING or (isinstance(id_, str) and not id_.strip()):
+            id_ = self._own_id()
         elif used := self.used(id_, line):
             return self.broken(line, used)  # The id is another row's.
         item = lookup(row, self.field or ITEM_FIELD)
         if item is MISSING:
-            reason = f"no field {self.field!r}; {_fields(row)}"
-            return self._lacking(line, id_, reason)
-        return Record(line, id_, item, self.source)
+            reason = (
+                f"no field {self.field!r}{nearest_name(str(self.field), row)}; {name_fields(row)}"
+            )
+            return self.broken(line, reason, id_, lacks_field=True)
+        return self._record(line, id_, item)
 
-    def broken(self, line: int, reason: str) -> Broken:
-        """A broken line whose id is unknown."""
-        return Broken(line, self._own_id(line), reason, self.source)
-
-    def _lacking(self, line: int, id_: Any, reason: str) -> Broken:
-        return Broken(line, id_, reason, self.source, lacks_field=True)
-
-    def _own_id(self, line: int) -> Any:
-        if self.id_field is not None:
-            return None
-        self._numbered_lines = line
-        return line if len(self._names) == 1 else f"{self._names[self.source]}:{line}"
+    def broken(
+        self, line: int, reason: str, id_: Any = None, *, lacks_field: bool = False
+    ) -> Broken:
+        """A row that cannot become a job; without an id where that is unknown."""
+        id_ = self._own_id() if id_ is None else id_
+        return Broken(line, id_, reason, self.source, lacks_field, self.row)
 
     def used(self, id_: Any, line: int) -> str:
         """Says where the id was used before; remembers a new id and returns an empty text."""
-        if type(id_) is int and 0 < id_ <= self._numbered_lines and len(self._names) == 1:
-            return f"the id {id_} is the number of an earlier line, which has no id"
         first_source, first_line = self._seen.first_line(id_, self.source, line)
         if (first_source, first_line) == (self.source, line):
             return ""
         where = "" if first_source == self.source else f"{self._names[first_source]}, "
         return f"the id {id_!r:.100} is already used in {where}line {first_line}"
 
+    def _record(self, line: int, id_: Any, item: Any) -> Record:
+        return Record(line, id_, item, self.source, row=self.row)
+
+    def _own_id(self) -> Any:
+        if self.id_field is not None or not self._has_rows:
+            return None
+        return self.row if len(self._names) == 1 else f"{self._names[self.source]}:{self.row}"
+
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
-        if self.is_determined:
+        self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
+        if self._is_determined:
             return
+        self.fields = list(row)
         if self.id_field is None:
             self.id_field = next((name for name in ID_FIELDS if name in row), None)
         if self.field is None:
             self.field = choose_field(row, id_field=self.id_field)
-        self.is_determined = True
+        self._is_determined = self._has_rows = True
 
 
 def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
@@ -224,10 +226,10 @@ def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
     if len(texts) == 1:
         return texts[0]
     is_request = {"custom_id", "url", "body"} <= row.keys()
-    hint = "; --format openai reads OpenAI's requests" if is_request else ""
+    hint = "; `batchery serve` takes OpenAI's batch files" if is_request else ""
     raise DatasetError(
         f"no field {ITEM_FIELD!r} in the first row, and {len(texts) or 'no'} others that can be"
-        f" the text; name one with --field: {_fields(row)}{hint}"
+        f" the text; name one with --field: {name_fields(row)}{hint}"
     )
 
 
@@ -243,5 +245,6 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _fields(row: Mapping[str, Any]) -> str:
+def name_fields(row: Mapping[str, Any]) -> str:
+    """The fields of a row, for messages."""
     return f"fields: {', '.join(map(repr, row)) or 'none'}"

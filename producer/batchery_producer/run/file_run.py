@@ -1,30 +1,16 @@
-"""A run of `submit_file`: rows become jobs, and what comes back is written down.
-
-A run that goes on with an earlier one looks first for jobs that are still in flight. A job moves
-one way only: from its queue to a worker, then to a result. A search in this order finds every job;
-it may find a job twice that moves meanwhile.
-"""
+"""A run of `submit_file`: rows become jobs, and what comes back is written down."""
 
 import base64
-import json
-import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import redis
-from celery import Celery, states
-from celery.backends.redis import RedisBackend
-from celery.result import AsyncResult
-from celery.utils.functional import chunks
-from kombu.exceptions import EncodeError, OperationalError
-from kombu.transport import redis as kombu_redis
-from redis.exceptions import NoPermissionError
+from celery import Celery
+from kombu.exceptions import EncodeError
 
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import (
@@ -34,174 +20,41 @@ from batchery.errors import (
     GaveUp,
     InvalidItem,
     QueueFull,
-    RedisUnavailable,
     SettingsError,
 )
 from batchery.retry import Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
-from batchery.transport.redis_schema import Keys, find_tenant_lists
-from batchery_producer.answers import Answer, joined
+from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
-from batchery_producer.files.dataset import Dataset, Feed, begin_reading
+from batchery_producer.files.dataset import TABLES, Dataset, Row, begin_reading
+from batchery_producer.files.feed import Feed
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.rows import TABLES
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.run.output import Output
+from batchery_producer.run.recovery import COMMAND_S, InFlightRecovery
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import encode_item
 
-#: Number of messages that are read from Redis at a time.
-CHUNK = 256
-
-#: How long workers may take to name their active jobs, in seconds.
-ASK_S = 1.0
-
-#: How long Redis may take for one command, in seconds; then it hangs.
-COMMAND_S = 30.0
-
-#: Errors after which to retry.
-ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
-
-#: Time over which the current rate is measured, in seconds: a shorter one jumps with every batch, a
-#: longer one hides changes.
-RATE_SPAN_S = 15.0
-
-#: Minimum time between two samples of the rate, in seconds; limits how many are kept.
+#: Number of samples of the count over which the rate is measured, and the time between two, in
+#: seconds: a shorter span jumps with every batch, a longer one hides changes.
+RATE_SAMPLES = 30
 SAMPLE_S = 0.5
+
+#: Error type of rows that cannot become a job.
+INVALID_LINE = "InvalidLine"
 
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
-
-
-class InFlightRecovery:
-    """Determines which jobs must be sent again."""
-
-    def __init__(
-        self,
-        app: Celery,
-        queue: str,
-        pattern: "re.Pattern[bytes]",
-        max_in_flight: int,
-        retries: RetryPolicy,
-    ) -> None:
-        """Prepares; the first call of `missing` looks for jobs that have no result yet.
-
-        Args:
-            app: App whose broker and backend to search.
-            queue: Queue to which the jobs were sent.
-            pattern: Matches the ids of the run in a message.
-            max_in_flight: Maximum number of the run's jobs that can have been in flight.
-            retries: How long to retry when Redis is away.
-        """
-        self._app = app
-        self._queue = queue
-        self._pattern = pattern
-        self._max_in_flight = max_in_flight
-        self._missing_in_a_row = 0
-        self._retries = retries
-        self._in_flight: set[str] | None = None
-
-    def missing(self, task_ids: Sequence[str]) -> list[str]:
-        """Jobs out of some, the oldest first, that are neither in flight nor ended.
-
-        A run sends its jobs in the order of the input. So when as many jobs in a row are missing as
-        can have been in flight, none of the following was sent, and this stops searching.
-
-        Raises:
-            RedisUnavailable: Its user may not read messages.
-        """
-        if self._missing_in_a_row >= self._max_in_flight:
-            return list(task_ids)
-        if self._in_flight is None:
-            self._in_flight = self._retries.call(self._search, ERRORS)
-        absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
-        ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
-        missing = [task_id for task_id in absent if task_id not in ended]
-        self._missing_in_a_row = (
-            self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
-        )
-        return missing
-
-    def _search(self) -> set[str]:
-        try:
-            return set(_find_in_flight(self._app, self._queue, self._pattern))
-        except NoPermissionError as error:
-            raise RedisUnavailable(
-                "the broker does not let its user look for jobs that wait or run, as a run that"
-                f" goes on must: {error}; use the user `operator` of `batchery acl`"
-            ) from error
-
-
-def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
-    with app.connection_for_read() as connection:
-        if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
-            # The queues of other brokers cannot be searched, so their jobs are sent again.
-            return
-        limits: Any = connection.transport_options
-        limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
-        channel: Any = connection.default_channel
-        for message in _messages(channel, queue):
-            yield from (found.decode() for found in pattern.findall(message))
-    # Jobs of ordinary tasks are in no list of Redis while they run.
-    active = app.control.inspect(timeout=ASK_S).active() or {}
-    yield from (
-        found.decode()
-        for jobs in active.values()
-        for found in pattern.findall(json.dumps([each.get("id") for each in jobs]).encode())
-    )
-
-
-def _messages(channel: Any, queue: str) -> Iterator[bytes]:
-    """Messages in the queue, then those of workers: Batchery's leases, and Celery's unacked."""
-    # kombu's own client would add its key prefix to some keys only.
-    client: Any = redis.Redis(connection_pool=channel.pool)
-    keys = Keys(channel.global_keyprefix)
-    for step in channel.priority_steps:
-        own = keys.queue(channel._q_for_pri(queue, step))
-        yield from _waiting(client, own)
-        for of_tenant in find_tenant_lists(client, keys, own):
-            yield from _waiting(client, of_tenant)
-        # From there, those that go next may have come back.
-        yield from client.lrange(own, -CHUNK, -1)
-    held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
-    for key in (*held, keys.queue(channel.unacked_key)):
-        for _, value in client.hscan_iter(key, count=CHUNK):
-            yield value
-
-
-def _waiting(client: Any, key: str | bytes) -> Iterator[bytes]:
-    """Messages, the newest first, so that none is skipped while the oldest leave."""
-    start = 0
-    while messages := client.lrange(key, start, start + CHUNK - 1):
-        yield from messages
-        start += len(messages)
-
-
-def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
-    backend: Any = app.backend
-    if not isinstance(backend, RedisBackend):
-        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
-        return
-    for some in chunks(iter(task_ids), CHUNK):
-        stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
-        for task_id, value in zip(some, stored, strict=True):
-            if value is not None and backend.decode(value).get("status") in states.READY_STATES:
-                yield task_id
-
-
-def _text(name: Any) -> str:
-    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 class Rate:
     """Rate at which a count grows."""
 
     def __init__(self, now_s: float) -> None:
-        self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
+        self._samples = deque([(now_s, 0)], maxlen=RATE_SAMPLES)
 
     def per_second(self, now_s: float, count: int) -> float:
         """Notes the count, and returns its growth per second over the last seconds.
@@ -210,12 +63,9 @@ class Rate:
             now_s: Time in seconds, from any start; never less than in the previous call.
             count: Total so far.
         """
-        samples = self._samples
-        start_s, before = samples[0]
-        if now_s - samples[-1][0] >= SAMPLE_S:
-            samples.append((now_s, count))
-            while len(samples) > 2 and now_s - samples[1][0] >= RATE_SPAN_S:
-                samples.popleft()
+        start_s, before = self._samples[0]
+        if now_s - self._samples[-1][0] >= SAMPLE_S:
+            self._samples.append((now_s, count))
         return (count - before) / (now_s - start_s) if now_s > start_s else 0.0
 
 
@@ -223,49 +73,28 @@ class Stopped(BatcheryError):
     """A run ends at its first failure, as the caller asked."""
 
 
-def check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:
-    """Checks that a task of the app takes an item with these keywords, as `apply_async` would.
-
-    Raises:
-        SettingsError: It does not.
-    """
-    known: Any = app.tasks.get(task)
-    # A model's task has no function whose arguments Celery could know.
-    check = getattr(known, "__header__", None)
-    if check is not None and known.typing:
-        try:
-            check(None, **keywords)
-        except TypeError as error:
-            raise SettingsError(f"task {task!r}: {error}; see --kwargs and --option") from None
-
-
 class FileRun:
     """Submits the rows of a dataset, once."""
 
-    def __init__(
-        self, app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions
-    ) -> None:
+    def __init__(self, app: Celery, dataset: Dataset, task: str, options: SubmitOptions) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
         Args:
             app: App to which jobs are sent and in which results are stored.
             dataset: The input.
-            task: Name of the task, or alias of a model; None for the model of OpenAI's requests.
+            task: Name of the task, or alias of a model.
             options: Those for reading and writing files do not matter here.
 
         Raises:
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 the task does not take the keywords, or there are workers and none of them has it.
         """
-        name = choose_task(dataset, task)
         self._window = Window[str, Record, Answer](options.window)
         check_backend(app)
-        if getattr(app.tasks.get(name), "ignore_result", False):
-            raise SettingsError(f"task {name!r} ignores its results, so none would come back")
+        if getattr(app.tasks.get(task), "ignore_result", False):
+            raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = find_task(app, name, options.queue)
-        if task is None:
-            dataset.is_own_name = self.task.__eq__
+        self.task = find_task(app, task, options.queue)
         self._app = app
         self._dataset = dataset
         self._options = options
@@ -282,10 +111,10 @@ class FileRun:
             **options.sending,
         )
         self.queue = self._publisher.queue
-        check_keywords(app, self.task, options.keywords or {})
+        _check_keywords(app, self.task, options.keywords or {})
         check_workers(app, self.task, self.queue)
 
-    def run(self, rows: Iterable[Record | Broken], output: Output) -> Summary:
+    def run(self, rows: Iterable[Row], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
         Raises:
@@ -293,16 +122,13 @@ class FileRun:
                 that were written stay.
         """
         assert output.journal is not None
-        options, journal = self._options, output.journal
-        recovery = InFlightRecovery(
-            self._app, self.queue, journal.pattern, journal.window, self._retries
-        )
+        options, self._output, self._journal = self._options, output, output.journal
+        pattern = self._journal.pattern
+        recovery = InFlightRecovery(self._app, self.queue, pattern, self._retries)
         self._missing = recovery.missing if output.is_resumed else list
-        self._output, self._journal = output, journal
+        self._submitted = self._succeeded = self._batched = self._batched_items = 0
         self._kinds: Counter[str] = Counter()
-        self._batched = self._batched_items = 0
-        self._submitted = self._succeeded = self._failed = 0
-        self._first_failure = self._stopped_by = ""
+        self._stopped_by = ""
         self._began_s = time.monotonic()
         self._rate = Rate(self._began_s)
         self._feed = Feed(rows, ahead=self._window.size)
@@ -311,7 +137,7 @@ class FileRun:
             self._window,
             self,
             self._publisher,
-            missing=self._to_be_sent,
+            missing=self._find_missing,
             keep_results=options.keep_results,
             timeout_s=options.timeout_s,
             explain=lambda: explain_stall(self._app, self.task, {"queue": self.queue}),
@@ -322,20 +148,21 @@ class FileRun:
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
         not_found = self._dataset.not_found
-        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed or not_found):
+        failed = self._kinds.total()
+        if ending is Ending.SUCCEEDED and (failed or output.done.failed or not_found):
             ending = Ending.SOME_FAILED
         return Summary(
             ending,
             self._submitted,
             self._succeeded,
-            self._failed,
+            failed,
             len(self._window),
             seconds,
             self.queue,
             message or not_found,
-            len(output.done),
+            output.done.count,
             *output.names,
-            self._first_failure,
+            output.first_failure,
         )
 
     def _run(self) -> tuple[Ending, str]:
@@ -343,37 +170,27 @@ class FileRun:
         ending, message = Ending.SUCCEEDED, ""
         try:
             while not self._stream.is_done:
-                self._step()
+                if self._options.stop():
+                    raise Interrupted("asked to stop")
+                self._note_all(self._stream.step())
+                if over := self._stream.stalled():
+                    raise GaveUp(over)
         except (GaveUp, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except (Interrupted, Stopped) as error:
             ending, message = Ending.INTERRUPTED, "interrupted"
             if isinstance(error, Stopped):
                 ending, message = Ending.SOME_FAILED, str(error)
-            with suppress(GaveUp, Interrupted):  # Results that are ready now.
+            with suppress(GaveUp, Interrupted, Stopped):  # Results that are ready now.
                 self._note_all(self._stream.take(self._collector.poll_all()))
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
-        self._options.progress(self._snapshot())
         return ending, message
-
-    def _step(self) -> None:
-        if self._options.stop():
-            raise Interrupted("asked to stop")
-        self._note_all(self._stream.step())
-        self._options.progress(self._snapshot())
-        if self._stopped_by:
-            raise Stopped(self._stopped_by)
-        if over := self._stream.stalled():
-            raise GaveUp(over)
 
     def _take_meanwhile(self) -> bool:
         """Takes results while jobs wait for room, which these may need; returns whether to stop."""
         self._note_all(self._stream.take(self._collector.collect(0.0)))
-        self._options.progress(self._snapshot())
-        if self._stopped_by:
-            raise Stopped(self._stopped_by)
         return self._options.stop()
 
     @property
@@ -383,16 +200,15 @@ class FileRun:
 
     def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
         """As `JobSource.take`; rows that cannot become jobs fail here."""
-        jobs = []
+        jobs = list[NewJob[Record]]()
         for row in self._feed.take(maximum, wait_s):
             if reason := row.reason if isinstance(row, Broken) else self._refuse(row):
                 self._fail(row, INVALID_LINE, reason)
                 continue
             assert isinstance(row, Record)
-            task_id = self._journal.task_id(row.source, row.line)
+            task_id = self._journal.task_id(row.source, row.row)
             # The window holds no items, which may be large.
-            itemless = replace(row, item=None)
-            jobs.append(NewJob(task_id, row.item, row.item_count, itemless))
+            jobs.append(NewJob(task_id, row.item, 0, replace(row, item=None)))
         return jobs
 
     def _refuse(self, row: Record) -> str:
@@ -407,27 +223,31 @@ class FileRun:
             return str(error)
         return ""
 
-    def _to_be_sent(self, task_ids: Sequence[str]) -> Sequence[str]:
+    def _find_missing(self, task_ids: Sequence[str]) -> Sequence[str]:
         missing = self._missing(task_ids)
         self._submitted += len(missing)
         return missing
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
+        """Notes how jobs ended, and what there is to say of the run.
+
+        Raises:
+            Stopped: The run ends at its first failure, and has met it.
+        """
         for task_id, row, answer in ended:
             if self._note(task_id, row, answer):
                 self._stream.discard(task_id)
         if self._stream.flush_is_due:
             self._flush()
+        self._options.progress(self._snapshot())
+        if self._stopped_by:
+            raise Stopped(self._stopped_by)
 
     def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
         """Adds an answer to the output; returns whether the backend may remove it."""
         if answer.batch_size:
             self._batched += 1
             self._batched_items += answer.batch_size
-        if row.item_count:
-            answer = joined(answer, row.item_count)
-        if row.form is not None and answer.error is None:
-            answer = in_form(answer, row.form)
         if answer.error is not None:
             self._fail(row, *answer.error)
         elif refused := self._output.result(row, answer.value):
@@ -438,14 +258,11 @@ class FileRun:
             self._succeeded += 1
         return True
 
-    def _fail(self, row: Record | Broken, type_: str, message: str) -> None:
-        self._failed += 1
-        self._output.failure(row, type_, message)
-        where = self._output.line_name(row)
+    def _fail(self, row: Row, type_: str, message: str) -> None:
+        said = self._output.failure(row, type_, message)
         self._kinds[type_] += 1
-        self._first_failure = self._first_failure or f"{where}: {type_}: {message}"
         if self._options.stop_at_failure and not self._stopped_by:
-            self._stopped_by = f"stopped at {where}: {type_}: {message}"
+            self._stopped_by = f"stopped at {said}"
 
     def _flush(self) -> None:
         """Writes results before the backend removes them, so that none is lost."""
@@ -453,27 +270,23 @@ class FileRun:
         self._stream.flush()
 
     def _snapshot(self) -> Snapshot:
-        now_s = time.monotonic()
-        done = self._succeeded + self._failed
-        total = self._dataset.total
-        if total is not None:
-            total = max(total - len(self._output.done), 0)
+        now_s, failed, total = time.monotonic(), self._kinds.total(), self._dataset.total
         return Snapshot(
             self._submitted,
             self._succeeded,
-            self._failed,
+            failed,
             len(self._window),
             now_s - self._began_s,
-            self._rate.per_second(now_s, done),
-            total,
-            self._batched_items / max(self._batched, 1),
+            self._rate.per_second(now_s, self._succeeded + failed),
+            None if total is None else max(total - self._output.done.count, 0),
+            self._batched_items / self._batched if self._batched else 0.0,
             dict(self._kinds.most_common()),
         )
 
 
 def submit_file(
     source: str | Path | Sequence[str | Path],
-    task: str | None,
+    task: str,
     output: str | Path,
     *,
     app: Celery,
@@ -488,8 +301,7 @@ def submit_file(
     Args:
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
             `Dataset`.
-        task: Name of the task, or alias of a model; None for OpenAI's batch files, whose model
-            names it.
+        task: Name of the task, or alias of a model.
         output: Gets one line per result, in the order of completion; `-` is standard output. A
             URL gets them when every row is done.
         app: App to which jobs are sent and in which results are stored.
@@ -511,57 +323,30 @@ def submit_file(
     options = replace(options or SubmitOptions(), **changes)
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
+    run = FileRun(app, dataset, task, options)
     try:
-        run, rows = begin_run(app, dataset, task, options)
+        rows = begin_reading(dataset, options.stop)
     except Interrupted:
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
-    settings = {
-        "kwargs": dict(options.keywords or {}),
-        **dataset.settings,
-        "ordered": options.ordered,
-    }
+    settings = {"kwargs": dict(options.keywords or {}), **dataset.settings}
+    settings["ordered"] = options.ordered
     options.began(dataset.description)
     with files:
-        files.open(Journal.of(dataset.sources, run.task, settings, options.window))
-        if files.is_resumed and not files.is_begun and files.results.path is not None:
-            written_s = files.results.path.stat().st_mtime
-            for path in (each for each in dataset.inputs if each.stat().st_mtime > written_s):
-                options.notice(
-                    f"{path}: has changed since {output} was complete, so results may be of other"
-                    " rows; --overwrite computes all of them anew"
-                )
+        files.open(Journal.of(dataset.sources, run.task, settings))
         try:
-            summary = run.run(files.missing(rows), files)
+            return run.run(files.missing(rows), files)
         except DatasetError as error:
             hint = "; --resume goes on from here" if files.is_begun else ""
             raise DatasetError(f"{error}{hint}") from error
-    return summary
 
 
-def begin_run(
-    app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions
-) -> tuple[FileRun, Iterator[Record | Broken]]:
-    """A run, and all rows, of which the first ones were read; arguments and errors of `FileRun`."""
-    rows = None
-    if task is None and dataset.is_openai and not dataset.model:
-        # Of a pipe, which is read once: its first rows say what the task is.
-        dataset.is_own_name = cache(lambda name: find_task(app, name, options.queue) == name)
-        rows = begin_reading(dataset, options.stop)
-    run = FileRun(app, dataset, task, options)
-    return run, rows or begin_reading(dataset, options.stop)
-
-
-def choose_task(dataset: Dataset, task: str | None) -> str:
-    """The named task, or the model of OpenAI's requests.
-
-    Raises:
-        DatasetError: There is neither.
-    """
-    if task is not None:
-        return task
-    if not dataset.model:
-        raise DatasetError(
-            f"{dataset.name}: no task; name one with --task. Only requests of OpenAI's batch API"
-            " name their model themselves; in a pipe they need --format openai"
-        )
-    return dataset.model
+def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:
+    """Checks that a task of the app takes an item with these keywords, as `apply_async` would."""
+    known: Any = app.tasks.get(task)
+    # A model's task has no function whose arguments Celery could know.
+    check = getattr(known, "__header__", None)
+    if check is not None and known.typing:
+        try:
+            check(None, **keywords)
+        except TypeError as error:
+            raise SettingsError(f"task {task!r}: {error}; see --kwargs and --option") from None

@@ -31,11 +31,11 @@ class Snapshot:
     Attributes:
         submitted: Number of jobs that were sent.
         succeeded: Number of results that were written.
-        failed: Number of jobs that failed, and of lines that could not become jobs.
+        failed: Number of jobs that failed, and of rows that could not become jobs.
         in_flight: Number of jobs that were sent and have not ended.
         elapsed_s: Time since the run began, in seconds.
         rate: Results and failures per second, over the last seconds.
-        total: Number of lines of the input; an estimate by bytes until it is read, None for a pipe.
+        total: Number of rows of the input; an estimate by bytes until it is read, None for a pipe.
         batch_size: Mean size of a job's batch, in items; 0 while unknown.
         kinds: Number of failures by kind, the most frequent first.
     """
@@ -52,7 +52,7 @@ class Snapshot:
 
     @property
     def done(self) -> int:
-        """Number of lines that succeeded or failed."""
+        """Number of rows that succeeded or failed."""
         return self.succeeded + self.failed
 
     @property
@@ -71,13 +71,13 @@ class Summary:
         ending: How the run ended.
         submitted: Number of jobs that were sent.
         succeeded: Number of results that were written.
-        failed: Number of jobs that failed, and of lines that could not become jobs; all are in the
+        failed: Number of jobs that failed, and of rows that could not become jobs; all are in the
             file of failures.
         in_flight: Number of jobs that were left in the queue or with a worker.
         seconds: Duration of the run.
         queue: Queue to which the jobs were sent.
         message: Why the run ended early; or which failures to retry are of no row of the input.
-        before: Number of lines that an earlier process of the same run had finished.
+        before: Number of rows that an earlier process of the same run had finished.
         results: Name of the file with the results so far; empty if there is none.
         errors: Name of the file of failures; empty if there is none.
         first_failure: Where the first failure was, and why.
@@ -98,7 +98,7 @@ class Summary:
 
     @property
     def rate(self) -> float:
-        """Lines finished per second, over the whole run."""
+        """Rows finished per second, over the whole run."""
         return (self.succeeded + self.failed) / self.seconds if self.seconds else 0.0
 
 
@@ -123,7 +123,7 @@ class SubmitOptions:
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
             earlier run that are still in flight are awaited, not sent again.
-        stop_at_failure: End the run when a job fails, or a line cannot become a job.
+        stop_at_failure: End the run when a job fails, or a row cannot become a job.
         keep_results: Leave results in the backend, too, until they expire.
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
@@ -140,7 +140,7 @@ class SubmitOptions:
         limit: Read only so many rows.
         sample: Only so many rows, chosen at random.
         retry_failed: Only the rows that this file of failures names: by their ids, and those
-            without an id by line. Where one is not there, the run does not succeed.
+            without an id by their numbers. Where one is not there, the run does not succeed.
     """
 
     queue: str | None = None
@@ -183,9 +183,8 @@ class SubmitOptions:
     @property
     def reading(self) -> dict[str, Any]:
         """The keyword arguments of `Dataset`."""
-        fields = ("format", "field", "id_field", "delimiter", "encoding")
-        names = (*fields, "limit", "sample", "retry_failed")
-        return {name: getattr(self, name) for name in names}
+        names = "format field id_field delimiter encoding limit sample retry_failed"
+        return {name: getattr(self, name) for name in names.split()}
 
     @property
     def writing(self) -> dict[str, Any]:

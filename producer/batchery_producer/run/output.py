@@ -1,333 +1,62 @@
 """The files of a run: results, failures and a journal; and the final form of an output.
 
-An output may be sorted, a table, or at a URL. Then it cannot be written line by line: results are
-gathered in a file of JSON lines, the part. When every row is done, the output is written from the
-part, which is kept until the output is complete. So whatever is at a URL is complete.
+An output may be sorted, compressed, a table, or at a URL. Then it cannot be written line by line:
+results are gathered in a file of JSON lines, the part, which for a URL is in the current folder.
+When every row is done, the output is written from the part, which is kept until the output is
+complete. So whatever is at a URL is complete.
 """
 
-import csv
-import io
 import json
 import os
-import secrets
-import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Self
 
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import (
-    FinishedLines,
-    Journal,
+from batchery_producer.files.journal import FinishedRows, Journal
+from batchery_producer.files.json_lines import (
     JsonLines,
     TooLong,
     encoded,
+    naming_errors,
     read_lines,
 )
-from batchery_producer.files.openai_batch import OpenAIFormat
-from batchery_producer.files.records import Broken, Record, SeenIds
-from batchery_producer.files.rows import write_arrow, write_parquet
+from batchery_producer.files.parquet import write_parquet
+from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import (
-    EXTENSIONS,
-    READ_ONLY,
+    COMPRESSIONS,
     STANDARD_STREAM,
     Remote,
-    bare_name,
-    compression_of_name,
     extra,
     is_url,
+    split_compression,
 )
 
 Entry = Mapping[str, Any]
-Entries = Callable[[], Iterable[Entry]]
 
-#: The part's name is that of the output with this suffix.
-PART_SUFFIX = ".part"
-
-#: Formats of tables, by the extension of the output. All other outputs are JSON lines.
-TABLES = ("csv", "tsv", "parquet", "arrow")
-
-#: Extensions of outputs, and of failures.
-OF_LINES = [name for name, format_ in EXTENSIONS.items() if format_ == "jsonl"]
-OF_RESULTS = [*OF_LINES, *(name for name, format_ in EXTENSIONS.items() if format_ in TABLES)]
-
-#: The journal's name is that of the output with this suffix.
-JOURNAL_SUFFIX = ".journal"
+#: Extensions of outputs.
+LINES = ("", ".jsonl", ".ndjson")
+TABLE = ".parquet"
 
 #: Maximum length of a failure's message, where the whole one does not fit into a line.
 MAX_MESSAGE_CHARS = 10_000
 
 
-class Final:
-    """Final form of an output."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        url: str | None = None,
-        ordered: bool = False,
-        converted: bool = False,
-    ) -> None:
-        """Determines format and compression by the name.
-
-        Args:
-            path: Path of the output; None is standard output or a URL.
-            url: URL of the output, if it has one.
-            ordered: Whether its lines are in the order of the input.
-            converted: Whether entries are converted to another form.
-
-        Raises:
-            DatasetError: The format cannot be compressed or has no place for such entries, or a
-                library is missing.
-        """
-        self.path = path
-        self.url = url
-        self.name = url or ("standard output" if path is None else str(path))
-        self._remote = Remote.at(url) if url else None
-        place = Path(url) if url else path
-        self._format = "jsonl" if place is None else _choose_format(place)
-        self._compression = None if place is None else compression_of_name(place)
-        self._ordered = ordered
-        self._converted = converted
-        if self._compression is not None:
-            self._compression.decompressor()  # Fails at once if its library is missing.
-        if converted and self._format != "jsonl":
-            raise DatasetError(f"{place}: answers in OpenAI's form are JSON lines; name it .jsonl")
-        if self._format in ("parquet", "arrow"):
-            extra("pyarrow")
-        if self._compression is not None and self._format in ("parquet", "arrow"):
-            raise DatasetError(
-                f"{place}: {self._format} is compressed in itself; name it without suffix"
-            )
-        if place is not None and place.suffix.lower() in READ_ONLY:
-            raise DatasetError(f"{place}: cannot be written in this form; name it .gz or .zst")
-
-    @property
-    def needs_part(self) -> bool:
-        """Whether results cannot be written to the output as they come."""
-        return self._format != "jsonl" or self._ordered or self._converted or bool(self._remote)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there is a file at the URL."""
-        if self._remote is None:
-            return False
-        with self._remote.reaching(self.name):
-            return bool(self._remote.filesystem.exists(self._remote.path))
-
-    def part(self) -> Path:
-        """Path of the part; a temporary file for standard output and URLs."""
-        if self.path is not None:
-            return self.path.with_name(self.path.name + PART_SUFFIX)
-        return Path(tempfile.gettempdir(), f"batchery-{secrets.token_hex(8)}.jsonl")
-
-    def write(
-        self, part: Path, files: Sequence[str], convert: Callable[[Entry], Entry] | None = None
-    ) -> None:
-        """Writes the output from its part.
-
-        Raises:
-            DatasetError: The output cannot be written.
-        """
-        new = None if self.path is None else self.path.with_name(f"{self.path.name}.new")
-        # Closing a file at a URL would put there what it has so far, after an error as well.
-        whole = self._remote.filesystem.transaction if self._remote else nullcontext()
-        try:
-            with whole, self._open(new) as file:
-                self._write(part, files, convert, file)
-            if new is not None and self.path is not None:
-                os.replace(new, self.path)
-        except Exception as error:  # Arrow and filesystems have errors of their own.
-            if new is not None:
-                with suppress(OSError):
-                    new.unlink()
-            raise DatasetError(
-                f"{self.name}: cannot be written: {getattr(error, 'strerror', None) or error};"
-                f" the results are in {part}"
-            ) from error
-
-    def _open(self, new: Path | None) -> BinaryIO:
-        if self._remote is not None:
-            return cast(BinaryIO, self._remote.filesystem.open(self._remote.path, "wb"))
-        return open(1 if new is None else new, "wb", closefd=new is not None)
-
-    def _write(
-        self,
-        part: Path,
-        files: Sequence[str],
-        convert: Callable[[Entry], Entry] | None,
-        file: BinaryIO,
-    ) -> None:
-        def entries() -> Iterator[Entry]:
-            found = _sorted(part, files) if self._ordered else (each for each, _ in _all(part))
-            return map(convert, found) if convert else iter(found)
-
-        if self._format == "parquet":
-            write_parquet(entries, file)
-        elif self._format == "arrow":
-            write_arrow(entries, file)
-        else:
-            target = self._compression.create(file) if self._compression else file
-            if self._format == "jsonl":
-                for entry in entries():
-                    target.write(encoded(entry) + b"\n")
-            else:
-                _write_csv(entries, target, "," if self._format == "csv" else "\t")
-            if target is not file:
-                target.close()
-
-
-def check_extension(name: str, known: Sequence[str]) -> None:
-    """Checks that a file name ends in one of these extensions, or in none, before a compression's.
-
-    Raises:
-        DatasetError: It does not, so it would hold something else than its name says.
-    """
-    extension = Path(bare_name(name.lower())).suffix
-    if extension and extension not in known:
-        raise DatasetError(f"{name}: cannot be written as {extension}, but as {', '.join(known)}")
-
-
-def _choose_format(path: Path) -> str:
-    format_ = EXTENSIONS.get(Path(bare_name(path.name.lower())).suffix)
-    return format_ if format_ in TABLES else "jsonl"
-
-
-def _all(part: Path) -> Iterator[tuple[Entry, int]]:
-    return read_lines(part) if part.exists() else iter(())
-
-
-def _sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
-    """Entries in the order of the input; memory holds the offset of each line, eight bytes."""
-    numbers = {name: number for number, name in enumerate(files)}
-    offsets = [array("Q") for _ in files]
-    start = 0
-    for entry, end in _all(part):
-        of_file, line = offsets[numbers.get(entry.get("file", ""), 0)], entry["line"]
-        if line >= len(of_file):
-            of_file.extend(array("Q", bytes(8 * (line + 1 - len(of_file)))))
-        of_file[line] = start + 1  # 0 means that the line has no entry.
-        start = end
-    with open(part, "rb") as file:
-        for of_file in offsets:
-            for offset in filter(None, of_file):
-                file.seek(offset - 1)
-                yield json.loads(file.readline())
-
-
-def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:
-    """Writes a table; a result that is not a text is written as JSON.
-
-    A lone surrogate, which UTF-8 lacks, is escaped.
-    """
-    first = next(iter(entries()), {})
-    columns = ["id", *(["file"] if "file" in first else []), "line", "result"]
-    text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="", write_through=False)
-    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    # Python before 3.13 would leave a lone carriage return bare, which ends a row for readers.
-    quoting = csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
-    writer.writerow(columns)
-    for entry in entries():
-        cells = [_cell(entry[column]) for column in columns]
-        (quoting if any("\r" in cell for cell in cells) else writer).writerow(cells)
-    text.flush()
-    text.detach()
-
-
-def _cell(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def default_errors_path(source: Dataset, results: str | Path) -> Path:
-    """Default path of the file of failures: `out.errors.jsonl` for `out.jsonl.gz`."""
-    if is_url(results):
-        name, folder = Path(results).name, Path()
-    elif str(results) != STANDARD_STREAM:
-        name, folder = Path(results).name, Path(results).parent
-    else:
-        first = source.sources[0]
-        name, folder = "stdin" if first.is_stdin else first.path.name, Path()
-    return folder / f"{Path(bare_name(name)).stem}.errors.jsonl"
-
-
-def get_journal_path(results: Path | None) -> Path | None:
-    """Path of an output's journal; None if the output is not a regular file."""
-    if results is None or (results.exists() and not results.is_file()):
-        return None
-    return results.with_name(results.name + JOURNAL_SUFFIX)
-
-
-def has_content(path: Path | None) -> bool:
-    """Whether the path is of a file that is not empty."""
-    return path is not None and path.is_file() and path.stat().st_size > 0
-
-
-def check_path(path: Path | None) -> None:
-    """Checks that the file and its journal can be looked up.
-
-    Raises:
-        DatasetError: The name is too long, or the user may not read the directory.
-    """
-    for name in () if path is None else (path, Path(f"{path}{JOURNAL_SUFFIX}")):
-        try:
-            name.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # Other checks report this.
-        except OSError as error:
-            raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def check_output_path(path: Path | None, source: Dataset, *, replace: bool, hint: str) -> None:
-    """Checks that a file may be written.
-
-    Args:
-        path: Path of the file; None is standard output.
-        source: The input, which must not be overwritten.
-        replace: Whether a file with content may be overwritten.
-        hint: What the user can do if it may not.
-
-    Raises:
-        DatasetError: The file may not be written.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise DatasetError(f"{path}: a directory; name a file")
-    if not path.parent.is_dir():
-        raise DatasetError(f"{path}: there is no directory {path.parent}; create it first")
-    if any(is_same(path, each) for each in source.inputs):
-        raise DatasetError(f"{path}: this is the input; name another file")
-    if not replace and has_content(path):
-        raise DatasetError(f"{path}: already there; {hint}")
-
-
-def is_same(one: Path | None, other: Path | None) -> bool:
-    """Whether two paths name the same file."""
-    if one is None or other is None:
-        return False
-    if one.exists() and other.exists():
-        return one.samefile(other)
-    return one.resolve() == other.resolve()
-
-
-def _first_there(paths: Iterable[Path | None]) -> str:
-    return next((str(path) for path in paths if path is not None and path.exists()), "")
-
-
 class Output:
     """The files of a run: results, failures if any, and a journal until all rows are done.
 
-    A result is `{"id": ..., "line": n, "result": ...}`, a failure
-    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; with several input files,
-    each has `file`, too. They are in order of completion. Without failures there is no file of
-    failures.
+    A result is `{"id": ..., "row": n, "result": ...}`, a failure
+    `{"id": ..., "row": n, "line": n, "error": {"type": ..., "message": ...}}`; with several input
+    files, each has `file`, too. They are in order of completion. Without failures there is no file
+    of failures.
 
     Attributes:
-        done: Lines of the input that an earlier process finished.
+        done: Rows of the input that an earlier process finished.
+        first_failure: Where the first failure was, and why; of an earlier process, too.
         journal: Identity of the run; None until the output is open.
         is_resumed: Whether it continues an existing output.
     """
@@ -357,71 +86,89 @@ class Output:
             DatasetError: A file cannot be written, would overwrite another one, or is the input; or
                 an existing output cannot be resumed.
         """
-        url = str(results) if is_url(results) else None
-        path = None if url or str(results) == STANDARD_STREAM else Path(results)
-        errors = Path(errors) if errors else default_errors_path(source, results)
-        for file in (path, errors):
-            check_path(file)
-        self.done = FinishedLines(source.names)
+        name = str(results)
+        self._url = name if is_url(name) else None
+        self._remote = Remote.at(name) if self._url else None
+        is_stream = name == STANDARD_STREAM
+        self._path = None if is_stream else Path(PurePath(name).name if self._url else name)
+        self._bare, self._compression = ("", "") if is_stream else _check_format(name)
+        self._ordered = ordered
+        self._needs_part = bool(self._remote or self._compression or ordered or self._is_table)
+        if is_stream and ordered:
+            raise DatasetError("standard output gets results as they come; name a file to order")
+        self.done = FinishedRows(source.names)
+        self.first_failure = ""
         self.journal: Journal | None = None
         self.is_resumed = False
-        self._is_known = True
-        self._resume = resume
-        self._source = source
-        self._final = Final(path, url=url, ordered=ordered, converted=source.is_openai)
         self._is_written = False
-        self._final_errors = Final(errors, converted=source.is_openai)
-        self._journal_path = None if source.is_stream else get_journal_path(path)
-        self._check_resume(overwrite)
-        may_replace = overwrite or (resume and (self.is_begun or has_content(path)))
-        for file, other in ((path, "another file"), (errors, "another with --errors")):
-            hint = self._hint(other)
-            check_output_path(file, source, replace=may_replace, hint=hint)
-            if file and self._journal_path and source.would_read(file):
-                raise DatasetError(
-                    f"{file}: a pattern of the input matches it, so that --resume would read it;"
-                    f" name {other}"
-                )
-        if url in source.names:
-            raise DatasetError(f"{url}: this is the input; name another file")
-        if not overwrite and self._final.is_there:
-            raise DatasetError(f"{url}: already there; {self._hint()}")
-        if is_same(path, errors):
-            raise DatasetError(f"{errors}: results and failures need a file each")
-        if url or path:
-            check_extension(url or str(path), OF_RESULTS)
-        check_extension(str(errors), OF_LINES)
-        if self.is_begun and not (resume or overwrite):
-            raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
-        place = self._final.part() if self._final.needs_part else path
-        # In the temporary folder, which is everybody's, unless the output has a path.
-        self.results = JsonLines(place, is_private=path is None)
-        self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
+        self._source = source
+        errors = Path(errors) if errors else _default_errors_path(source, self._path)
+        if errors.suffix.lower() not in LINES:
+            raise DatasetError(f"{errors}: failures are JSON lines; name it .jsonl")
+        self._journal_place = self._journal_path = None
+        if self._path and (os.path.isfile(self._path) or not os.path.exists(self._path)):
+            self._journal_place = self._path.with_name(f"{self._path.name}.journal")
+            # What is read from a stream cannot be read again, but replaces what was.
+            self._journal_path = None if source.is_stream else self._journal_place
+        self._check(errors, overwrite=overwrite, resume=resume)
+        self._resumes = resume and self.is_begun
+        place = self._path
+        if self._needs_part and place:
+            place = place.with_name(f"{place.name}.part")
+        self.results, self.errors = JsonLines(place), JsonLines(errors)
 
-    def _check_resume(self, overwrite: bool) -> None:
-        if self._resume and overwrite:
+    def _check(self, errors: Path, *, overwrite: bool, resume: bool) -> None:
+        if resume and overwrite:
             raise DatasetError(
                 "--resume keeps an existing output and --overwrite does not; choose one"
             )
-        if self._resume and self._journal_path is None:
+        if resume and self._journal_path is None:
+            raise DatasetError("streams and devices cannot be resumed; name files for both")
+        if self.is_begun and not (resume or overwrite):
             raise DatasetError(
-                "streams, devices and URLs cannot be resumed; read from files, and write to one"
+                f"{self._path}: begun and not finished; --resume submits the missing rows,"
+                " --overwrite begins anew"
             )
-        finished = self._final.needs_part and has_content(self._final.path)
-        if self._resume and finished and not self.is_begun:
+        for file, option in ((self._path, ""), (errors, " with --errors")):
+            if file is None:
+                continue
+            with naming_errors(str(file)):
+                self._check_path(file, option)
+                is_there = file.is_file() and file.stat().st_size > 0
+            if self._remote is not None and file is self._path:
+                with self._remote.reaching(str(self._url)):
+                    is_there = self._remote.filesystem.exists(self._remote.path)
+            if is_there and not (overwrite or self.is_begun):
+                name = self._url if self._url and file is self._path else file
+                hint = f"name another file{option}, or use --overwrite"
+                if resume:
+                    hint = "complete, or of another program; --overwrite begins anew"
+                raise DatasetError(f"{name}: already there; {hint}")
+        if self._path is not None and self._path.resolve() == errors.resolve():
+            raise DatasetError(f"{errors}: results and failures need a file each")
+
+    def _check_path(self, file: Path, option: str) -> None:
+        if file.is_dir():
+            raise DatasetError(f"{file}: a directory; name a file")
+        if not file.parent.is_dir():
+            raise DatasetError(f"{file}: there is no directory {file.parent}; create it first")
+        inputs = self._source.inputs
+        if self._url in self._source.names or (file.exists() and any(map(file.samefile, inputs))):
+            raise DatasetError(f"{self._url or file}: this is the input; name another file{option}")
+        if self._journal_path and self._source.would_read(file):
             raise DatasetError(
-                f"{self._final.path}: complete, or of another program; --overwrite begins anew"
+                f"{file}: a pattern of the input matches it, so that --resume would read it;"
+                f" name another file{option}"
             )
+
+    @property
+    def _is_table(self) -> bool:
+        return self._bare.endswith(TABLE)
 
     @property
     def is_begun(self) -> bool:
         """Whether the output belongs to an unfinished run."""
-        return self._journal_path is not None and self._journal_path.exists()
-
-    def _hint(self, other: str = "another file") -> str:
-        if self.is_begun:
-            return "--resume submits the missing rows, --overwrite begins anew"
-        return f"name {other}, or use --overwrite"
+        return self._journal_path is not None and os.path.exists(self._journal_path)
 
     def open(self, journal: Journal) -> Journal:
         """Creates the files, or continues existing ones.
@@ -437,9 +184,8 @@ class Output:
                 be written.
         """
         self.journal = journal
-        before = None if self._journal_path is None else Journal.read(self._journal_path)
-        if self._resume and (before is not None or has_content(self.results.path)):
-            self._continue(before)
+        if self._resumes:
+            self._continue()
         else:
             self._begin()
         return self.journal
@@ -448,30 +194,30 @@ class Output:
         """Removes files of an earlier run. The journal comes last, when the output exists."""
         assert self.journal is not None
         self.results.open()
-        final = self._final.path if self._final.needs_part else None
-        journal = get_journal_path(self._final.path)  # A stream has none, but replaces a file's.
-        for path in (journal, self.errors.path, self._final_errors.path, final):
+        final = self._path if self._needs_part and not self._url else None
+        for path in (self._journal_place, self.errors.path, final):
             if path is not None and path.is_file():
                 path.unlink()
         if self._journal_path is not None:
             self.journal.write(self._journal_path)
 
-    def _continue(self, before: Journal | None) -> None:
+    def _continue(self) -> None:
         assert self.journal is not None
         assert self._journal_path is not None
-        if before is not None:
-            self.journal = before.continued_by(self.journal)
+        before = Journal.read(self._journal_path)
+        before.check(self.journal)
+        self.journal = before
         self.is_resumed = True
-        self._is_known = before is not None
-        self.done = FinishedLines(self.journal.files)
+        self.done = FinishedRows(self.journal.files)
         for file in (self.results, self.errors):
-            for entry in file.resume(is_ours=self._is_known):
+            for entry in file.resume():
                 try:
                     self.done.note(entry)
                 except DatasetError as error:
                     raise DatasetError(f"{file.name}: {error}") from None
-        if before is not None:
-            self.journal.write(self._journal_path)
+                if not self.first_failure and isinstance(why := entry.get("error"), dict):
+                    where = self._source.line_name(self.done.locate(entry)[0], entry.get("line", 0))
+                    self.first_failure = f"{where}: {why.get('type')}: {why.get('message')}"
 
     def __enter__(self) -> Self:
         return self
@@ -479,45 +225,19 @@ class Output:
     def __exit__(self, *_: object) -> None:
         self.results.close()
         self.errors.close()
-        is_temporary = self._final.path is None and self._final.needs_part
-        is_needed = has_content(self.results.path) and not self._is_written
-        if is_temporary and self.results.path is not None and not is_needed:
-            self.results.path.unlink(missing_ok=True)
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the files with results and failures so far; empty for one that is not there."""
-        errors = _first_there((self._final_errors.path, self.errors.path))
-        if self._final.url is None:
-            return _first_there((self._final.path, self.results.path)), errors
-        if self._is_written:
-            return self._final.url, errors
-        return str(self.results.path) if has_content(self.results.path) else "", errors
+        results = self._path if self._is_written else self.results.path
+        found = [
+            str(each) if each and each.exists() else "" for each in (results, self.errors.path)
+        ]
+        return self._url if self._url and self._is_written else found[0], found[1]
 
     def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
-        """Rows of the input that are not done.
-
-        Raises:
-            DatasetError: There is no journal, and the output is not of just these rows.
-        """
-        if self._is_known:
-            yield from (row for row in rows if (row.source, row.line) not in self.done)
-            return
-        hint = f", and no journal ({self._journal_path}) says how it was begun; use --overwrite"
-        with SeenIds() as ids:
-            for path in filter(None, (self.results.path, self.errors.path)):
-                for entry, _ in _all(path):
-                    ids.first_line(entry.get("id"), 0, 0)
-            found = 0
-            for row in rows:
-                found += 1
-                # As it was written: JSON lacks some types.
-                id_ = json.loads(encoded({"id": row.id}))["id"]
-                if (row.source, row.line) not in self.done or not (id_ is None or ids.forget(id_)):
-                    what = f"has nothing for {self.line_name(row)}"
-                    raise DatasetError(f"{self.results.name}: {what}{hint}")
-        if found != len(self.done):
-            raise DatasetError(f"{self.results.name}: has rows that the input has not{hint}")
+        """Rows of the input that are not done."""
+        return (row for row in rows if (row.source, row.row) not in self.done)
 
     def result(self, row: Record, result: Any) -> str | None:
         """Adds the result of a job.
@@ -526,29 +246,31 @@ class Output:
             None; or why the result cannot be written.
         """
         try:
-            form = {"form": row.form} if row.form else {}
-            self.results.write({**self._head(row), **form, "result": result})
+            self.results.write({**self._head(row), "result": result})
         except TooLong as error:
             return str(error)
         return None
 
-    def failure(self, row: Record | Broken, type_: str, message: str) -> None:
-        """Adds a job that failed, or a line that could not become one; what is too long is cut."""
+    def failure(self, row: Record | Broken, type_: str, message: str) -> str:
+        """Adds a job that failed, or a row that could not become one; what is too long is cut.
+
+        Returns:
+            Where the failure was, and why.
+        """
         short = message[:MAX_MESSAGE_CHARS]
         for id_, text in ((row.id, message), (row.id, short), (None, short)):
             with suppress(TooLong):
-                error = {"type": type_, "message": text}
-                self.errors.write({**self._head(row), "id": id_, "error": error})
-                return
+                entry = {**self._head(row), "id": id_, "line": row.line}
+                self.errors.write({**entry, "error": {"type": type_, "message": text}})
+                break
+        said = f"{self._source.line_name(row.source, row.line)}: {type_}: {message}"
+        self.first_failure = self.first_failure or said
+        return said
 
     def _head(self, row: Record | Broken) -> dict[str, Any]:
         files = self.journal.files if self.journal else ()
         file = {"file": files[row.source]} if len(files) > 1 else {}
-        return {"id": row.id, **file, "line": row.line}
-
-    def line_name(self, row: Record | Broken) -> str:
-        """Names a line of the input in messages."""
-        return self._source.line_name(row.source, row.line)
+        return {"id": row.id, **file, "row": row.row}
 
     def flush(self) -> None:
         """Writes the added lines; raises as `JsonLines.flush` does."""
@@ -559,34 +281,99 @@ class Output:
         """Gives the output its final form.
 
         Args:
-            complete: Whether every row is done, so that the journal can be removed. Otherwise only
-                standard output is written; files wait for the other rows, and nothing is at a URL.
+            complete: Whether every row is done, so that the journal can be removed; files wait for
+                the other rows, and nothing is at a URL.
 
         Raises:
             DatasetError: The output cannot be written; no result is lost.
         """
         self.flush()
-        parts: list[Path] = []
-        is_stream = self._final.path is None and self._final.url is None
-        if self._final.needs_part and (complete or is_stream):
-            parts = list(self._write_final())
+        if complete and self._needs_part:
+            self._write_final()
         if complete and self._journal_path is not None:
             self._journal_path.unlink(missing_ok=True)
-        for part in parts:  # After the journal, with which the output can be made of them again.
-            part.unlink(missing_ok=True)
+        if self._is_written and self.results.path is not None:
+            self.results.path.unlink()  # After the journal, with which it can be used again.
 
-    def _write_final(self) -> Iterator[Path]:
-        """Writes the output, and yields the files that it was made of."""
-        assert self.journal is not None
-        assert self.results.path is not None
-        openai, files = None, self.journal.files
-        if self._source.is_openai:
-            openai = OpenAIFormat(self.journal, self._source.model or "", self._source.line_name)
+    def _write_final(self) -> None:
+        assert self._path is not None
         self.results.close()
-        self._final.write(self.results.path, files, openai.result if openai else None)
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            with open(new, "wb") as file:
+                self._write(file)
+            if self._remote is None:
+                os.replace(new, self._path)
+            else:
+                self._remote.filesystem.put_file(str(new), self._remote.path)
+        except Exception as error:  # Arrow and filesystems have errors of their own.
+            raise DatasetError(
+                f"{self._url or self._path}: cannot be written:"
+                f" {getattr(error, 'strerror', None) or error}; the results are in"
+                f" {self.results.path}"
+            ) from error
+        finally:
+            new.unlink(missing_ok=True)
         self._is_written = True
-        yield self.results.path
-        if openai and self.errors.path is not None and self.errors.path.exists():
-            self.errors.close()
-            self._final_errors.write(self.errors.path, files, openai.failure)
-            yield self.errors.path
+
+    def _write(self, file: BinaryIO) -> None:
+        if self._is_table:
+            write_parquet(self._entries, file)
+            return
+        library = COMPRESSIONS[self._compression][1] if self._compression else ""
+        target: Any = import_module(library).open(file, "wb") if library else file
+        for entry in self._entries():
+            target.write(encoded(entry) + b"\n")
+        if target is not file:
+            target.close()
+
+    def _entries(self) -> Iterator[Entry]:
+        assert self.results.path is not None
+        assert self.journal is not None
+        if self._ordered:
+            return _read_sorted(self.results.path, self.journal.files)
+        return (entry for entry, _ in read_lines(self.results.path))
+
+
+def _check_format(name: str) -> tuple[str, str]:
+    """A file name without the extension of a compression, and that extension.
+
+    Raises:
+        DatasetError: Results cannot be written in the form that it asks for.
+    """
+    bare, compression = split_compression(PurePath(name).name)
+    extension = PurePath(bare.lower()).suffix
+    if extension not in (*LINES, TABLE):
+        known = ", ".join((*LINES[1:], TABLE))
+        raise DatasetError(f"{name}: cannot be written as {extension}, but as {known}")
+    if extension == TABLE:
+        extra("pyarrow")
+        if compression:
+            raise DatasetError(f"{name}: Parquet is compressed in itself; name it without suffix")
+    if compression == ".zst":
+        extra("zstandard")
+    return bare.lower(), compression
+
+
+def _default_errors_path(source: Dataset, results: Path | None) -> Path:
+    """Default path of the file of failures: `out.errors.jsonl` for `out.jsonl.gz`."""
+    if results is None:
+        results = Path((source.sources[0].path or Path("stdin")).name)
+    return results.with_name(f"{PurePath(split_compression(results)[0]).stem}.errors.jsonl")
+
+
+def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
+    """Entries in the order of the input; memory holds the offset of each line, eight bytes."""
+    numbers = {name: number for number, name in enumerate(files)}
+    offsets = [array("Q") for _ in files]
+    start = 0
+    for entry, end in read_lines(part):
+        of_file, row = offsets[numbers.get(entry.get("file", ""), 0)], entry["row"]
+        of_file.extend(array("Q", bytes(8 * max(row + 1 - len(of_file), 0))))
+        of_file[row] = start + 1  # 0 means that the row has no entry.
+        start = end
+    with open(part, "rb") as file:
+        for of_file in offsets:
+            for offset in filter(None, of_file):
+                file.seek(offset - 1)
+                yield json.loads(file.readline())

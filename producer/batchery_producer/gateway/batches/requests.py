@@ -19,8 +19,12 @@ from batchery.retry import RetryPolicy
 from batchery_producer.answers import Answer, build_header, joined
 from batchery_producer.broker import REVOKE_CHUNK
 from batchery_producer.collector import collector_for
-from batchery_producer.files.journal import Journal, encoded
-from batchery_producer.files.openai_batch import (
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.json_lines import encoded
+from batchery_producer.files.records import Broken, Record, SeenIds
+from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
+from batchery_producer.gateway.batches.files import FileStore
+from batchery_producer.gateway.batches.openai_batch import (
     EXPIRED,
     URL,
     OpenAIFormat,
@@ -28,17 +32,14 @@ from batchery_producer.files.openai_batch import (
     RequestPicker,
     in_form,
 )
-from batchery_producer.files.records import Broken, Record, SeenIds
-from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
-from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
 from batchery_producer.openai_generation import REQUESTS, count_item_chars, count_texts
 from batchery_producer.publisher import Publisher
-from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
+from batchery_producer.run.recovery import InFlightRecovery
 
 # Validation
 
@@ -254,7 +255,7 @@ class BatchLines:
         self._files = files
         self._is_own_name = is_own_name
         model = record.batch.model or ""
-        self.journal = Journal(record.run, model, {}, [""], [], 0)
+        self.journal = Journal(record.run, model, {}, [""], [])
         self._format = OpenAIFormat(self.journal, model, _line_name, unpack=_unpacked)
 
     def read(self, number: int) -> Iterator[Line | Broken]:
@@ -463,7 +464,7 @@ class SlicesInFlight:
 
     def _missing(self, job_ids: Sequence[str]) -> Sequence[str]:
         recovery = InFlightRecovery(
-            self._app, self._queue, self._lines.journal.pattern, len(job_ids) + 1, self._retries
+            self._app, self._queue, self._lines.journal.pattern, self._retries
         )
         return recovery.missing(job_ids)
 

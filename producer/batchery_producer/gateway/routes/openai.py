@@ -12,7 +12,6 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
-from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
@@ -22,6 +21,7 @@ from batchery_producer.gateway.batches.files import (
     FileObject,
     get_owner,
 )
+from batchery_producer.gateway.batches.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.requests import ENDPOINTS
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import JsonRoute, TokenId

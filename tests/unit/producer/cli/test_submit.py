@@ -94,9 +94,3 @@ def test_progress_line_has_the_time_left_if_it_is_known() -> None:
     assert "5 failed (1 a, 1 b, 1 c, ...), " in figures(run)
     assert "left" not in figures(Snapshot(1, 0, 0, 1, 1.0, 0.0, None))
     assert [duration(42), duration(725), duration(3723)] == ["0:42", "12:05", "1:02:03"]
-
-
-@pytest.mark.parametrize(("errors", "how"), [("", "anew;"), ("e.jsonl", "anew with --overwrite;")])
-def test_summary_says_how_a_run_to_a_url_begins_anew(errors: str, how: str) -> None:
-    summary = Summary(Ending.INTERRUPTED, 1, 0, 0, 1, 1.0, "q", "interrupted", errors=errors)
-    assert f"the same command begins {how}" in describe(summary, "memory://out.jsonl")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import FinishedLines, Journal
+from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.source import find_sources
 
 
 def begin(*paths: Path, **changes: Any) -> Journal:
-    given: dict[str, Any] = {"task": "embed", "settings": {"field": None}, "window": 16, **changes}
+    given: dict[str, Any] = {"task": "embed", "settings": {"field": None}, **changes}
     return Journal.of(Dataset(list(paths)).sources, **given)
 
 
@@ -30,28 +30,21 @@ def test_journal_is_read_as_it_was_written(tmp_path: Path, path: Path) -> None:
     journal = begin(path)
     journal.write(tmp_path / "j")
     assert Journal.read(tmp_path / "j") == journal
-    assert Journal.read(tmp_path / "none") is None
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.txt", "j"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"v": 2}', '{"v": 1, "run": "x"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"v": 1}', '{"v": 2, "run": "x"}'])
 def test_journal_in_another_form_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "j").write_text(content)
     with pytest.raises(DatasetError, match="j: cannot be used to resume"):
         Journal.read(tmp_path / "j")
 
 
-def test_journal_continues_its_run_with_the_larger_window(path: Path) -> None:
+def test_journal_is_gone_on_with_after_the_input_was_moved(tmp_path: Path, path: Path) -> None:
     journal = begin(path)
-    again = journal.continued_by(begin(path, window=99))
-    assert (again.run, again.window) == (journal.run, 99)
-    assert journal.continued_by(begin(path, window=1)).window == 16
-
-
-def test_journal_continues_after_the_input_was_moved(tmp_path: Path, path: Path) -> None:
-    journal = begin(path)
+    journal.check(begin(path))
     path.rename(tmp_path / "moved.txt")
-    assert journal.continued_by(begin(tmp_path / "moved.txt")).files == journal.files
+    journal.check(begin(tmp_path / "moved.txt"))
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: "one"}, date(2026, 1, 2), Decimal("1.50")])
@@ -61,30 +54,26 @@ def test_journal_continues_with_keywords_that_json_lacks(
     settings = {"kwargs": {"given": value}}
     begin(path, settings=settings).write(tmp_path / "j")
     journal = Journal.read(tmp_path / "j")
-    assert journal is not None
-    assert journal.continued_by(begin(path, settings=settings)).run == journal.run
+    journal.check(begin(path, settings=settings))
     with pytest.raises(DatasetError, match="kwargs: "):
-        journal.continued_by(begin(path, settings={"kwargs": {"given": 5}}))
+        journal.check(begin(path, settings={"kwargs": {"given": 5}}))
 
 
-def test_journal_refuses_another_format(path: Path) -> None:
+def test_journal_refuses_another_task_format_or_file(tmp_path: Path, path: Path) -> None:
     one, other = (Dataset(path, format=name) for name in ("text", "csv"))
     journal = begin(path, settings=one.settings)
-    assert journal.continued_by(begin(path, settings=Dataset(path).settings)).run == journal.run
-    with pytest.raises(
-        DatasetError, match=r"formats: \['csv'\] now, \['text'\] when the run began"
-    ):
-        journal.continued_by(begin(path, settings=other.settings))
-
-
-def test_journal_refuses_other_files(tmp_path: Path, path: Path) -> None:
-    journal = begin(path)
+    journal.check(begin(path, settings=Dataset(path).settings))
     (tmp_path / "more.txt").write_text("two\n")
-    with pytest.raises(DatasetError, match=r"files \(.*more\.txt is new\): 2 now, 1"):
-        journal.continued_by(begin(path, tmp_path / "more.txt"))
+    for now, why in [
+        (begin(path, settings=other.settings), r"formats: \['csv'\] now, \['text'\] when the run"),
+        (begin(path, settings=one.settings, task="other"), "task: 'other' now, 'embed' when"),
+        (begin(path, tmp_path / "more.txt", settings=one.settings), "number of files: '2' now"),
+    ]:
+        with pytest.raises(DatasetError, match=why):
+            journal.check(now)
     path.write_text("One\n")
     with pytest.raises(DatasetError, match=r"in\.txt: has changed"):
-        journal.continued_by(begin(path))
+        journal.check(begin(path, settings=one.settings))
 
 
 def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
@@ -114,8 +103,8 @@ def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
     )
 )
 def test_task_ids_are_different_uuids_that_the_pattern_finds(places: list[tuple[int, int]]) -> None:
-    journal = Journal("0123456789abcdef", "embed", {}, [], [], 1)
-    other = Journal("fedcba9876543210", "embed", {}, [], [], 1)
+    journal = Journal("0123456789abcdef", "embed", {}, [], [])
+    other = Journal("fedcba9876543210", "embed", {}, [], [])
     ids = [journal.task_id(*place) for place in places]
     assert len(set(ids)) == len(ids)
     text = json.dumps([*ids, *(other.task_id(*place) for place in places)]).encode()
@@ -123,24 +112,22 @@ def test_task_ids_are_different_uuids_that_the_pattern_finds(places: list[tuple[
     assert all(len(each) == 36 and each[14] == "8" and each[19] in "89ab" for each in ids)
 
 
-@given(lines=st.sets(st.tuples(st.integers(0, 1), st.integers(1, 5000))))
-def test_line_is_done_once_it_was_noted(lines: set[tuple[int, int]]) -> None:
+@given(rows=st.sets(st.tuples(st.integers(0, 1), st.integers(1, 5000))))
+def test_row_is_done_once_it_was_noted(rows: set[tuple[int, int]]) -> None:
     names = ["a.txt", "b.txt"]
-    done = FinishedLines(names)
-    for source, line in lines:
-        assert done.note({"file": names[source], "line": line, "result": 1})
-        assert not done.note({"file": names[source], "line": line, "error": {}})
+    done = FinishedRows(names)
+    for source, row in rows:
+        assert done.note({"file": names[source], "row": row, "result": 1})
+        assert not done.note({"file": names[source], "row": row, "error": {}})
     assert {
-        (source, line) for source in (0, 1) for line in range(5001) if (source, line) in done
-    } == lines
-    assert (done.succeeded, done.failed, len(done)) == (len(lines), 0, len(lines))
+        (source, row) for source in (0, 1) for row in range(5001) if (source, row) in done
+    } == rows
+    assert (done.count, done.failed) == (len(rows), 0)
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [{}, {"line": "1"}, {"line": -1}, {"line": True}, {"line": 1, "file": "other"}],
-    ids=str,
+    "entry", [{}, {"row": "1"}, {"row": -1}, {"row": True}, {"row": 1, "file": "other"}], ids=str
 )
-def test_entry_of_no_line_is_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(DatasetError, match="not a line that this run wrote"):
-        FinishedLines(["a.txt"]).note(entry)
+def test_entry_of_no_row_is_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match="not a row that this run wrote"):
+        FinishedRows(["a.txt"]).note(entry)

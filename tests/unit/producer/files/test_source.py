@@ -1,10 +1,8 @@
-"""Inputs and outputs at URLs, and inputs in other compressions."""
+"""Inputs at URLs, and compressed ones."""
 
 import bz2
 import gzip
 import io
-import itertools
-import json
 import lzma
 import random
 import sys
@@ -21,10 +19,8 @@ import zstandard
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import Source, find_sources
-from batchery_producer.run.output import Final, Output
+from batchery_producer.files.source import find_sources
 
 FOLDER = "memory://rows"
 
@@ -115,9 +111,7 @@ def test_url_of_no_file_is_refused(memory: Any, name: str, message: str) -> None
 @pytest.mark.parametrize(
     ("url", "module", "message"),
     [
-        ("s3://bucket/a.txt", "s3fs", "pip install s3fs"),
-        ("gcs://bucket/a.txt", "gcsfs", "pip install gcsfs"),
-        ("https://host/a.txt", "fsspec.implementations.http", r"pip install 'fsspec\[http\]'"),
+        ("s3://bucket/a.txt", "s3fs", "s3://bucket/a.txt: cannot be reached: .*s3fs"),
         ("nowhere://a.txt", "nowhere", "Protocol not known"),
         ("memory://a.txt", "fsspec.core", r"pip install 'batchery\[datasets\]'"),
     ],
@@ -149,6 +143,9 @@ class Breaking(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return 0
+
     def readinto(self, buffer: Any) -> int:
         if (part := next(self._parts, None)) is None:
             raise self._error
@@ -170,8 +167,9 @@ def test_input_that_cannot_be_read_any_more_is_not_taken_for_its_end(
 ) -> None:
     url = str(tmp_path / "in.txt") if place == "local" else f"{FOLDER}/in.txt"
     fsspec.open(url, "wb").open().write(b"one\ntwo\n")
-    file = io.BufferedReader(Breaking(b"one\ntwo\n", error))
-    monkeypatch.setattr(Source, "open", lambda _: file)
+    broken = Breaking(b"one\ntwo\n", error)
+    monkeypatch.setattr(type(memory), "open", lambda *_, **__: broken)
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.BufferedReader(broken))
     rows = iter(Dataset(url))
     assert [next(rows).line, next(rows).line] == [1, 2]
     with pytest.raises(DatasetError, match=r"in\.txt: cannot be re(ad|ached): .*(error|answer)"):
@@ -191,90 +189,3 @@ def test_url_fingerprint_changes_with_what_a_server_says_of_the_file(
         monkeypatch.setattr(kind, "info", lambda *_, info=info, **__: info)
         found.add(find_sources(url, None)[0].fingerprint())
     assert len(found) == 4
-
-
-def write_output(dataset: Dataset, url: str, **options: Any) -> None:
-    with Output(dataset, url, **options) as output:
-        output.open(Journal.of(dataset.sources, "embed", {}, 4))
-        output.result(Record(1, 1, None), "ONE")
-        output.finish(complete=True)
-
-
-@pytest.fixture
-def dataset(memory: Any) -> Dataset:
-    memory.pipe(f"{FOLDER}/in.txt", b"one\n")
-    return Dataset(f"{FOLDER}/in.txt")
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_output_url_gets_all_results_at_the_end(
-    dataset: Dataset, memory: Any, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    write_output(dataset, f"{FOLDER}/out{ending}")
-    data = memory.cat(f"{FOLDER}/out{ending}")
-    data = gzip.decompress(data) if ending.endswith(".gz") else data
-    assert json.loads(data) == {"id": 1, "line": 1, "result": "ONE"}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_output_url_that_is_there_is_kept_unless_overwritten(dataset: Dataset, memory: Any) -> None:
-    url = f"{FOLDER}/out.jsonl"
-    memory.pipe(url, b"older")
-    with pytest.raises(DatasetError, match=r"out\.jsonl: already there"):
-        Output(dataset, url)
-    write_output(dataset, url, overwrite=True)
-    assert b"ONE" in memory.cat(url)
-
-
-def test_output_url_cannot_be_resumed_nor_be_the_input(dataset: Dataset) -> None:
-    with pytest.raises(DatasetError, match="URLs cannot be resumed"):
-        Output(dataset, f"{FOLDER}/out.jsonl", resume=True)
-    with pytest.raises(DatasetError, match="this is the input"):
-        Output(dataset, f"{FOLDER}/in.txt", overwrite=True)
-
-
-def test_output_url_that_refuses_leaves_the_results_here(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise PermissionError("not yours")
-
-    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "open", refuse)
-    with pytest.raises(DatasetError, match="cannot be written: not yours; the results are in"):
-        write_output(dataset, f"{FOLDER}/out.jsonl")
-    (part,) = tmp_path.iterdir()
-    assert b"ONE" in part.read_bytes()
-
-
-@pytest.mark.parametrize("place", ["memory", "file"])
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.zst", "out.parquet"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_output_url_has_all_results_or_none(
-    tmp_path: Path, memory: Any, place: str, name: str, error: type[BaseException]
-) -> None:
-    url = f"{FOLDER}/{name}" if place == "memory" else f"file://{tmp_path}/{name}"
-    part = tmp_path / "part"
-    part.write_text("".join(f'{{"id": {n}, "line": {n}, "result": "x"}}\n' for n in range(9999)))
-    seen = itertools.count()
-
-    def convert(entry: Any) -> Any:
-        if next(seen) == 15_000 - (name != "out.parquet") * 10_000:
-            raise error("in the middle")
-        return entry
-
-    final = Final(None, url=url)
-    with pytest.raises((DatasetError, KeyboardInterrupt), match="in the middle"):
-        final.write(part, ["in"], convert)
-    assert not final.is_there
-    final.write(part, ["in"], convert)
-    assert final.is_there
-
-
-def test_output_in_a_compression_that_is_only_read_is_refused(
-    dataset: Dataset, tmp_path: Path
-) -> None:
-    with pytest.raises(DatasetError, match=r"name it \.gz or \.zst"):
-        Output(dataset, tmp_path / "out.jsonl.xz")

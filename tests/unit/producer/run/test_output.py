@@ -1,224 +1,291 @@
+"""The files of a run: what is refused, what is written, and what a second process goes on with."""
+
 import gzip
 import json
+import lzma
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow.parquet
 import pytest
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import BUFFER_BYTES, Journal, JsonLines
+from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Record
 from batchery_producer.files.rows import MAX_LINE_BYTES
 from batchery_producer.run.output import Output
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Dataset:
-    path = tmp_path / "in.txt"
-    path.write_text("one\n")
-    return Dataset(path)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
+    monkeypatch.chdir(tmp_path)
+    Path("in.txt").write_text("one\ntwo\nthree\n")
+    return Dataset("in.txt")
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's filesystem in memory, empty before and after."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
 
 
 def journal(source: Dataset) -> Journal:
-    return Journal.of(source.sources, "embed", {}, 16)
+    return Journal.of(source.sources, "embed", {})
 
 
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def record(row: int, id_: Any = None) -> Record:
+    return Record(row, id_ or f"row-{row}", None, row=row)
 
 
-def test_results_and_failures_go_to_different_files(tmp_path: Path, source: Dataset) -> None:
-    with Output(source, tmp_path / "out.jsonl") as output:
+def write(source: Dataset, name: str, *rows: int, complete: bool = True, **options: Any) -> Output:
+    with Output(source, name, **options) as output:
         output.open(journal(source))
-        output.result(Record(1, "a", None), {"vector": [1.0]})
-        output.failure(Record(2, 2, None), "ValueError", "größer")
+        for row in rows:
+            output.result(record(row), f"text {row}")
+        output.finish(complete=complete)
+    return output
+
+
+def lines(path: str) -> list[Any]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
+    with Output(source, "out.jsonl") as output:
+        output.open(journal(source))
+        output.result(record(1, "a"), {"vector": [1.0]})
+        said = output.failure(Record(5, 2, None, row=2), "ValueError", "größer")
         output.flush()
-    assert lines(tmp_path / "out.jsonl") == [{"id": "a", "line": 1, "result": {"vector": [1.0]}}]
-    assert lines(tmp_path / "out.errors.jsonl") == [
-        {"id": 2, "line": 2, "error": {"type": "ValueError", "message": "größer"}}
+    assert lines("out.jsonl") == [{"id": "a", "row": 1, "result": {"vector": [1.0]}}]
+    assert lines("out.errors.jsonl") == [
+        {"id": 2, "row": 2, "line": 5, "error": {"type": "ValueError", "message": "größer"}}
     ]
+    assert said == output.first_failure == "in.txt, line 5: ValueError: größer"
 
 
-def test_run_without_failures_has_no_file_of_failures(tmp_path: Path, source: Dataset) -> None:
-    stale = tmp_path / "out.errors.jsonl"
-    stale.write_text("old\n")
-    with Output(source, tmp_path / "out.jsonl", overwrite=True) as output:
-        output.open(journal(source))
-        output.flush()
-    assert (tmp_path / "out.jsonl").exists()
-    assert not stale.exists()
+def test_run_without_failures_has_no_file_of_failures(source: Dataset) -> None:
+    Path("out.errors.jsonl").write_text("old\n")
+    write(source, "out.jsonl", overwrite=True)
+    assert Path("out.jsonl").exists()
+    assert not Path("out.errors.jsonl").exists()
 
 
-def test_gzip_output_can_be_read_after_every_flush(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "out.jsonl.gz")
-    file.open()
-    for number in range(3):
-        file.write({"n": number})
-        file.flush()
-        unpacked = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes())
-        assert len(unpacked.splitlines()) == number + 1
-    file.close()
-
-
-def test_failures_of_a_gzip_output_are_not_compressed(tmp_path: Path, source: Dataset) -> None:
-    assert Output(source, tmp_path / "out.jsonl.gz").errors.path == tmp_path / "out.errors.jsonl"
-
-
-def test_failures_of_standard_output_are_named_after_the_input(source: Dataset) -> None:
-    assert Output(source, "-").errors.path == Path("in.errors.jsonl")
-    assert Output(Dataset("-"), "-").errors.path == Path("stdin.errors.jsonl")
-
-
-def test_lone_surrogate_is_written_as_its_escape(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "out.jsonl")
-    file.write({"id": "\ud83d"})
-    file.flush()
-    file.close()
-    assert lines(tmp_path / "out.jsonl") == [{"id": "\ud83d"}]
-
-
-def test_lines_above_the_buffer_size_are_written_without_a_flush(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "out.jsonl")
-    file.write({"text": "x" * BUFFER_BYTES})
-    assert (tmp_path / "out.jsonl").stat().st_size > BUFFER_BYTES
-    file.close()
+@pytest.mark.parametrize(
+    ("results", "errors"),
+    [
+        ("out.jsonl.gz", "out.errors.jsonl"),
+        ("-", "in.errors.jsonl"),
+        ("memory://folder/out.parquet", "out.errors.jsonl"),
+    ],
+)
+def test_failures_are_named_after_the_output_or_the_input(
+    source: Dataset, memory: Any, results: str, errors: str
+) -> None:
+    assert Output(source, results).errors.path == Path(errors)
 
 
 @pytest.mark.parametrize(
     ("results", "errors", "why"),
     [
         ("nowhere/out.jsonl", None, "there is no directory"),
-        ("in.txt", None, "this is the input"),
-        ("link.txt", None, "this is the input"),
+        ("in.jsonl", None, "this is the input"),
+        ("link.jsonl", None, "this is the input"),
         ("folder", None, "a directory"),
         ("full.jsonl", None, "already there.*--overwrite"),
-        ("out.jsonl", "full.jsonl", "already there; name another with --errors, or use"),
-        ("out.jsonl", "in.txt", "this is the input"),
+        ("out.jsonl", "full.jsonl", "already there; name another file with --errors, or use"),
+        ("out.jsonl", "in.jsonl", "this is the input"),
         ("out.jsonl", "out.jsonl", "a file each"),
-        ("out.xlsx", None, r"out.xlsx: cannot be written as .xlsx, but as .jsonl, .*.csv, .*arrow"),
-        ("out.npy.gz", None, "cannot be written as .npy"),
-        ("out.json", None, "cannot be written as .json, but"),
-        ("out.jsonl", "bad.csv", "cannot be written as .csv, but as .jsonl, .ndjson$"),
+        ("out.csv", None, r"out.csv: cannot be written as .csv, but as .jsonl, .ndjson, .parquet"),
+        ("out.json.gz", None, "cannot be written as .json, but"),
+        ("out.parquet.gz", None, "Parquet is compressed in itself"),
+        ("out.jsonl", "bad.csv", "failures are JSON lines"),
         pytest.param("x" * 300, None, "cannot be written: File name too long", id="long"),
-        pytest.param("x" * 250, None, "cannot be written: File name too long", id="journal"),
         pytest.param("out.jsonl", "x" * 300, "cannot be written: File name too long", id="errors"),
     ],
 )
 def test_output_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, source: Dataset, results: str, errors: str | None, why: str
+    source: Dataset, results: str, errors: str | None, why: str
 ) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "full.jsonl").write_text("something\n")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "in.txt")
+    Path("folder").mkdir()
+    Path("full.jsonl").write_text("something\n")
+    Path("in.txt").rename("in.jsonl")
+    Path("link.jsonl").symlink_to("in.jsonl")
     with pytest.raises(DatasetError, match=why):
-        Output(source, tmp_path / results, tmp_path / errors if errors else None)
+        Output(Dataset("in.jsonl", format="text"), results, errors)
 
 
-def test_output_may_replace_an_empty_file_or_with_overwrite_any(
-    tmp_path: Path, source: Dataset
+def test_output_may_replace_an_empty_file_or_with_overwrite_any_but_the_input(
+    source: Dataset,
 ) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "full.jsonl").write_text("something\n")
-    Output(source, tmp_path / "empty.jsonl")
-    with Output(source, tmp_path / "full.jsonl", overwrite=True) as output:
-        output.open(journal(source))
-        assert (tmp_path / "full.jsonl").read_text() == ""
-
-
-def test_output_that_is_the_input_is_refused(tmp_path: Path, source: Dataset) -> None:
+    Path("empty.jsonl").touch()
+    Path("full.jsonl").write_text("something\n")
+    Output(source, "empty.jsonl")
+    write(source, "full.jsonl", overwrite=True)
+    assert Path("full.jsonl").read_text() == ""
+    retried = Dataset("in.txt", retry_failed="full.jsonl")
     with pytest.raises(DatasetError, match="this is the input"):
-        Output(source, tmp_path / "in.txt", overwrite=True)
+        Output(retried, "full.jsonl", overwrite=True)
 
 
 @pytest.mark.parametrize(
     ("pattern", "results", "errors"),
     [
-        ("*.jsonl", "out.csv", None),
+        ("*.jsonl", "out.parquet", None),
         ("./*.jsonl", "out.jsonl", "bad.ndjson"),
-        ("**/*.jsonl", "deep/out.csv", "deep/bad.jsonl"),
-        ("i*", "in.jsonl", "bad.jsonl"),
+        ("**/*.jsonl", "deep/out.parquet", "deep/bad.jsonl"),
     ],
 )
 def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, results: str, errors: str | None
+    source: Dataset, pattern: str, results: str, errors: str | None
 ) -> None:
-    (tmp_path / "deep").mkdir()
-    for name in ("in.txt", "one.jsonl"):
-        (tmp_path / name).write_text('"one"\n')
-    monkeypatch.chdir(tmp_path)
-    for form in (pattern, tmp_path / pattern):
+    Path("deep").mkdir()
+    Path("one.jsonl").write_text('"one"\n')
+    for form in (pattern, Path.cwd() / pattern):
         with pytest.raises(DatasetError, match=r"would read it.*name another"):
             Output(Dataset(form), results, errors)
-    Output(Dataset(pattern), "deep/out.csv", "bad.ndjson")
+    Output(Dataset(pattern), "out.parquet", "bad.ndjson")
     Output(Dataset(pattern), "-", errors)  # Nobody can resume it.
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("out", b'{"notes": "in one line"}'), ("out.jsonl.gz", b"no gzip"), ("out.jsonl", b"\xff")],
-)
-def test_file_of_another_program_is_not_truncated_by_resume(
-    tmp_path: Path, source: Dataset, name: str, content: bytes
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out.jsonl.gz"])
+def test_output_of_another_program_or_a_complete_one_is_kept_by_resume(
+    source: Dataset, name: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    with Output(source, tmp_path / name, resume=True) as output:
-        output.open(journal(source))
-        with pytest.raises(DatasetError, match="no journal"):
-            list(output.missing(source))
-    assert (tmp_path / name).read_bytes() == content
+    Path(name).write_text("something")
+    with pytest.raises(DatasetError, match="already there; complete, or of another program"):
+        Output(source, name, resume=True)
+    Path(name).unlink()
+    Path("out.errors.jsonl").write_text("of another run\n")
+    with pytest.raises(DatasetError, match=r"out.errors.jsonl: already there"):
+        Output(source, name, resume=True)
 
 
-@pytest.mark.parametrize("results", ["out.jsonl", "out.csv"])
-def test_failures_of_another_run_are_not_removed_by_resume(
-    tmp_path: Path, source: Dataset, results: str
-) -> None:
-    errors = tmp_path / "out.errors.jsonl"
-    errors.write_text("of another run\n")
-    with pytest.raises(DatasetError, match=r"already there; name another with --errors"):
-        Output(source, tmp_path / results, resume=True)
-    assert errors.exists()
+def test_streams_and_devices_cannot_be_resumed(source: Dataset) -> None:
+    for given, name in ((Dataset("-"), "out.jsonl"), (source, "-"), (source, "/dev/null")):
+        with pytest.raises(DatasetError, match="cannot be resumed"):
+            Output(given, name, "e.jsonl", resume=True)
+    with pytest.raises(DatasetError, match="choose one"):
+        Output(source, "out.jsonl", resume=True, overwrite=True)
 
 
 def test_output_that_a_stream_overwrites_cannot_be_gone_on_with_as_that_of_a_file(
-    tmp_path: Path, source: Dataset
+    source: Dataset,
 ) -> None:
-    with Output(source, tmp_path / "out.jsonl") as output:
-        output.open(journal(source))
-    os.mkfifo(tmp_path / "pipe.txt")
-    stream = Dataset(tmp_path / "pipe.txt")
-    with Output(stream, tmp_path / "out.jsonl", overwrite=True) as output:
-        output.open(journal(stream))
-        output.result(Record(1, 1, None), "of the stream")
+    write(source, "out.jsonl", complete=False)
+    os.mkfifo("pipe.txt")
+    write(Dataset("pipe.txt"), "out.jsonl", 1, overwrite=True)
+    assert not Output(source, "out.jsonl", overwrite=True).is_begun
+
+
+@pytest.mark.parametrize(
+    "name", ["out.jsonl", "out.jsonl.xz", "out.parquet", "memory://folder/out.parquet"]
+)
+def test_output_is_begun_gone_on_with_and_complete(source: Dataset, memory: Any, name: str) -> None:
+    begun = write(source, name, 2, complete=False)
+    assert begun.journal is not None
+    assert "://" not in begun.names[0]
+    with pytest.raises(DatasetError, match=r"out\..*: begun and not finished; --resume"):
+        Output(source, name)
+    with Output(source, name, resume=True) as output:
+        assert output.open(journal(source)).run == begun.journal.run
+        assert [row.row for row in output.missing(source)] == [1, 3]
+        for row in (1, 3):
+            output.result(record(row), f"text {row}")
         output.finish(complete=True)
-    assert not Output(source, tmp_path / "out.jsonl", resume=True).is_begun
+    assert output.names == (name, "")
+    expected = [{"id": f"row-{n}", "row": n, "result": f"text {n}"} for n in (2, 1, 3)]
+    if name.endswith(".parquet"):
+        with fsspec.open(name, "rb") as file:
+            assert pyarrow.parquet.read_table(file).to_pylist() == expected
+    else:
+        data = Path(name).read_bytes()
+        text = lzma.decompress(data) if name.endswith(".xz") else data
+        assert [json.loads(line) for line in text.splitlines()] == expected
+    assert [each.name for each in Path().iterdir() if each.suffix in (".part", ".journal")] == []
+    with pytest.raises(DatasetError, match="already there; complete, or of another program"):
+        Output(source, name, resume=True)
 
 
-def test_full_disk_fails_with_one_error() -> None:
-    file = JsonLines(Path("/dev/full"))
-    file.open()
-    file.write({"n": 1})
-    with pytest.raises(DatasetError, match="/dev/full: cannot be written: No space left"):
-        file.flush()
-    file.close()
+def test_first_failure_is_that_of_the_first_process(source: Dataset) -> None:
+    for row, resume in ((3, False), (1, True)):
+        with Output(source, "out.jsonl", resume=resume) as output:
+            output.open(journal(source))
+            output.failure(record(row), "ValueError", f"row {row}")
+            output.flush()
+    assert output.first_failure == "in.txt, line 3: ValueError: row 3"
 
 
-def test_result_longer_than_a_line_is_refused(tmp_path: Path, source: Dataset) -> None:
-    with Output(source, tmp_path / "out.jsonl") as output:
+def test_ordered_output_has_the_order_of_the_input(source: Dataset) -> None:
+    Path("b.txt").write_text("one\n" * 900)
+    both = Dataset(["in.txt", "b.txt"])
+    with Output(both, "out.jsonl.gz", ordered=True) as output:
+        output.open(journal(both))
+        for place, row in [(1, 900), (0, 3), (1, 7), (0, 1)]:
+            output.result(Record(row, row, None, place, row=row), row)
+        output.finish(complete=True)
+    text = gzip.decompress(Path("out.jsonl.gz").read_bytes())
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [(row["file"], row["row"]) for row in rows] == [
+        *[("in.txt", 1), ("in.txt", 3), ("b.txt", 7), ("b.txt", 900)],
+    ]
+    with pytest.raises(DatasetError, match="name a file to order"):
+        Output(source, "-", ordered=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("o.parquet", "pyarrow"), ("o.jsonl.zst", "zstandard")]
+)
+def test_output_whose_library_is_missing_is_refused_at_once(
+    source: Dataset, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(DatasetError, match=rf"{library} is missing.*'batchery\[datasets\]'"):
+        Output(source, name)
+
+
+def test_output_that_cannot_be_written_leaves_its_part(
+    source: Dataset, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(type(memory), "put_file", refuse)
+    url = "memory://folder/out.jsonl"
+    with pytest.raises(DatasetError, match=r"cannot be written: not yours; .* in out.jsonl.part"):
+        write(source, url, 1)
+    assert [row["row"] for row in lines("out.jsonl.part")] == [1]
+    assert not memory.exists(url)
+
+
+def test_url_that_is_there_is_kept_unless_overwritten_and_is_not_the_input(
+    source: Dataset, memory: Any
+) -> None:
+    url = "memory://folder/out.jsonl"
+    memory.pipe(url, b'"older"\n')
+    with pytest.raises(DatasetError, match=r"out\.jsonl: already there"):
+        Output(source, url)
+    write(source, url, 1, overwrite=True)
+    assert b"text 1" in memory.cat(url)
+    with pytest.raises(DatasetError, match="this is the input"):
+        Output(Dataset(url), url, overwrite=True)
+
+
+def test_results_and_failures_longer_than_a_line_are_refused_or_cut(source: Dataset) -> None:
+    with Output(source, "out.jsonl") as output:
         output.open(journal(source))
-        refused = output.result(Record(1, 1, None), "x" * MAX_LINE_BYTES)
-        assert refused is not None
-        assert "the maximum is 16,777,216" in refused
-        assert output.result(Record(1, 1, None), "x") is None
-
-
-def test_failure_longer_than_a_line_is_shortened(tmp_path: Path, source: Dataset) -> None:
-    with Output(source, tmp_path / "out.jsonl") as output:
-        output.open(journal(source))
-        output.failure(Record(1, 1, None), "ValueError", "no good: " + "\ud800" * MAX_LINE_BYTES)
-        output.failure(Record(2, "\ud800" * (MAX_LINE_BYTES // 4), None), "ValueError", "no")
+        refused = output.result(record(1), "x" * MAX_LINE_BYTES)
+        assert "the maximum is 16,777,216" in str(refused)
+        assert output.result(record(1), "x") is None
+        output.failure(record(2), "ValueError", "no good: " + "\ud800" * MAX_LINE_BYTES)
+        output.failure(record(3, "\ud800" * (MAX_LINE_BYTES // 4)), "ValueError", "no")
         output.flush()
-    one, other = lines(tmp_path / "out.errors.jsonl")
+    one, other = lines("out.errors.jsonl")
     assert one["error"]["message"].startswith("no good: ")
-    assert (other["line"], other["error"]["type"]) == (2, "ValueError")
+    assert (other["row"], other["id"], other["error"]["type"]) == (3, None, "ValueError")

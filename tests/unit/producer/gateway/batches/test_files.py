@@ -119,7 +119,7 @@ def test_place_that_cannot_be_had_is_told_without_its_url(tmp_path: Path) -> Non
     storage = Storage(f"file://{tmp_path}/file")
     with pytest.raises(DatasetError, match=r"^files: a/b: cannot be reached: Not a directory"):
         storage.write("a/b", b"")
-    with pytest.raises(DatasetError, match="pip install s3fs"):
+    with pytest.raises(DatasetError, match=r"cannot be reached: .*s3fs"):
         Storage("s3://bucket/files")
 
 

@@ -1,12 +1,9 @@
 import json
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches import requests
 from batchery_producer.gateway.batches.requests import MAX_ERRORS, Validated, validated
 from batchery_producer.gateway.problems import Kind, Problem
@@ -60,30 +57,6 @@ def test_line_that_is_no_request_of_the_batch_is_told(row: Any, code: str, text:
     (error,) = found.errors
     assert (error.line, error.code, found.requests) == (2, code, 3)
     assert text in error.message
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        request("a"),
-        request(None),
-        request("\ud800"),
-        request("b", method="GET"),
-        request("b", url="/v1/completions"),
-        request("b", url="x" * 1000),
-        request("b", body=[]),
-        request("b", body={"input": "a"}),
-        request("b", body={"model": 7, "input": "a"}),
-        request("b", body={"model": "embed", "input": "a"}),
-    ],
-)
-def test_gateway_and_submit_find_the_same_wrong_and_word_it_alike(row: Any, tmp_path: Path) -> None:
-    rows = [request("a"), row]
-    file = tmp_path / "in.jsonl"
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
-    _, broken = Dataset(file)
-    assert isinstance(broken, Broken)
-    assert [each.message for each in check(*rows).errors] == [broken.reason]
 
 
 def test_a_request_without_a_method_is_one_of_post() -> None:

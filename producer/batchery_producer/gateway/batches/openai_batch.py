@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
@@ -64,16 +64,6 @@ LENGTH_TOLERANCE = 1e-3
 
 #: Error type of lines that cannot become a job.
 INVALID_LINE = "InvalidLine"
-
-
-def is_request(row: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a row is a request of a batch file."""
-    return (
-        isinstance(row, Mapping)
-        and "custom_id" in row
-        and "url" in row
-        and isinstance(row.get("body"), Mapping)
-    )
 
 
 class RequestError(NamedTuple):

@@ -1,0 +1,138 @@
+"""Which jobs of an earlier process are still in flight.
+
+A job moves one way only: from its queue to a worker, then to a result. A search in this order finds
+every job; it may find a job twice that moves meanwhile.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import redis
+from celery import Celery, states
+from celery.backends.redis import RedisBackend
+from celery.result import AsyncResult
+from celery.utils.functional import chunks
+from kombu.exceptions import OperationalError
+from kombu.transport import redis as kombu_redis
+from redis.exceptions import NoPermissionError
+
+from batchery.errors import RedisUnavailable
+from batchery.retry import RetryPolicy
+from batchery.transport.redis_schema import Keys, find_tenant_lists
+
+#: Number of messages that are read from Redis at a time.
+CHUNK = 256
+
+#: How long workers may take to name their active jobs, in seconds.
+ASK_S = 1.0
+
+#: How long Redis may take for one command, in seconds; then it hangs.
+COMMAND_S = 30.0
+
+#: Errors after which to retry.
+ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
+
+
+class InFlightRecovery:
+    """Determines which jobs must be sent again."""
+
+    def __init__(
+        self, app: Celery, queue: str, pattern: "re.Pattern[bytes]", retries: RetryPolicy
+    ) -> None:
+        """Prepares; the first call of `missing` looks for jobs that have no result yet.
+
+        Args:
+            app: App whose broker and backend to search.
+            queue: Queue to which the jobs were sent.
+            pattern: Matches the ids of the run in a message.
+            retries: How long to retry when Redis is away.
+        """
+        self._app = app
+        self._queue = queue
+        self._pattern = pattern
+        self._retries = retries
+        self._in_flight: set[str] | None = None
+
+    def missing(self, task_ids: Sequence[str]) -> list[str]:
+        """Jobs out of some that are neither in flight nor ended.
+
+        Raises:
+            RedisUnavailable: Its user may not read messages.
+        """
+        if self._in_flight is None:
+            self._in_flight = self._retries.call(self._search, ERRORS)
+        absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
+        ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
+        return [task_id for task_id in absent if task_id not in ended]
+
+    def _search(self) -> set[str]:
+        try:
+            return set(_find_in_flight(self._app, self._queue, self._pattern))
+        except NoPermissionError as error:
+            raise RedisUnavailable(
+                "the broker does not let its user look for jobs that wait or run, as a run that"
+                f" goes on must: {error}; use the user `operator` of `batchery acl`"
+            ) from error
+
+
+def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
+    with app.connection_for_read() as connection:
+        if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
+            # The queues of other brokers cannot be searched, so their jobs are sent again.
+            return
+        limits: Any = connection.transport_options
+        limits["socket_timeout"] = limits.get("socket_timeout") or COMMAND_S
+        channel: Any = connection.default_channel
+        for message in _messages(channel, queue):
+            yield from (found.decode() for found in pattern.findall(message))
+    # Jobs of ordinary tasks are in no list of Redis while they run.
+    active = app.control.inspect(timeout=ASK_S).active() or {}
+    yield from (
+        found.decode()
+        for jobs in active.values()
+        for found in pattern.findall(json.dumps([each.get("id") for each in jobs]).encode())
+    )
+
+
+def _messages(channel: Any, queue: str) -> Iterator[bytes]:
+    """Messages in the queue, then those of workers: Batchery's leases, and Celery's unacked."""
+    # kombu's own client would add its key prefix to some keys only.
+    client: Any = redis.Redis(connection_pool=channel.pool)
+    keys = Keys(channel.global_keyprefix)
+    for step in channel.priority_steps:
+        own = keys.queue(channel._q_for_pri(queue, step))
+        yield from _waiting(client, own)
+        for of_tenant in find_tenant_lists(client, keys, own):
+            yield from _waiting(client, of_tenant)
+        # From there, those that go next may have come back.
+        yield from client.lrange(own, -CHUNK, -1)
+    held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
+    for key in (*held, keys.queue(channel.unacked_key)):
+        for _, value in client.hscan_iter(key, count=CHUNK):
+            yield value
+
+
+def _waiting(client: Any, key: str | bytes) -> Iterator[bytes]:
+    """Messages, the newest first, so that none is skipped while the oldest leave."""
+    start = 0
+    while messages := client.lrange(key, start, start + CHUNK - 1):
+        yield from messages
+        start += len(messages)
+
+
+def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
+    backend: Any = app.backend
+    if not isinstance(backend, RedisBackend):
+        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
+        return
+    for some in chunks(iter(task_ids), CHUNK):
+        stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
+        for task_id, value in zip(some, stored, strict=True):
+            if value is not None and backend.decode(value).get("status") in states.READY_STATES:
+                yield task_id
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)

@@ -1,0 +1,102 @@
+"""What is noticed before anything is sent: wrong fields, formats, encodings, later files."""
+
+from pathlib import Path
+
+import pytest
+
+from batchery import DatasetError
+from batchery.retry import Interrupted
+from batchery_producer.files.dataset import FIRST_ROWS, Dataset, begin_reading
+
+
+def test_reading_begins_if_one_of_the_first_rows_has_the_fields(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"no": 1}\n' * (FIRST_ROWS - 1) + '{"text": "a", "key": null}\n{"no": 2}\n')
+    rows = begin_reading(Dataset(path, field="text", id_field="key"), lambda: False)
+    assert [row.line for row in rows] == list(range(1, FIRST_ROWS + 2))
+
+
+@pytest.mark.parametrize(
+    ("field", "id_field", "why"),
+    [
+        ("txt", None, "no field 'txt', the nearest is text; so far no row of 100 has it"),
+        ("text", "keys", "no field 'keys', the nearest is key; so far no row of 100 has it"),
+    ],
+)
+def test_reading_does_not_begin_without_a_field_that_the_caller_names(
+    tmp_path: Path, field: str, id_field: str | None, why: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a", "key": "b"}\n' * (FIRST_ROWS + 1))
+    with pytest.raises(DatasetError, match=rf"{why}.*; there are 'text', 'key'"):
+        begin_reading(Dataset(path, field=field, id_field=id_field), lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("in.jsonl", b"not JSON\nnor this\n", "line 1: not JSON: .*; of the first 2 rows, 2"),
+        ("in.jsonl", b'[{"text": "a"}]\n', "line 1: a JSON list; .*jq .* makes lines of a list"),
+        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n3;auf\n", "line 2: not UTF-8; .*latin-1"),
+        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format, --encoding and"),
+        ("in.csv", b"question; long, or not\nHow?\nWhy?\n", "line 2: 1 columns; .*--delimiter"),
+    ],
+)
+def test_reading_does_not_begin_if_most_of_the_first_rows_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=why):
+        begin_reading(Dataset(path), lambda: False)
+
+
+def test_reading_begins_if_half_of_the_first_rows_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("not JSON\nnor this\n" + '{"text": "a"}\n{"no": 1}\n')
+    rows = begin_reading(Dataset(path), lambda: False)
+    assert [row.line for row in rows] == [1, 2, 3, 4]
+
+
+def test_reading_does_not_begin_without_a_row_or_when_asked_to_stop(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("\n\n")
+    with pytest.raises(DatasetError, match="empty; there is nothing"):
+        begin_reading(Dataset(path), lambda: False)
+    path.write_text("a\n")
+    with pytest.raises(DatasetError, match=r"no field 'text'; .*there are none"):
+        begin_reading(Dataset(path, field="text"), lambda: False)
+    with pytest.raises(Interrupted):
+        begin_reading(Dataset(path), lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("b.jsonl", b'{"one": "a", "two": "b"}\n', "no field 'text' in the first row"),
+        ("b.csv", b"id,id\n1,2\n", "names a column twice"),
+        ("b.csv", "id,text\n".encode("utf-16"), "UTF-16"),
+        ("b.parquet", b"no table at all, but long enough to be one", "cannot be read"),
+        ("b.txt", b"\x1f\x8bgarbage", "cannot be read"),
+    ],
+)
+def test_reading_does_not_begin_if_a_later_file_would_end_it(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    rows = "".join(f'{{"text": "a", "id": {number}}}\n' for number in range(FIRST_ROWS))
+    (tmp_path / "a.jsonl").write_text(f"not JSON\n{rows}")
+    (tmp_path / name).write_bytes(content)
+    names = [tmp_path / "a.jsonl", tmp_path / name]
+    with pytest.raises(DatasetError, match=why):
+        begin_reading(Dataset(names), lambda: False)
+    # A part of the rows may need none of it.
+    next(begin_reading(Dataset(names, limit=2), lambda: False))
+
+
+def test_files_of_several_formats_are_read_together(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 1}\n')
+    (tmp_path / "b.txt").write_text("one\n")
+    dataset = Dataset([tmp_path / "a.jsonl", tmp_path / "b.txt"])
+    assert [row.id for row in begin_reading(dataset, lambda: False)] == [1, f"{tmp_path}/b.txt:1"]
+    assert "the item is 'text', the id is 'id'" in dataset.description
+    assert dataset.total == 2

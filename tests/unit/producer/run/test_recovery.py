@@ -1,0 +1,72 @@
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from celery import Celery, states
+from redis.exceptions import NoPermissionError
+
+from batchery import RedisUnavailable
+from batchery.retry import RetryPolicy
+from batchery_producer.files.journal import Journal
+from batchery_producer.run import recovery
+from batchery_producer.run.recovery import InFlightRecovery
+
+JOURNAL = Journal("0123456789abcdef", "embed", {}, ["in.txt"], [])
+IDS = [JOURNAL.task_id(0, row) for row in range(1, 5)]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """An app whose broker and backend are in memory."""
+    app = Celery("resume", broker="memory://", backend="cache+memory://", set_as_current=False)
+    yield app
+    backend: Any = app.backend
+    backend.client.cache.clear()  # All apps of a process share it.
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for what a broker is asked."""
+    mock = Mock(return_value=[IDS[0]])
+    monkeypatch.setattr(recovery, "_find_in_flight", mock)
+    return mock
+
+
+def make(app: Celery) -> InFlightRecovery:
+    return InFlightRecovery(app, "embed", JOURNAL.pattern, RetryPolicy(away_s=0))
+
+
+def test_job_in_flight_or_ended_is_not_missing(app: Celery, search: Any) -> None:
+    backend: Any = app.backend
+    backend.store_result(IDS[1], "value", states.SUCCESS)
+    backend.store_result(IDS[2], "value", states.STARTED)
+    found = make(app)
+    assert found.missing(IDS[:4]) == IDS[2:4]
+    assert found.missing(IDS[:2]) == []
+    search.assert_called_once_with(app, "embed", JOURNAL.pattern)
+
+
+def test_user_who_may_not_read_messages_is_told_who_may(app: Celery, search: Any) -> None:
+    search.side_effect = NoPermissionError("no permissions to run the 'lrange' command")
+    with pytest.raises(RedisUnavailable, match=r"'lrange' command; use the user `operator` of"):
+        make(app).missing(IDS[:2])
+
+
+def test_queue_of_another_broker_than_redis_is_not_searched(app: Celery) -> None:
+    assert make(app).missing(IDS) == IDS
+
+
+def test_message_is_found_while_others_leave_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "CHUNK", 3)
+    messages = [f"{number}".encode() for number in range(10)]
+    left = list(messages)
+
+    def lrange(_key: str, start: int, end: int) -> list[bytes]:
+        found = left[start : end + 1]
+        left.pop()  # Workers take the oldest first.
+        return found
+
+    found = list(recovery._waiting(Mock(lrange=lrange), "embed"))
+    assert found == messages[: len(found)]
+    assert len(found) >= 7
