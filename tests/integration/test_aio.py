@@ -48,21 +48,6 @@ def test_a_call_is_awaited(play: Scene) -> None:
     assert (found["item"], found["tag"]) == ("hello", "x")
 
 
-def test_calls_with_deadlines_share_what_sends_them(play: Scene) -> None:
-    """Each has a deadline of its own in its headers; a publisher costs more than a message."""
-
-    async def scene(client: AsyncClient) -> Any:
-        values = [
-            await client.task(
-                f"{APP}.shout", queue=QUEUE, timeout_s=patient(60), deadline_s=patient(60)
-            )("hello")
-            for _ in range(3)
-        ]
-        return values, len(client._session._publishers)
-
-    assert play(scene) == (["HELLO"] * 3, 1)
-
-
 def test_thousands_at_once_take_few_connections_and_no_subscription(
     redis_url: str, worker: Worker, store: Any
 ) -> None:
@@ -165,7 +150,7 @@ def test_a_forked_process_is_told_that_it_has_no_threads(redis_url: str, worker:
     child = os.fork()
     if not child:
         try:
-            asyncio.run(asyncio.wait_for(shout("b"), 10))
+            asyncio.run(asyncio.wait_for(shout("b"), patient(60)))
         except NoResult as error:
             os.write(writer, str(error).encode())
         finally:

@@ -161,16 +161,6 @@ def test_a_reply_that_was_lost_is_made_again(
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
-def test_a_key_of_another_type_does_not_stop_a_commit(
-    app: Any, collector: Any, commit: Commits, bare: Any
-) -> None:
-    collector.expect(["a"])
-    without_announcements(collector)
-    bare.set(stream_key(app.backend, describe_function(collector)), "mine")
-    assert commit(["a"], {describe_function(collector): [0]}) == [CommitStatus.COMMITTED]
-    assert collect(collector, 1) == {"a": Answer("of a")}
-
-
 def test_commits_are_announced_when_redis_is_full(
     collector: Any, commit: Commits, bare: Any
 ) -> None:
@@ -195,26 +185,6 @@ def test_a_reply_that_redis_has_no_memory_for_is_made_later(
     without_sweeps(collector)
     commit(["a"], {describe_function(collector): [0]})
     assert collect(collector, 1) == {"a": Answer("of a")}
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        None,
-        "odd",
-        {},
-        {"v": 2, "reply": "name"},
-        {"v": 1},
-        {"v": 1, "reply": 7},
-        {"v": 1, "reply": ""},
-        {"v": 1, "reply": "a key"},
-        {"v": 1, "reply": "x" * 65},
-        {"v": 1, "reply": "celery:\n"},
-    ],
-    ids=str,
-)
-def test_what_is_no_name_of_a_reply_asks_for_none(header: Any) -> None:
-    assert read_stream_name(header) is None
 
 
 def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:

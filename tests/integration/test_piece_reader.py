@@ -269,23 +269,3 @@ def test_a_reader_that_is_too_slow_is_told_so(rare: None, reader: Noting, device
     (error,) = caller.events
     assert isinstance(error, NoResult)
     assert "its pieces 1 to 5 were dropped" in str(error)
-
-
-def test_nothing_comes_after_what_ends_a_stream(
-    rare: None, reader: Noting, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though one answer has the end, and a wake with a piece that would be the next one."""
-    caller = Caller("job")
-    key, original = b"batchery-pieces:job", reader._ask
-
-    def ask(question: Question) -> Reply:
-        reply = original(question)
-        if key not in question.after:
-            return reply
-        return reply._replace(entries={key: [(b"6-0", [b"p", b"6"])]}, wakes={key: [b'[1, "a"]']})
-
-    monkeypatch.setattr(reader, "_ask", ask)
-    reader.open([caller])
-    wait_for(lambda: caller.events, "it has ended")
-    reader.close()
-    assert [type(each) for each in caller.events] == [NoResult]

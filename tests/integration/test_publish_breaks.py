@@ -111,15 +111,6 @@ def test_a_redis_without_memory_refuses_and_has_nothing(app: Celery, bare: Any) 
     assert ids(bare) == ["job-0", "job-1"]
 
 
-def test_a_redis_without_memory_refuses_the_first_job_of_all(app: Celery, bare: Any) -> None:
-    bare.config_set("maxmemory", 1)
-    with (
-        Publisher(app, "same") as publisher,
-        pytest.raises(BrokerRefused, match="has no memory left"),
-    ):
-        publisher.send(jobs(2))
-
-
 def test_a_patient_publisher_waits_for_memory(app: Celery, bare: Any) -> None:
     bare.config_set("maxmemory", 1)
     again = threading.Timer(0.3, bare.config_set, ("maxmemory", 0))

@@ -1,7 +1,89 @@
+"""How a job ended, as it was stored, and the outcomes of its items."""
+
+from typing import Any
+
 import pytest
+from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from batchery_producer.answers import Answer, describe, read_answer
+from batchery import BatchArgumentError, InvalidItem, ItemFailed, WrongLength
+from batchery.protocol.headers import read_items
+from batchery_producer.answers import (
+    Answer,
+    Outcome,
+    build_header,
+    check_per_job,
+    describe,
+    read_answer,
+    read_outcomes,
+)
+
+BACKEND: Any = Celery("packs", backend="cache+memory://", set_as_current=False).backend
+
+
+def test_single_item_job_has_one_outcome() -> None:
+    assert read_outcomes(Answer("x"), range(7, 8), False, BACKEND) == [Outcome(7, "x")]
+
+
+def test_items_of_a_multi_item_job_have_their_own_outcomes() -> None:
+    entries = [{"ok": None}, {"error": {"type": "InvalidItem", "message": "too long"}}]
+    good, bad = read_outcomes(Answer(entries), range(4, 6), True, BACKEND)
+    assert good == Outcome(4, None)
+    assert (bad.index, repr(bad.error)) == (5, "InvalidItem('too long')")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("InvalidItem", InvalidItem("why")),
+        ("KeyError", KeyError("why")),
+        ("OutOfStock", ItemFailed("OutOfStock: why")),
+        ("UnicodeDecodeError", ItemFailed("UnicodeDecodeError: why")),
+        ("KeyboardInterrupt", ItemFailed("KeyboardInterrupt: why")),
+        ("print", ItemFailed("print: why")),
+    ],
+)
+def test_item_error_becomes_the_exception_of_its_name_or_item_failed(
+    kind: str, wanted: Exception
+) -> None:
+    entries = [{"error": {"type": kind, "message": "why"}}]
+    (outcome,) = read_outcomes(Answer(entries), range(1), True, BACKEND)
+    assert repr(outcome.error) == repr(wanted)
+
+
+@pytest.mark.parametrize("value", [[], [{"ok": 1}], None, 7, "ok", {"ok": 1}], ids=repr)
+def test_multi_item_result_of_another_form_fails_each_item(value: Any) -> None:
+    outcomes = read_outcomes(Answer(value), range(3), True, BACKEND)
+    assert [type(each.error) for each in outcomes] == [WrongLength] * 3
+
+
+@pytest.mark.parametrize("entry", [7, {}, {"error": "text"}, {"error": {}}, None], ids=repr)
+def test_entry_in_another_form_fails_alone(entry: Any) -> None:
+    good, bad = read_outcomes(Answer([{"ok": 1}, entry]), range(2), True, BACKEND)
+    assert good.value == 1
+    assert isinstance(bad.error, ItemFailed)
+
+
+def test_multi_item_job_that_failed_fails_all_its_items() -> None:
+    stored = {"exc_type": "KeyError", "exc_module": "builtins", "exc_message": ["x"]}
+    answer = Answer(error=("KeyError", "x"), stored=stored)
+    outcomes = read_outcomes(answer, range(2), True, BACKEND)
+    assert [repr(each.error) for each in outcomes] == ["KeyError('x')"] * 2
+
+
+def test_header_is_read_by_the_worker() -> None:
+    reply = {"batchery": {"v": 1, "reply": "name"}}
+    assert build_header(2, reply) == {"batchery": {"v": 1, "reply": "name", "n": 2}}
+    assert build_header(0, reply) == reply
+    assert build_header(0, {}) == {}
+    assert read_items(["a", "b"], build_header(2, {})["batchery"]) == (["a", "b"], True)
+
+
+def test_per_job_out_of_range_is_refused() -> None:
+    assert [check_per_job(each) for each in (None, 1, 10_000)] == [0, 1, 10_000]
+    for wrong in (0, -1, 10_001, 1.5, "3", True):
+        with pytest.raises(BatchArgumentError, match="expected 1 to 10000"):
+            check_per_job(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("status", ["PENDING", "STARTED", "RETRY", "RECEIVED", "PROGRESS", None])

@@ -1,4 +1,4 @@
-"""The time of sending: what a message says, and what is made of one that says nothing."""
+"""The headers of a message: when it was sent, and who reads of its end."""
 
 import math
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchery.protocol.headers import MAX_AGE_S, SENT_AT, read_sent_at, sent_now
+from batchery.protocol.headers import MAX_AGE_S, SENT_AT, read_sent_at, read_stream_name, sent_now
 
 NOW_S = 1_790_000_000.5
 
@@ -38,3 +38,15 @@ def test_what_is_no_time_or_too_old_counts_as_now(value: Any) -> None:
 @pytest.mark.parametrize("value", [NOW_S + 0.001, math.inf, 10**400])
 def test_a_clock_that_is_ahead_does_not_send_jobs_into_the_future(value: Any) -> None:
     assert read_sent_at({SENT_AT: value}, NOW_S) == NOW_S
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(None, "odd", {}, {"v": 2, "reply": "name"}, {"v": 1}, {"v": 1, "reply": 7}),
+        *({"v": 1, "reply": each} for each in ("", "a key", "x" * 65, "celery:\n")),
+    ],
+    ids=str,
+)
+def test_what_is_no_name_of_a_stream_asks_for_none(header: Any) -> None:
+    assert read_stream_name(header) is None
