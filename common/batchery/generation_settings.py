@@ -6,13 +6,13 @@ from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, Positive
 
 
 class GenerationSettings(BaseModel):
-    """How an engine computes texts, how many at once, and how much a server is asked."""
+    """How an engine computes texts, and how many at once."""
 
     engine_python: str | None = Field(
         None, description="Engine vllm: the Python of an environment that has vLLM."
     )
     engine_options: dict[str, Any] = Field(
-        {}, description="Engine vllm: options of its `AsyncEngineArgs`, by name."
+        {}, description="Engine vllm: options of `vllm serve`, by name."
     )
     slots: PositiveInt | None = Field(
         None, description="Generation: maximum jobs at once; 16, 64 or 256 by engine if unset."
@@ -31,15 +31,9 @@ class GenerationSettings(BaseModel):
     api_key_env: str | None = Field(
         None, description="Engine openai: environment variable with the API key."
     )
-    max_requests_per_minute: PositiveInt | None = Field(
-        None, description="Engine openai: maximum, of all workers together."
-    )
-    max_tokens_per_minute: PositiveInt | None = Field(
-        None, description="Engine openai: the same for prompts and answers."
-    )
     server_timeout_s: PositiveFloat = Field(
-        120, description="Engine openai: how long nothing new may come."
+        120, description="Engines openai and vllm: how long nothing new may come."
     )
     server_retry_s: NonNegativeFloat = Field(
-        120, description="Engine openai: how long a failing job is tried again."
+        120, description="Engines openai and vllm: how long a failing job is tried again."
     )

@@ -48,7 +48,7 @@ KINDS = {
 ENGINES = {
     "transformers": (KINDS["generation"], 16),
     "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
-    "vllm": ("batchery_worker.models.generation.vllm_model:VllmModel", 64),
+    "vllm": ("batchery_worker.models.openai_server.vllm_server:VllmModel", 64),
 }
 
 

@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "batchery_producer.gateway.server": "tells its processes where they share their metrics",
     "batchery_worker.device_pool.process": "hands its own on to the processes that it starts",
     "batchery_worker.devstack.stack": "hands its own on to the processes that it starts",
-    "batchery_worker.models.generation.vllm_process": "hands its own on to the engine",
+    "batchery_worker.models.openai_server.vllm_server": "hands its own on to the engine",
 }
 
 

@@ -239,7 +239,7 @@ class GenerationKeywords(Keywords):
 
 #: Keywords of text generation that not every engine has.
 ENGINES_WITH = {
-    **dict.fromkeys(("tools", "tool_choice", "extra_body", "logit_bias"), "openai"),
+    **dict.fromkeys(("tools", "tool_choice", "extra_body", "logit_bias"), "vllm or openai"),
     **dict.fromkeys(("response_format", "min_p"), "vllm or openai"),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "vllm or openai"),
     "structured_outputs": "vllm",

@@ -24,7 +24,6 @@ from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.openai_server.answer import ServerAnswer
-from batchery_worker.models.openai_server.rate_limit import RateLimit
 
 #: Statuses below 500 that say "not now", and those above that say "never".
 NOT_NOW, NEVER = (408, 409, 425, 429), (501, 505)
@@ -59,15 +58,12 @@ class ServerPrompt(NamedTuple):
     #: Number of answers, and maximum tokens of all of them.
     choices: int
     max_tokens: int
-    #: Tokens of prompt and answers at most, as the rate limit counts until the server has counted.
-    tokens: int
 
 
 class ModelServer(NamedTuple):
     """A server, as all exchanges with it see it."""
 
     client: httpx2.AsyncClient
-    limit: RateLimit
     settings: ModelSettings
 
 
@@ -108,7 +104,6 @@ class Exchange:
         self._began_s = time.monotonic()
         self._first_s: float | None = None
         self._has_ended = False
-        self._used_tokens = 0
 
     async def run(self) -> None:
         """Delivers pieces, and the outcome at last; raises nothing but a cancellation."""
@@ -126,7 +121,7 @@ class Exchange:
         failures, ends_s = 0, math.inf
         while not self._has_ended:
             try:
-                await self._attempt()
+                await self._ask()
             except (TryAgain, OSError) as error:
                 failures += 1
                 ends_s = min(ends_s, time.monotonic() + limit_s)
@@ -138,19 +133,8 @@ class Exchange:
                     ) from None
                 await asyncio.sleep(pause)
 
-    async def _attempt(self) -> None:
-        """Takes tokens, makes an attempt, and gives back those that it did not need."""
-        limit, prompt = self._server.limit, self._prompt
-        await limit.take(prompt.tokens)
-        self._used_tokens = 0
-        try:
-            await self._ask()
-        finally:
-            # Also where the job is cancelled.
-            with suppress(OSError):
-                await limit.correct(prompt.tokens, self._used_tokens)
-
     async def _ask(self) -> None:
+        """Makes an attempt. Raises TryAgain: another one may succeed."""
         max_chars = max(MIN_MAX_CHARS, self._prompt.max_tokens * MAX_CHARS_PER_TOKEN)
         answer = ServerAnswer(self._prompt.choices, max_chars, self._sent)
         failure = TryAgain("its stream ended before the answer did")
@@ -179,7 +163,6 @@ class Exchange:
         async with asyncio.timeout(timeout_s) as patience, request as response:
             if response.status_code != 200:
                 raise await read_refusal(response)
-            self._used_tokens = prompt.tokens - prompt.max_tokens
             async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
                 # One that has no data, but a time for retries, say, is none to the standard.
                 if self._has_ended or not event.data:
@@ -201,13 +184,11 @@ class Exchange:
             self._deliver(self, piece, GOES_ON)
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
         has_news = bool(pieces) or answer.chars > chars
-        # Until the server counts, an event is a token.
-        self._used_tokens += has_news
-        if answer.usage is not None:
-            self._used_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
         if error is not None:
             reason, code = read_reason(error)
             text = f"it broke off: {reason[:MAX_ERROR_CHARS]}"
+            if code in UNFIT:
+                raise InvalidItem(f"the server refuses the item: {text}")
             if isinstance(code, int) and is_lasting(code):
                 raise ServerRefused(text)
             raise TryAgain(text, code)
@@ -218,8 +199,6 @@ class Exchange:
             return
         now_s = time.monotonic()
         self._end(answer.result((self._first_s or now_s) - self._began_s, now_s - self._began_s))
-        if answer.usage is None:
-            self._used_tokens = self._prompt.tokens
 
     def _end(self, outcome: Any) -> None:
         if not self._has_ended:
@@ -270,11 +249,11 @@ async def read_refusal(response: httpx2.Response) -> Exception:
 
 
 def read_reason(body: Any) -> tuple[str, Any]:
-    """Text and code of an error, as OpenAI, vLLM or FastAPI write it."""
+    """Text and code of an error, as OpenAI, vLLM or FastAPI write it; the text on one line."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    if not isinstance(error, dict):
-        return str(error), None
-    return str(error.get("message") or error.get("detail") or error), error.get("code")
+    is_known = isinstance(error, dict)
+    text = (error.get("message") or error.get("detail") or error) if is_known else error
+    return " ".join(str(text).split()), error.get("code") if is_known else None
 
 
 def read_retry_after(text: str) -> float:

@@ -1,13 +1,12 @@
 """The engine `openai`: slots are requests to a server, and a step collects what has arrived."""
 
 import asyncio
-import hashlib
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 
@@ -17,8 +16,7 @@ from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
 from batchery_worker.models.openai_server.answer import DISAGREES
 from batchery_worker.models.openai_server.exchange import Exchange, ModelServer, ServerPrompt
-from batchery_worker.models.openai_server.prompts import read_prompt
-from batchery_worker.models.openai_server.rate_limit import make_rate_limit
+from batchery_worker.models.openai_server.prompts import ServerKeywords, read_prompt
 
 #: How long a step waits for something to arrive, in seconds; meanwhile no item can join.
 STEP_S = 0.05
@@ -34,11 +32,15 @@ class OpenAIServerModel(StepModel):
     `ServerKeywords`.
     """
 
+    #: The keywords that a job may have, and fields of requests unless it says something else.
+    keywords: ClassVar[type[ServerKeywords]] = ServerKeywords
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
     slots = 256
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self.slots = settings.slots or OpenAIServerModel.slots
+        self.slots = settings.slots or self.slots
         self._slots: dict[int, tuple[Exchange, Future[None]]] = {}
         self._is_closing = asyncio.Event()
         #: What exchanges delivered: themselves, a piece, an outcome or `GOES_ON`.
@@ -55,24 +57,32 @@ class OpenAIServerModel(StepModel):
         if settings.base_url is None:
             raise ModelLoadError(f"model {settings.model}: engine openai needs a base_url")
         key = settings.api_key_env and read_secret(settings.api_key_env)
-        # A client's log has the addresses of its requests, so a password must not be in them.
-        url = httpx2.URL(settings.base_url)
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
         try:
-            client = httpx2.AsyncClient(
-                base_url=url.copy_with(userinfo=b""),
-                auth=(url.username, url.password) if url.userinfo else None,
-                headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
-                timeout=httpx2.Timeout(None, connect=CONNECT_S),
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.slots),
-            )
+            self._open(settings.base_url, {"authorization": f"Bearer {key}"} if key else {})
         except UnicodeEncodeError:
             raise ModelLoadError(f"{settings.api_key_env}: this API key is not ASCII") from None
-        # Workers with one account share its limits.
-        account = "\0".join((settings.base_url, settings.model, key or ""))
-        digest = hashlib.blake2b(account.encode(), digest_size=16).hexdigest()
-        limits = settings.max_requests_per_minute, settings.max_tokens_per_minute
-        self._server = ModelServer(client, make_rate_limit(digest, *limits), settings)
+
+    def _open(self, address: str, headers: Mapping[str, str], socket: str | None = None) -> None:
+        """Starts the thread of all requests.
+
+        Args:
+            address: Where routes begin, with `/v1`.
+            headers: Of each request, besides those that all have.
+            socket: Path of the Unix socket where the server listens; None for the address.
+        """
+        # A client's log has the addresses of its requests, so a password must not be in them.
+        url = httpx2.URL(address)
+        own = {"content-type": "application/json", "accept-encoding": "identity"}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.slots)
+        client = httpx2.AsyncClient(
+            base_url=url.copy_with(userinfo=b""),
+            auth=(url.username, url.password) if url.userinfo else None,
+            headers={**own, **headers},
+            timeout=httpx2.Timeout(None, connect=CONNECT_S),
+            limits=limits,
+            transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits) if socket else None,
+        )
+        self._server = ModelServer(client, self.settings)
         runner = asyncio.Runner()
         self._loop = runner.get_loop()
         self._thread = threading.Thread(target=self._run_requests, args=(runner,), daemon=True)
@@ -97,7 +107,7 @@ class OpenAIServerModel(StepModel):
 
     def _prepare(self, item: Any, keywords: dict[str, Any]) -> ServerPrompt | Failed:
         try:
-            return read_prompt(item, keywords, self.settings)
+            return read_prompt(item, keywords, self.settings, self.keywords, self.defaults)
         except InvalidItem as error:
             return Failed(error)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,9 +11,6 @@ from batchery.errors import InvalidItem
 from batchery.settings import ModelSettings
 from batchery_worker.models.inputs import GenerationKeywords, Keywords, check_text, read_keywords
 from batchery_worker.models.openai_server.exchange import ServerPrompt
-
-#: Characters of a token, about, until the server has counted.
-CHARS_PER_TOKEN = 4
 
 
 class ServerKeywords(GenerationKeywords):
@@ -59,18 +57,27 @@ class ServerItem(Keywords):
     options: dict[str, Any] | None = None
 
 
-def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings) -> ServerPrompt:
+def read_prompt(
+    item: Any,
+    keywords: Mapping[str, Any],
+    settings: ModelSettings,
+    kind: type[ServerKeywords] = ServerKeywords,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> ServerPrompt:
     """The request for an item.
 
     Args:
         item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
         keywords: Keywords of its job.
         settings: The model's.
+        kind: Which keywords there are.
+        defaults: Fields of the request unless the job says something else.
     """
     read = read_item(item)
     own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
-    options = read_keywords(ServerKeywords, {**keywords, **own, **(read.options or {})})
-    body = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+    options = read_keywords(kind, {**keywords, **own, **(read.options or {})})
+    asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+    body = {**defaults, **asked_for}
     body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
     body["temperature"] = options.temperature
     body["stream_options"] = {"include_usage": True}
@@ -84,13 +91,11 @@ def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings)
     check_text("item", text, settings.max_chars)
     asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
     asked += [options.max_new_tokens or settings.max_new_tokens]
-    max_tokens = max(each for each in asked if isinstance(each, int)) * options.n
     return ServerPrompt(
         path="chat/completions" if read.messages else "completions",
         content=text.encode(),
         choices=options.n,
-        max_tokens=max_tokens,
-        tokens=len(text) // CHARS_PER_TOKEN + max_tokens,
+        max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
     )
 
 
