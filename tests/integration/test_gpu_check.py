@@ -1,23 +1,14 @@
 """The check of a GPU works; what it finds is not a matter for tests."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import gpu
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import processes
-from benchmarks.gpu_check.check import Check
-from benchmarks.venvs import ROOT
 from support.bench_command import bench
-from support.harness import wait_for
 from support.patience import patient
 
 #: A dozen processes that load torch, on a machine that may be busy; a quiet one needs one minute.
@@ -91,51 +82,3 @@ def test_no_step_keeps_others_from_running(tmp_path: Path, monkeypatch: pytest.M
     }
     assert steps["graphs"]["output"] == ["noise", "a last word"]
     assert "| bulk | ok |" in paths["page"].read_text()
-
-
-def test_a_run_that_is_cut_off_has_what_matters_most() -> None:
-    """A machine with a GPU is lent for ten minutes at a time, and may go back before."""
-    assert list(gpu_check.LIMITS_S)[:2] == ["requests", "bulk"]
-    assert gpu_check.LIMITS_S["requests"] + gpu_check.LIMITS_S["bulk"] <= 120
-    assert gpu_check.TOTAL_S == sum(gpu_check.LIMITS_S.values()) <= 570
-
-
-def test_a_benchmark_that_is_cut_off_leaves_the_rows_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "engine.requests.json"
-
-    def cut_off(command: Sequence[str], limit_s: float) -> None:
-        """Ends the benchmark as its time would, once there is a row of each system."""
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
-            wait_for(lambda: len(systems()) == 3, "rows of three systems", TIMEOUT_S)
-            assert process.poll() is None
-            os.killpg(process.pid, signal.SIGKILL)
-        raise subprocess.TimeoutExpired(command, limit_s)
-
-    def systems() -> set[str]:
-        try:
-            return {row["system"] for row in json.loads(path.read_text())["rows"]}
-        except (FileNotFoundError, ValueError):
-            return set()
-
-    monkeypatch.setattr(processes, "_run", cut_off)
-    endless = ["--model=tiny", "--threads=1", "--rounds=100000", "--concurrency=1"]
-    options = [*endless, "--seconds=0.1", "--warm-up=0.1"]
-    found = processes._benchmark(Check("cpu", True, tmp_path, 60.0), "engine.requests", options)
-    assert found["problem"] == "cut off after 57 s"
-    assert {row["system"] for row in found["rows"]} == {"bare forward", "one by one", "batched"}
-
-
-def test_a_part_of_a_gpu_has_no_name_but_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / gpu.TOOL
-    tool.write_text('#!/bin/sh\necho "No devices were found"\nexit 6\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8c1b7f62-0000-5a6e-9d2e-111111111111")
-    assert gpu.gpu_name("cuda:0") is None
-    with gpu.utilisation("cuda:0") as shares:
-        pass
-    assert gpu.mean(shares) is None

@@ -7,7 +7,7 @@ import pytest
 from celery import Celery
 
 import batchery
-from batchery import Engine, InvalidItem, ModelSettings
+from batchery import Engine, ModelSettings
 from conftest import StartWorker
 from support.harness import Worker
 from support.patience import patient
@@ -91,13 +91,3 @@ def test_a_worker_and_an_engine_give_the_same_result(
         (same,) = engine.call([item], **keywords)
     assert same.keys() == result.keys()
     assert same["tokens"] == result["tokens"]
-
-
-@EACH_KIND
-def test_a_bad_item_fails_and_the_next_one_does_not(
-    kind: str, worker: Worker, client: Celery
-) -> None:
-    _, _, item, keywords, _ = KINDS[kind]
-    with pytest.raises(InvalidItem):
-        answer(client, kind, {"nothing": "here"}, **keywords)
-    assert answer(client, kind, item, **keywords)["tokens"] > 2

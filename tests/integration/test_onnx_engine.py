@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -19,15 +18,11 @@ from benchmarks.engine.onnx_file import export_onnx
 from conftest import StartWorker
 from support.harness import Worker
 from support.patience import patient
-from support.placed import list_placed
 from support.tiny_models import save_model
 
 TIMEOUT_S = patient(120)
 
 LABELS = ("animal", "weather", "trade")
-
-#: Models that share the memory of two.
-NAMES = [f"mood{number}" for number in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -102,30 +97,6 @@ def test_a_worker_classifies_as_torch_does_and_says_what_is_wrong_with_a_file(
     assert worker.wait_exit() == 2
     (line,) = [line for line in worker.log.splitlines() if "CRITICAL" in line]
     assert "model.onnx cannot be loaded; copy it again with its weights, or export it" in line
-
-
-def test_six_models_share_the_memory_of_two(
-    start_worker: StartWorker, client: Celery, exported: Path, tmp_path: Path
-) -> None:
-    models = {name: copy_labelled(exported, tmp_path / name, name) for name in NAMES}
-    size_bytes = sum(path.stat().st_size for path in (exported / "onnx").iterdir())
-    limit = f"model_memory_bytes = {int(2.5 * size_bytes)}"
-    write_settings(tmp_path, models, limit, "devices = ['cpu']")
-    worker = start_worker("batchery.app", "-Q", ",".join(NAMES))
-    chooser = random.Random(5)
-    jobs = [
-        (name, send(client, name, [f"the cat sat on mat {number}"])[0])
-        for number, name in enumerate(chooser.choices(NAMES, k=200))
-    ]
-    for name, job in jobs:
-        assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"{name}-")
-    placed = list_placed(shop.app, "apps.shop", shop.app.conf.broker_url).values()
-    assert Counter(model["state"] for model in placed) == {"loaded": 2, "not loaded": 4}
-    assert {model["held_bytes"] for model in placed} == {size_bytes}
-    # Two at the start, then at least each of the others once; far less often than they took turns.
-    assert 6 <= sum(model["loads"] for model in placed) < 60
-    assert worker.log.count(" dropped on cpu for ") >= 4
-    assert "Traceback" not in worker.log
 
 
 def load_version(name: str, *options: object) -> tuple[int, str]:

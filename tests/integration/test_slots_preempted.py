@@ -33,22 +33,6 @@ def test_a_higher_class_takes_a_slot_whose_job_goes_on_where_it_was(tmp_path: Pa
         job.get(timeout=TIMEOUT_S)
 
 
-def test_jobs_make_room_again_and_again(tmp_path: Path) -> None:
-    gate, notes = tmp_path / "gate", tmp_path / "notes"
-    bulk = [
-        slots.countdown.apply_async((50,), {"gate": str(gate), "notes": str(notes)}, priority=9)
-        for _ in range(4)
-    ]
-    wait_for(lambda: len(slots.noted(notes)) == 4, "all slots are taken")
-    # More than there are slots, one after the other.
-    for _ in range(6):
-        slots.countdown.delay(3).get(timeout=TIMEOUT_S)
-    assert not any(job.ready() for job in bulk)
-    gate.touch()
-    for job in bulk:
-        job.get(timeout=TIMEOUT_S)
-
-
 def test_what_was_put_aside_computes_nothing_again(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     bulk = [

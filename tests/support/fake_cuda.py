@@ -63,21 +63,6 @@ class FakeEvent:
         self._machine.run_until(self._stream, self._place)
 
 
-class FakeGenerator:
-    """Random numbers of the device, whose state may be part of a capture."""
-
-    device, is_captured = "cuda:0", False
-
-    def seed(self) -> None:
-        pass
-
-    def graphsafe_get_state(self) -> "FakeGenerator":
-        return self
-
-    def graphsafe_set_state(self, state: "FakeGenerator") -> None:
-        self.is_captured = state.is_captured
-
-
 class FakeCuda:
     """One device. It says that it is CUDA's.
 
@@ -85,9 +70,6 @@ class FakeCuda:
         type: As that of `torch.device`.
         slept: How often the host slept until an event, and did not spin.
         waits: How often the host waited for a copy although it asked not to.
-        recording: Pools into which the allocator believes to capture.
-        captures: Stream and error mode of each capture.
-        generator: Of the device's random numbers.
     """
 
     type = "cuda"
@@ -96,9 +78,6 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self.current = self.stream("compute")
         self.waits = self.slept = 0
-        self.recording: list[Any] = []
-        self.captures: list[tuple[FakeStream, str]] = []
-        self.generator = FakeGenerator()
         #: The stream that runs ahead of the others.
         self.first = self.current
 
@@ -141,31 +120,12 @@ class FakeCuda:
         to, start = there.detach().view_as(there), source.detach().view_as(source)
         self.current.launch(lambda: _copy(to, start))
 
-    @contextmanager
-    def failing_capture(
-        self, _: Any, pool: Any, stream: FakeStream, capture_error_mode: str
-    ) -> Iterator[None]:
-        """As torch's own where CUDA refuses to end a capture: nothing is put back."""
-        self.captures.append((stream, capture_error_mode))
-        self.current = stream
-        self.recording.append(pool)
-        self.generator.is_captured = True
-        try:
-            yield
-        finally:
-            raise RuntimeError("CUDA error: operation failed due to a previous error")
-
-    def end_recording(self, _: int, pool: Any) -> None:
-        if pool not in self.recording:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.recording.remove(pool)
-
 
 _copy = torch.Tensor.copy_
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Puts it in the place of CUDA, for `models/hardware/transfers.py` and captures."""
+    """Puts it in the place of CUDA, for `models/hardware/transfers.py`."""
     machine = FakeCuda()
     empty, pinned = torch.empty, set[int]()
 
@@ -199,13 +159,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_stream": lambda *_: machine.current,
         "current_device": lambda: 0,
         "stream": machine.within,
-        "CUDAGraph": object,
-        "graph": machine.failing_capture,
-        "default_generators": (machine.generator,),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch, "Generator", lambda _: FakeGenerator())
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", machine.end_recording, raising=False)
     monkeypatch.setattr(torch, "empty", empty_pinned)
     for name, method in {
         "to": to_device,

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import check_device_map  # type: ignore[import-untyped]
-from transformers import AutoConfig
 
 from batchery import Failed, ModelLoadError, ModelSettings
 from batchery.execution.batch import Lookahead, compute, prepare
 from batchery_worker.batching.planner import plan
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.generation.model import GenerationModel
-from batchery_worker.models.split import pipeline as pipeline_module
-from batchery_worker.models.split.pipeline import Pipeline, assign_parts, find_layers
+from batchery_worker.models.split.pipeline import assign_parts, find_layers
 from support.patience import patient
-from support.tiny_models import ARCHITECTURES, Build, Load, run
+from support.tiny_models import ARCHITECTURES, Build, Load
 
 #: Longest wait for another pass, in seconds.
 TIMEOUT_S = patient(30)
@@ -32,8 +29,6 @@ FOUR = "cpu:0+cpu:1+cpu:2+cpu:3"
 
 #: Those with one stack of at least two layers.
 STACKS = sorted(set(ARCHITECTURES) - {"bart", "t5", "bert-left", "roberta-left", "gpt2-left"})
-
-TWO_CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def cut(lengths: Sequence[int]) -> list[list[int]]:
@@ -176,47 +171,6 @@ def test_a_stage_without_memory_halves_its_pass_and_no_other(
         assert one["vector"] == pytest.approx(other["vector"], abs=1e-5)
 
 
-def test_an_urgent_pass_takes_its_turn_among_the_others(
-    four: EmbeddingModel, texts: list[str]
-) -> None:
-    ahead, urgent = (prepare(four, some, {}) for some in (texts, texts[:1]))
-    pending = [four.forward([each]) for each in ahead]
-    four.is_urgent = True
-    soon = four.forward(urgent)
-    four.is_urgent = False
-    vector = four.postprocess(soon)[0]["vector"]
-    found = [four.postprocess(each)[0]["vector"] for each in pending]
-    assert found[0] == vector
-
-
-def test_a_model_that_has_ended_has_no_threads(four: EmbeddingModel, texts: list[str]) -> None:
-    run(four, texts)
-    compute(four, prepare(four, texts * 4, {}), {}, cut)
-    assert four._streams is not None
-    threads = four._streams._pool._threads
-    assert threads
-    four.unload()
-    assert not [each for each in threads if each.is_alive()]
-
-
-# A tensor that XLNet has besides its modules.
-@pytest.mark.filterwarnings("ignore:The following device_map keys .*mask_emb")
-@pytest.mark.parametrize("architecture", STACKS)
-def test_each_card_gets_its_share_of_the_layers(
-    build: Build, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
-    split = on_two_cards(monkeypatch, build(architecture))
-    config = AutoConfig.from_pretrained(build(architecture))
-    model = EmbeddingModel(settings_of(build(architecture)))
-    split.begin(model, config)
-    places = split.options["device_map"]
-    with torch.device("meta"):
-        whole = EmbeddingModel.auto_class.from_config(config)  # type: ignore[no-untyped-call]
-    # Nothing is left out.
-    check_device_map(whole, places)
-    assert [places[each] for each in find_layers(whole)] == [0, 1]
-
-
 def test_layers_are_shared_by_their_weights() -> None:
     def layer(width: int) -> torch.nn.Module:
         return torch.nn.Linear(1, width, bias=False)
@@ -233,44 +187,6 @@ def test_layers_are_shared_by_their_weights() -> None:
         "positions": 0,
         "head": 1,
     }
-
-
-def test_on_cards_each_pass_waits_for_the_last_one_to_leave_the_stage(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = on_two_cards(monkeypatch, build("bert"))
-    noted: list[str] = []
-
-    def stream(device: torch.device) -> Any:
-        ends = f"pass {name[0]} leaves {device}"
-        return SimpleNamespace(
-            wait_event=lambda end: noted.append(f"pass {name[0]} waits: {end}"),
-            record_event=lambda: ends,
-        )
-
-    name = [1]
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    copied = SimpleNamespace(start=lambda values: SimpleNamespace(wait=lambda: values))
-    monkeypatch.setattr(split, "_to_host", copied)
-
-    def computing() -> torch.Tensor:
-        split._go_on(0)
-        split._go_on(1)
-        split._go_on(1)
-        return torch.ones(1)
-
-    for name[0] in (1, 2):
-        assert split.run(computing).tolist() == [1.0]
-    assert noted == ["pass 2 waits: pass 1 leaves cuda:0", "pass 2 waits: pass 1 leaves cuda:1"]
-
-
-def on_two_cards(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Pipeline:
-    """A pipeline on two cards that are not there; nothing may be computed on it."""
-    cards = iter(TWO_CARDS * 2)
-    monkeypatch.setattr(pipeline_module, "device_named", lambda _: next(cards))
-    split = Pipeline("cpu:0+cpu:1", settings_of(folder, split="pipeline", dtype="fp32"))
-    split.device, split._budget = TWO_CARDS[0], {0: 10**9, 1: 10**9}
-    return split
 
 
 @pytest.mark.parametrize(

@@ -33,23 +33,36 @@ def refusal(load: Load, *arguments: Any, **settings: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "~/none-of-batchery", "a/b/c"])
-def test_a_folder_that_does_not_exist_is_named(path: str, embedder: Load) -> None:
-    assert refusal(embedder, path) == f"model {path!r}: there is no such folder"
-
-
-def test_a_config_that_is_not_json_is_named(build: Build, copied: Copy, embedder: Load) -> None:
-    folder = copied(build("bert"))
-    (folder / "config.json").write_text("{broken")
-    assert "config.json" in refusal(embedder, folder)
-
-
-def test_an_architecture_unknown_to_transformers_is_named(
-    build: Build, copied: Copy, embedder: Load
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "bort"}, "`bort`"),
+        ({"intermediate_size": 20}, "model "),
+        ({"num_hidden_layers": 3}, "lacks 16 of its weights (encoder.layer.2."),
+        (None, "config.json"),
+    ],
+)
+def test_a_config_that_does_not_suit_is_refused(
+    changes: dict[str, Any] | None, problem: str, build: Build, copied: Copy, embedder: Load
 ) -> None:
+    path = copied(build("bert")) / "config.json"
+    known = json.loads(path.read_text())
+    path.write_text("{broken" if changes is None else json.dumps({**known, **changes}))
+    assert problem in refusal(embedder, path.parent)
+
+
+def test_what_is_no_folder_of_a_model_is_named(
+    tmp_path: Path, build: Build, copied: Copy, embedder: Load
+) -> None:
+    for path in ("/no/such/folder", "./none", "~/none-of-batchery", "a/b/c"):
+        assert refusal(embedder, path) == f"model {path!r}: there is no such folder"
+    (tmp_path / "file").touch()
+    assert "is a file" in refusal(embedder, tmp_path / "file")
+    assert "no config.json" in refusal(embedder, tmp_path)
     folder = copied(build("bert"))
-    (folder / "config.json").write_text('{"model_type": "bort"}')
-    assert "`bort`" in refusal(embedder, folder)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert "has no tokenizer" in refusal(embedder, folder)
 
 
 def test_weights_in_pickle_are_refused(build: Build, copied: Copy, embedder: Load) -> None:
@@ -67,22 +80,6 @@ def test_damaged_weights_are_refused(build: Build, copied: Copy, embedder: Load)
         message = refusal(embedder, folder)
         assert str(folder) in message
         assert "model.safetensors is damaged" in message
-
-
-def test_weights_of_another_size_are_refused(build: Build, copied: Copy, embedder: Load) -> None:
-    folder = copied(build("bert"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 20}))
-    assert str(folder) in refusal(embedder, folder)
-
-
-def test_weights_that_are_not_all_there_are_refused(
-    build: Build, copied: Copy, embedder: Load
-) -> None:
-    folder = copied(build("bert"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert "lacks 16 of its weights (encoder.layer.2." in refusal(embedder, folder)
 
 
 def test_a_classifier_embeds_without_its_head(build: Build, embedder: Load) -> None:
@@ -112,13 +109,6 @@ def test_a_model_of_images_is_refused(
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
     assert "is not a text model: it takes pixel_values" in refusal(embedder, folder)
     assert "ViTConfig" in refusal(classifier, folder)
-
-
-def test_an_empty_tokenizer_is_not_made_up(build: Build, copied: Copy, embedder: Load) -> None:
-    folder = copied(build("bert"))
-    for file in folder.glob("*token*"):
-        file.unlink()
-    assert "has no tokenizer" in refusal(embedder, folder)
 
 
 @pytest.mark.parametrize(

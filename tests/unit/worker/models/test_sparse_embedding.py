@@ -8,8 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from batchery_worker.models import text_model
-from batchery_worker.models.forward.cuda_graphs import Graphed
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any weight in fp32: the sums run in another order.
@@ -64,35 +62,3 @@ def test_prompts_and_token_ids_go_in_as_texts_do(build: Build, load: Load) -> No
     literal = run(model, ["rain falls on hills"])[0]
     for result in run(model, ["on hills", *ids], prompt="query"):
         np.testing.assert_allclose(dense(result, 37), dense(literal, 37), atol=TOLERANCE)
-
-
-def test_a_weight_that_is_no_number_fails_its_text(build: Build, load: Load) -> None:
-    model = load("sparse_embedding", build("bert", head="MaskedLM"))
-    with torch.no_grad():
-        model.model.cls.predictions.bias[5] = float("inf")
-    (bad,) = run(model, ["the cat"])
-    assert "not finite" in str(bad.exception)
-
-
-def test_a_graph_holds_what_is_read_and_no_weights(
-    build: Build, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Weights are the logarithm of what is read; in a graph, it would be taken twice.
-    model = load("sparse_embedding", build("bert", head="MaskedLM"))
-    expected = run(model, CORPUS)
-    usual = model._pass
-
-    class Replay:
-        def __init__(self, values: Any) -> None:
-            self.run = lambda batch: values(usual, batch)
-
-    monkeypatch.setattr(text_model, "Capture", lambda _padded, values, *_: values)
-    monkeypatch.setattr(
-        text_model, "captured", lambda _name, _device, values, there: {there[-1]: Replay(values)}
-    )
-    monkeypatch.setattr(model, "_device", torch.device("cuda:0"))
-    graphs = model._capture(usual, None)
-    assert graphs
-    model._pass = Graphed(usual, graphs)
-    monkeypatch.setattr(model, "_device", torch.device("cpu"))
-    assert run(model, CORPUS[:1]) == expected[:1]

@@ -157,27 +157,6 @@ def test_token_ids_that_are_too_long_are_refused() -> None:
     assert str(refused.error) == "text: 11 tokens are more than max_length = 8 tokens"
 
 
-class Reversing(transformers.PreTrainedTokenizerFast):
-    """Leaves nothing of a text among the special tokens."""
-
-    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
-        if not options.get("add_special_tokens", True):
-            return {"input_ids": [[77] for _ in text]}
-        return super().__call__(text, *args, **options)
-
-
-def test_token_ids_are_refused_where_their_place_is_unknown() -> None:
-    backend = make_tokenizer().backend_tokenizer
-    texts = made(Reversing(tokenizer_object=backend, unk_token="[UNK]"))  # type: ignore[no-untyped-call]
-    (refused,) = texts([TokenIds([4])])
-    assert isinstance(refused, Failed)
-    assert str(refused.error).startswith("token ids: it is unknown where special tokens go")
-
-
-def test_empty_batch_has_no_tokens() -> None:
-    assert made(make_tokenizer())([]) == []
-
-
 def test_a_token_beyond_the_vocabulary_fails_alone(build: Build, embedder: Load) -> None:
     texts = made(make_tokenizer(), vocabulary=30)
     known, unknown = texts(["cat", "sea ships garden"])

@@ -17,12 +17,10 @@ from batchery_worker.models.forward.cuda_graphs import (
     REPEATS,
     Capture,
     Fixed,
-    Graph,
     Graphed,
     Shape,
     shapes,
 )
-from support import fake_cuda
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 LABELS = ("animal", "weather", "trade")
@@ -157,59 +155,6 @@ def test_graphs_captured_before_an_error_are_kept(captures: Callable[..., Captur
         "4 x 16 tokens cannot be captured: operation not permitted when stream is capturing"
         " at line 3"
     )
-
-
-def test_a_failed_capture_leaves_nothing_behind(
-    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = embedder(build("bert"), forward="padded")
-    batch = model.preprocess(["the cat"])
-    forward = Fixed(model._pass, Shape(1, 16))
-    cuda = fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(Fixed, "fill", lambda *_: None)
-    before = cuda.current
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="operation failed"):
-            Graph(forward, lambda *_: torch.zeros(1), batch, "pool")
-        assert cuda.current is before
-        assert cuda.recording == []
-        assert not cuda.generator.is_captured
-
-
-def test_a_capture_has_a_stream_of_its_device_and_leaves_other_threads_alone(
-    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = embedder(build("bert"), forward="padded")
-    forward = Fixed(model._pass, Shape(1, 16))
-    cuda = fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(Fixed, "fill", lambda *_: None)
-    warmed_up = []
-
-    def values(*_: Any) -> torch.Tensor:
-        warmed_up.append(cuda.current)
-        return torch.zeros(1)
-
-    with pytest.raises(RuntimeError, match="operation failed"):
-        Graph(forward, values, model.preprocess(["the cat"]), "pool")
-    # Torch keeps one stream for all captures, which belongs to the first device.
-    (stream, mode), *_ = cuda.captures
-    assert (set(warmed_up), mode) == ({stream}, "thread_local")
-
-
-def test_shapes_are_captured_with_the_mask_that_passes_have(
-    captures: Callable[..., Capture],
-) -> None:
-    """A batch that fills its shape would be warmed up without a mask, and captured with one."""
-    capture = captures(lambda _: 1.0)
-    made, lengths = capture._make, []
-
-    def noted(forward: Any, values: Any, batch: Sequence[Any], pool: Any) -> Any:
-        lengths.append({each.shape[1] for each in batch} | {forward._shape.length})
-        return made(forward, values, batch, pool)
-
-    capture._make = noted
-    capture.run(shapes(16))
-    assert lengths == [{15, 16}] * len(shapes(16))
 
 
 def test_a_start_does_not_wait_for_many_captures(

@@ -10,7 +10,7 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.models.forward import RandomTexts, attention, selection, worst_difference
+from batchery_worker.models.forward import attention, selection
 from batchery_worker.models.forward.attention import Row, row_of_texts
 from batchery_worker.models.forward.packed import Packed
 from support.tiny_models import Build, Load, run
@@ -55,19 +55,6 @@ def test_model_that_cannot_be_packed_is_padded_and_logged(
     with caplog.at_level(logging.INFO):
         assert embedder(folder).pads
     assert f"model {folder}: padded on cpu, {PADDED[architecture]}" in caplog.messages
-
-
-@pytest.mark.parametrize("forward", ["padded", "packed"])
-@pytest.mark.parametrize("kind", ["embedding", "classification"])
-def test_no_forward_pass_keeps_what_only_training_needs(
-    kind: str, forward: str, build: Build, embedder: Load, classifier: Load
-) -> None:
-    if kind == "embedding":
-        model = embedder(build("bert"), forward=forward)
-    else:
-        model = classifier(build("bert", labels=LABELS), forward=forward)
-    values = model.forward(model.preprocess(["the cat", "rain"])).pending.wait()
-    assert values.is_inference()
 
 
 def test_the_log_says_that_a_model_is_packed(
@@ -189,16 +176,6 @@ def test_a_device_whose_results_vary_gets_some_tolerance(
     assert embedder(build("bert")).why_padded == ""
 
 
-def test_a_head_that_says_almost_nothing_of_a_text_is_packed() -> None:
-    """Rounding is measured by what the head says of all texts, not of that one."""
-    expected = [torch.tensor([3.0, -2.0]), torch.tensor([1e-3, 2e-3])]
-    found = [each + 0.02 for each in expected]
-    assert worst_difference(found, expected) < 0.01
-    assert worst_difference(found[1:], expected[1:]) > 9
-    assert worst_difference(found[1:], expected[1:], scale=2.5) < 0.01
-    assert np.isnan(worst_difference([torch.full((2,), float("nan"))], expected[:1]))
-
-
 def test_a_window_that_is_too_wide_is_found(
     build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,35 +224,6 @@ def test_a_text_that_spells_the_padding_keeps_its_positions(build: Build, embedd
         embedder(folder, forward="padded"), texts
     )
     assert difference.abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_a_device_without_an_attention_for_rows_pads(
-    device: str, build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = embedder(build("bert"), forward="padded")
-    candidate = selection.Candidate(
-        name="tiny",
-        setting="auto",
-        model=model.model,
-        device=torch.device(device),
-        padding_position=None,
-        max_length=80,
-        padded=model._pass,
-        values=model._values_by_text,
-        inputs=["input_ids"],
-        texts=RandomTexts(1, np.arange(4, 20)),
-    )
-    monkeypatch.setattr(selection, "varlen_kernel", lambda: None)
-    assert "no" in selection.choose(candidate).why
-    if device == "cuda":
-        with pytest.raises(
-            ModelLoadError, match=r"forward = 'packed', but torch .* has no attention"
-        ):
-            selection.choose(candidate._replace(setting="packed"))
-    monkeypatch.setattr(selection, "varlen_kernel", lambda: print)
-    why = selection.choose(candidate).why
-    assert ("is for fp16 and bf16, not float32" in why) == (device == "cuda")
 
 
 @pytest.mark.parametrize("foreign", ["position_bias", "softcap", "s_aux"])

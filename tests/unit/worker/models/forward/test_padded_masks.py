@@ -44,17 +44,6 @@ def test_each_architecture_gets_the_masks_that_it_takes(
             assert difference.abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["bert", "modernbert", "gpt2", "xlnet-left"])
-def test_classifiers_get_the_masks_that_they_take(
-    architecture: str, build: Build, classifier: Load, texts: list[str]
-) -> None:
-    model = classifier(build(architecture, labels=LABELS), forward="padded")
-    usual = run(model, texts, top_k=3)
-    model._pass.masks = forms(model)
-    for one, other in zip(run(model, texts, top_k=3), usual, strict=True):
-        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
-
-
 def test_a_model_that_is_wrong_without_a_mask_keeps_its_own(
     build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,34 +61,3 @@ def test_a_model_that_is_wrong_without_a_mask_keeps_its_own(
 
     monkeypatch.setattr(Padded, "_named", wrong)
     assert forms(model) == MaskForms()
-
-
-@pytest.mark.parametrize("masks", [MaskForms(), MaskForms(none=True, ready=True)])
-def test_only_the_usual_mask_makes_the_host_look_at_the_device(
-    masks: MaskForms, build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading a tensor is what would wait on a GPU; here it is counted."""
-    model = embedder(build("bert"), forward="padded")
-    model._pass.masks = masks
-    batches = [model.preprocess(some) for some in (["the cat", "rain"], ["a dog sat", "rain"])]
-    looks: list[Any] = []
-    right = torch.Tensor.__bool__
-
-    def counted(tensor: torch.Tensor) -> bool:
-        looks.append(tensor)
-        return right(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "__bool__", counted)
-    for batch in batches:
-        model.forward(batch)
-    assert bool(looks) == (masks == MaskForms())
-
-
-def test_gpt2_does_not_look_for_padding(
-    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a mask its code would compare tokens on the device, for a warning."""
-    model = embedder(build("gpt2"), forward="packed")
-    batch = model.preprocess(["the cat", "rain"])
-    monkeypatch.delattr(torch.Tensor, "__contains__")
-    assert len(model.postprocess(model.forward(batch))) == 2

@@ -15,7 +15,6 @@ from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
 from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
-from batchery_worker.models.generation.texts import SlotText
 from support.tiny_models import CORPUS, Build, Copy, Load
 from support.tiny_writers import WRITERS, Driver, make_byte_tokenizer, make_prompts, save_writer
 
@@ -336,32 +335,6 @@ def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
     )
 
 
-def test_job_that_fails_while_it_joins_leaves_nothing(
-    writer: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, plain = writer("llama", slots=3)
-    penalize = SlotText.penalize
-
-    def fail(text: SlotText, *place: Any) -> None:
-        if text.choice == 1:
-            raise RuntimeError("no memory for it")
-        penalize(text, *place)
-
-    monkeypatch.setattr(SlotText, "penalize", fail)
-    jobs = [{}, {"n": 2, "repetition_penalty": 1.5}, {}]
-    prompts = make_prompts(3)
-    prepared = [
-        model.preprocess([prompt], max_new_tokens=6, **own)[0]
-        for prompt, own in zip(prompts, jobs, strict=True)
-    ]
-    first, failed, last = run_steps(model, prepared, {})
-    assert "no memory for it" in str(failed.exception)
-    assert first["text"] == plain.text(plain.write(prompts[0], 6))
-    assert last["text"] == plain.text(plain.write(prompts[2], 6))
-    assert not model._texts
-    assert not model._jobs
-
-
 @pytest.mark.parametrize(
     ("item", "keywords", "says"),
     [
@@ -393,12 +366,6 @@ def test_bad_input_is_refused_by_name(
 ) -> None:
     model, _ = writer("llama")
     assert says in refusal(Driver(model).one(item, **keywords))
-
-
-def test_prompt_that_the_cache_cannot_hold_is_refused(writer: Load) -> None:
-    model, _ = writer("llama", cache_tokens=64)
-    problem = refusal(Driver(model).one(CORPUS[0] * 3, max_new_tokens=32))
-    assert "cache_tokens = 64" in problem
 
 
 def test_chat_goes_through_the_template_of_the_model(writer: Load) -> None:
@@ -444,25 +411,3 @@ def test_output_that_is_not_finite_fails_its_job_alone(
     )
     assert "not finite" in str(outcomes["bad"].exception)
     assert outcomes["good"]["tokens_out"] == 1
-
-
-def test_output_that_is_finite_alone_and_never_in_a_step_fails_its_job(
-    writer: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, plain = writer("llama")
-    compute = paged_batch.PagedBatch.forward
-    expected = plain.text(plain.write(CORPUS[0], 4))
-
-    def forward(batch: Any) -> Any:
-        names, logits = compute(batch)
-        bad = [row for row, name in enumerate(names) if len(model._texts[name].prompt.tokens) == 2]
-        logits[bad] = float("inf")
-        return names, logits
-
-    monkeypatch.setattr(paged_batch.PagedBatch, "forward", forward)
-    driver = Driver(model)
-    driver.join("bad", [5, 6], max_new_tokens=4)
-    driver.join("good", CORPUS[0], max_new_tokens=4)
-    driver.step_until_idle()
-    assert "not finite" in str(driver.outcomes["bad"].exception)
-    assert driver.outcomes["good"]["text"] == expected

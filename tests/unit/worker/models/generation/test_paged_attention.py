@@ -3,7 +3,6 @@
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from batchery_worker.models.forward.attention import NotPackable
 from batchery_worker.models.generation import graphed_steps, paged_attention, paged_batch
 from batchery_worker.models.generation.graphed_steps import GraphedSteps
-from batchery_worker.models.generation.paged_batch import PagedBatch
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
 from support.tiny_models import Load
@@ -187,35 +185,6 @@ def test_steps_that_cannot_be_captured_run_without_graphs(
 
 
 @pytest.mark.usefixtures("with_kernel")
-def test_a_size_without_memory_for_its_graph_runs_without_it(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    graph = SimpleNamespace(replay=lambda: pytest.fail("nothing was captured"), reset=lambda: None)
-    sizes: list[Any] = []
-
-    def capture(*_: Any) -> None:
-        sizes.append(None)
-        if len(sizes) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    monkeypatch.setattr(graphed_steps, "capture_into", capture)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    batch = load("generation", save_writer(tmp_path / "llama"), slots=6)._batch
-    batch._graphed = CapturedSteps(batch._processor, 6)
-    for number in range(3):
-        batch.add(f"of {number}", Prompt([20 + number] * 100, GenerationKeywords(), 0))
-        names, _ = batch.forward()
-        assert names == [f"of {number}"]
-        batch.drop(names[0])
-    # The first one was tried once, and never again.
-    assert len(sizes) == 1
-    assert "of size (128, 0, " in caplog.text
-    assert batch._graphed.kinds == {True, False}
-
-
-@pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("pages", [None, by_page])
 def test_of_more_texts_than_a_step_takes_each_gets_on(
     pages: Any, load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -262,52 +231,6 @@ def test_a_prompt_waits_where_growing_texts_need_the_cache(load: Load, tmp_path:
 
 
 @pytest.mark.usefixtures("replayed")
-def test_memory_that_runs_out_at_load_costs_a_part_of_the_cache(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward, left = PagedBatch.forward, [1]
-
-    def run_out(batch: PagedBatch) -> Any:
-        if left:
-            left.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(batch)
-
-    monkeypatch.setattr(PagedBatch, "forward", run_out)
-    folder = save_writer(tmp_path / "llama")
-    model = load("generation", folder, slots=4, cache_tokens=4096, max_batch_tokens=200)
-    assert model.model.config._attn_implementation == paged_attention.BY_PAGE
-    assert (model._batch.cache_tokens, model._batch.step_tokens) == (2867, 140)
-    text = Driver(model).one("the cat", max_new_tokens=8)["text"]
-    plain = PlainWriter(folder)
-    assert text == plain.text(plain.write("the cat", 8))
-
-
-@pytest.mark.usefixtures("with_kernel")
-def test_an_attention_that_fails_keeps_no_memory_from_the_next_one(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    alive: list[Any] = []
-    build = PagedBatch.build
-
-    def note(batch: PagedBatch) -> None:
-        assert not [each for each in alive if each() is not None]
-        build(batch)
-        alive.append(ref(batch._processor))
-
-    def fail(batch: PagedBatch) -> None:
-        if batch._graphed is not None:
-            raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(PagedBatch, "build", note)
-    monkeypatch.setattr(PagedBatch, "warm_up", fail)
-    model = load("generation", save_writer(tmp_path / "llama"))
-    assert model.model.config._attn_implementation == paged_attention.NAME
-    assert len(alive) == 2
-
-
-@pytest.mark.usefixtures("replayed")
 def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(load: Load, tmp_path: Any) -> None:
     folder = save_writer(tmp_path / "llama")
     batch = load("generation", folder, slots=6, max_batch_tokens=12)._batch
@@ -324,18 +247,6 @@ def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(load: Load, tmp_p
 
 
 @pytest.mark.usefixtures("with_kernel")
-def test_pages_that_are_wrong_are_left_alone(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shifted(query: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return by_page(query, *rest, **options).roll(1, dims=1)
-
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: shifted)
-    model = load("generation", save_writer(tmp_path / "llama"))
-    assert model.model.config._attn_implementation == paged_attention.NAME
-
-
-@pytest.mark.usefixtures("with_kernel")
 def test_a_kernel_that_is_wrong_is_left_alone(
     load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,21 +260,6 @@ def test_a_kernel_that_is_wrong_is_left_alone(
     text = Driver(model).one("the cat", max_new_tokens=8)["text"]
     plain = PlainWriter(folder)
     assert text == plain.text(plain.write("the cat", 8))
-
-
-@pytest.mark.usefixtures("with_kernel")
-def test_a_window_that_the_configuration_does_not_have_is_not_read_by_the_page(
-    load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    usual = paged_attention.attention
-    monkeypatch.setattr(
-        paged_attention,
-        "attention",
-        lambda *inputs, **options: usual(*inputs, **options | {"sliding_window": 4096}),
-    )
-    model = load("generation", save_writer(tmp_path / "llama"))
-    assert model.model.config._attn_implementation == paged_attention.NAME
 
 
 def test_what_it_cannot_compute_is_refused() -> None:

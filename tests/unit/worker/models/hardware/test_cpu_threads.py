@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import thread as futures_thread
 from functools import partial
 
 import pytest
@@ -74,15 +73,6 @@ def test_passes_share_the_threads(passes: Passes, count: int, threads: int, each
     assert all(name.startswith("batchery-stream") for name in passes.ran_on)
 
 
-def test_a_thread_keeps_its_number_when_another_one_changes_its_own(passes: Passes) -> None:
-    torch.set_num_threads(3)
-    streams = PassStreams(2, threads=3)
-    for one in [streams.submit(passes()), streams.submit(passes())]:
-        one.wait()
-    assert passes.threads == [1, 1]
-    assert torch.get_num_threads() == 3
-
-
 @pytest.mark.parametrize("ask", ["submit", "run_now"])
 def test_threads_that_begin_have_as_many_as_before(passes: Passes, ask: str) -> None:
     torch.set_num_threads(3)
@@ -94,17 +84,6 @@ def test_threads_that_begin_have_as_many_as_before(passes: Passes, ask: str) -> 
             assert fresh.submit(torch.get_num_threads).result() == 3
         assert torch.get_num_threads() == 3
     assert passes.threads == [1] * 4
-
-
-def test_passes_run_on_the_waiting_thread_when_the_program_ends(
-    passes: Passes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = PassStreams(2, threads=3)
-    # As Python does, while other threads and what runs at exit go on.
-    monkeypatch.setattr(futures_thread, "_shutdown", True)
-    pending = [streams.submit(passes(value)) for value in (1.0, 2.0)]
-    assert [each.wait().tolist() for each in pending] == [[1.0], [2.0]]
-    assert passes.threads == [3, 3]
 
 
 def test_passes_begin_as_soon_as_all_streams_are_taken() -> None:
