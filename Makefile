@@ -108,6 +108,7 @@ audit: $(INSTALLED) $(AUDIT_INSTALLED) ## ask for advisories about the pins; wha
 	$(AUDIT_VENV)/bin/python .ci/audit.py
 
 docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.html
+	$(PY) .ci/settings_page.py
 	rm -rf build/docs
 	mkdir -p build/docs
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs deploy examples build/docs
