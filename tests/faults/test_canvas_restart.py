@@ -79,7 +79,7 @@ def run(start_module_worker: StartWorker, redis_url: str) -> Run:
         wait_for(
             lambda: queue_length(redis_url, "later") == 25 + 10 + 3 + 2 + 1, "the chain's step"
         )
-        canvas.app.control.add_consumer("later", reply=True, timeout=20, limit=1)
+        canvas.app.control.add_consumer("later", reply=True, timeout=TIMEOUT_S, limit=1)
         wait_for(
             lambda: worker.batches_in_flight(canvas.app) == 2,
             "a batch behind the one that is held up",

@@ -95,9 +95,9 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
     worker.until(lambda: all(job.ready() for job in jobs), "all jobs answered")
     for job, text in zip(jobs, texts, strict=True):
         if text != "kill-worker":
-            assert job.get(timeout=1) == text.upper()
+            assert job.get(timeout=TIMEOUT_S) == text.upper()
     with pytest.raises(DeviceDied, match="alone when its worker died; that happened 2 times"):
-        jobs[20].get(timeout=1)
+        jobs[20].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[20].id]
     # Once among its mates, once in a half of them, and twice alone; more often where a loaded
@@ -125,9 +125,9 @@ def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
     jobs = [send("before"), send(item), send("after")]
     worker = Restarted(lambda: start_worker("apps.lethal", "-P", "threads", ready=False))
     worker.until(lambda: all(job.ready() for job in jobs), "all jobs answered")
-    assert [job.get(timeout=1).lower() for job in (jobs[0], jobs[2])] == ["before", "after"]
+    assert [job.get(timeout=TIMEOUT_S).lower() for job in (jobs[0], jobs[2])] == ["before", "after"]
     with pytest.raises(InvalidItem, match="ended 2 workers"):
-        jobs[1].get(timeout=1)
+        jobs[1].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[1].id]
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")

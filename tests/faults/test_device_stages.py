@@ -133,7 +133,7 @@ def test_terminated_job_among_64_active_jobs_ends_alone(
         lambda: {each["id"] for each in worker.inspect(stages.app, "active")} == ids,
         "all are active",
     )
-    stages.app.control.revoke(jobs[40].id, terminate=True, reply=True, timeout=10, limit=1)
+    stages.app.control.revoke(jobs[40].id, terminate=True, reply=True, timeout=TIMEOUT_S, limit=1)
     with pytest.raises(TaskRevokedError):
         jobs[40].get(timeout=TIMEOUT_S)
     gate.open()

@@ -84,7 +84,9 @@ def test_a_pool_restart_lets_what_runs_finish(start_worker: StartWorker, tmp_pat
     running = stages.gated.delay(0, gate=str(gate))
     wait_for(Path(f"{gate}.begun").exists, "the job runs")
     control: Any = stages.app.control
-    (reply,) = control.pool_restart(destination=[worker.name], reply=True, timeout=20, limit=1)
+    (reply,) = control.pool_restart(
+        destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
+    )
     assert reply[worker.name] == {"ok": "reload started"}
     waiting = stages.served_by.submit_many(range(10))
     gate.touch()
@@ -107,5 +109,7 @@ def test_a_pool_restart_runs_the_code_as_it_is_now(
 
     assert version() == "first"
     program.write_text(PROGRAM.format(version="second"))
-    stages.app.control.pool_restart(destination=[worker.name], reply=True, timeout=20, limit=1)
+    stages.app.control.pool_restart(
+        destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
+    )
     wait_for(lambda: version() == "second", "the new code runs")

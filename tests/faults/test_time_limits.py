@@ -53,11 +53,11 @@ def test_a_job_alone_in_its_batch_runs_once_until_its_hard_limit(worker: Worker)
 def test_a_limit_that_is_set_by_remote_control_counts_from_then_on(worker: Worker) -> None:
     name = shop.nap.name
     assert shop.nap.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
-    reply: Any = shop.app.control.time_limit(name, soft=1, reply=True, timeout=10, limit=1)
+    reply: Any = shop.app.control.time_limit(name, soft=1, reply=True, timeout=TIMEOUT_S, limit=1)
     assert "ok" in reply[0][worker.name]
     with pytest.raises(SoftTimeLimitExceeded):
         shop.nap.delay(30.0).get(timeout=TIMEOUT_S)
-    shop.app.control.time_limit(name, soft=None, reply=True, timeout=10, limit=1)
+    shop.app.control.time_limit(name, soft=None, reply=True, timeout=TIMEOUT_S, limit=1)
     assert shop.nap.delay(1.5).get(timeout=TIMEOUT_S) == 1.5
 
 

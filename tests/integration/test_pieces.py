@@ -316,6 +316,6 @@ def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(
         began_s = time.monotonic()
         for number in range(1, 3000):
             pen.writer.write({work.id: [number]})
-        assert time.monotonic() - began_s < patient(5)
+        assert time.monotonic() - began_s < patient(30)
     pen.writer.flush(work)
     assert pen.written()[-1] == ("3000-0", "2999")

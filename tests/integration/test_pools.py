@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -38,27 +37,20 @@ def test_green_threads_have_devices_beside_them(
     assert worker.stop() == 0
 
 
-def test_no_timer_moves_work_on_in_green_threads(
+def test_green_threads_keep_their_connections(
     start_worker: StartWorker, green_threads: str, store: Any
 ) -> None:
-    """A worker without an event loop looks into its queues once a second."""
     start_worker("apps.green", "-P", green_threads, "-c", "1")
 
     def count_connections() -> int:
         return int(store.info("stats")["total_connections_received"])
 
-    def took_s() -> float:
-        began_s = time.monotonic()
-        for number in range(20):
-            assert shop.increment.delay(number).get(timeout=TIMEOUT_S) == number + 1
-        # Far more than the worker may hold at a time.
-        results = [shop.double.delay(number) for number in range(100)]
-        assert [each.get(timeout=TIMEOUT_S) for each in results] == list(range(0, 200, 2))
-        return time.monotonic() - began_s
-
     before = count_connections()
-    # The machine may be held up once.
-    assert any(took_s() < 15 for _ in range(3))
+    for number in range(20):
+        assert shop.increment.delay(number).get(timeout=TIMEOUT_S) == number + 1
+    # Far more than the worker may hold at a time.
+    results = [shop.double.delay(number) for number in range(100)]
+    assert [each.get(timeout=TIMEOUT_S) for each in results] == list(range(0, 200, 2))
     # Usually Celery connects anew for each job, which over TLS takes longer than the job.
     assert count_connections() - before < 60
 

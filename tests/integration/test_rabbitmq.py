@@ -93,7 +93,7 @@ def test_a_job_that_is_revoked_while_it_waits_never_runs(
 ) -> None:
     with device_busy(worker, amqp, "apps.shop.until", tmp_path / "gate"):
         job = amqp.send_task("apps.shop.shout", ["never"])
-        amqp.control.revoke(job.id, reply=True, timeout=20, limit=1)
+        amqp.control.revoke(job.id, reply=True, timeout=TIMEOUT_S, limit=1)
     with pytest.raises(TaskRevokedError):
         job.get(timeout=TIMEOUT_S)
 

@@ -152,7 +152,7 @@ def test_job_that_is_terminated_leaves_its_slot_and_touches_no_neighbour(
 ) -> None:
     job = begin(3, gate=str(tmp_path / "never"), notes=str(tmp_path / "notes"))
     wait_for(lambda: slots.noted(tmp_path / "notes"), "it has joined")
-    slots.app.control.revoke(job.id, terminate=True, reply=True, timeout=20, limit=1)
+    slots.app.control.revoke(job.id, terminate=True, reply=True, timeout=TIMEOUT_S, limit=1)
     with pytest.raises(TaskRevokedError):
         job.get(timeout=TIMEOUT_S)
     wait_for(lambda: device(worker)["batches_in_flight"] == 1, "its slot is free")

@@ -104,7 +104,7 @@ def test_an_acknowledgement_of_another_thread_makes_room_at_once(
     try:
         for _ in range(100):
             # Without a wake-up each of them waits for the loop's own poll, a second or more.
-            wait_for(lambda: consumer.messages, "the next one", 30)
+            wait_for(lambda: consumer.messages, "the next one")
             consumer.messages.pop().ack()
     finally:
         consumer.hub.stop()
