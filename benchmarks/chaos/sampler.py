@@ -50,7 +50,6 @@ class Exporter:
         program = str(Path(sys.executable).with_name("batchery"))
         self._process = GuardedProcess(
             [program, "exporter", "-A", "chaos_app", "--port", "0"],
-            grace_s=AGAIN_S,
             directory=folder,
             on_line=self._on_line,
         )

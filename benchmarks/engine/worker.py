@@ -53,14 +53,12 @@ class WholeSystem:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "batchery.app", "worker"]
         self._worker = GuardedProcess(
             [*command, *WORKER],
-            grace_s=GRACE_S,
             environment={
                 **os.environ,
                 "BATCHERY_REDIS_URL": self._server.url,
                 "BATCHERY_DEVICES": target.device,
                 "BATCHERY_MAX_BATCH_SIZE": str(target.batch_size),
             },
-            keep_open=(self._server.lifeline,),
         )
 
     def wait_ready(self) -> None:

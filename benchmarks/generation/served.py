@@ -86,9 +86,7 @@ class Served:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP]
         self._worker = GuardedProcess(
             [*command, "worker", *WORKER],
-            grace_s=GRACE_S,
             environment={**os.environ, **self._environment, "GENERATION_URL": self.url},
-            keep_open=(self._server.lifeline,),
         )
 
     def wait_ready(self, task: str, item: Any, keywords: Mapping[str, Any]) -> None:

@@ -87,14 +87,12 @@ def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", f"{APP}:app", "worker"]
         worker = GuardedProcess(
             [*command, "-l", "INFO", "-Q", "fragile", "--without-mingle", "--without-gossip"],
-            grace_s=5.0,
             environment={
                 **os.environ,
                 "GPU_CHECK_REDIS": server.url,
                 "BATCHERY_DEVICES": check.device,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             },
-            keep_open=(server.lifeline,),
         )
         try:
             yield app, worker

@@ -81,9 +81,7 @@ class Batchery:
         serve = [*run, "batchery", "serve", "--port", str(self.port), "--processes", str(processes)]
         self._pids = {"redis": redis.pid}
         for name, command in (("worker", worker), ("gateway", serve)):
-            process = GuardedProcess(
-                command, grace_s=GRACE_S, environment=environment, keep_open=(redis.lifeline,)
-            )
+            process = GuardedProcess(command, environment=environment)
             self._stack.callback(process.stop, GRACE_S)
             self._pids[name] = process.pid
         wait_ready(self)
@@ -122,7 +120,6 @@ class Infinity:
                 *("--batch-size", str(BATCH_SIZE), "--host", HOST, "--port", str(self.port)),
                 *("--log-level", "error"),
             ],
-            grace_s=GRACE_S,
             environment={
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",

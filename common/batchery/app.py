@@ -9,7 +9,6 @@ from typing import Any
 import click
 from celery import Celery
 
-from batchery.announcement import find_announcement
 from batchery.errors import SettingsError
 from batchery.installation import get_installation
 from batchery.installer import install
@@ -40,9 +39,6 @@ def _read_settings() -> Settings:
 def _config() -> dict[str, Any]:
     settings = _read_settings()
     url = settings.redis_url
-    # Where no setting names a Redis, it is that of a `batchery up` in this folder.
-    if "redis_url" not in settings.model_fields_set and (running := find_announcement()):
-        url = running.redis_url
     return {
         "broker_url": url,
         "result_backend": settings.result_url or url,

@@ -213,8 +213,7 @@ class Settings(BaseSettings):
 
     redis_url: str = Field(
         "redis://localhost:6379/0",
-        description="Redis of the standalone app (`batchery.app`), for its queues;"
-        " if unset, that of a `batchery up` in this folder comes first.",
+        description="Redis of the standalone app (`batchery.app`), for its queues.",
     )
     result_url: str | None = Field(
         None, description="Result backend of the standalone app; `redis_url` if unset."
@@ -422,12 +421,6 @@ def _refuse_missing_file() -> None:
             f"environment variable {FILE_VARIABLE}: there is no file {str(path)!r};"
             " name an existing one, or unset the variable"
         )
-
-
-def names_celery_urls() -> bool:
-    """Whether the environment names a broker or a result backend to Celery."""
-    names = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
-    return any(os.environ.get(name) for name in names)
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:

@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import urllib.request
@@ -18,11 +18,10 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.announcement import FILE, find_announcement
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
-from batchery_worker.devstack.stack import RemoteWorker, Stack
-from support.harness import wait_ended, wait_for
+from batchery_worker.devstack.stack import Stack
+from support.harness import ask, wait_ended, wait_for
 from support.patience import patient
 
 APP = """
@@ -72,14 +71,16 @@ app.conf.task_routes = [route]
 START_S = patient(90.0)
 
 
+#: A line of what `up` says when all are ready: what it is, and its URL.
+FACT = re.compile(r"^(Redis|Flower|Gateway) +(\S+://\S+)$", re.MULTILINE)
+
+
 class Up:
     """A running `batchery up`."""
 
     def __init__(self, directory: Path, *arguments: str, **environment: str) -> None:
-        self.ready_file = directory / "ready.json"
         self._log = directory / "up.log"
-        ports = ["--flower-port=0", "--gateway-port=0"]
-        options = [*ports, f"--ready-file={self.ready_file}", *arguments]
+        options = ["--flower-port=0", "--gateway-port=0", *arguments]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 # As the command itself, which has its own folder on the path.
@@ -90,39 +91,46 @@ class Up:
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
             )
         self.family: list[psutil.Process] = []
-        self.info: dict[str, Any] = {}
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
+    @property
+    def urls(self) -> dict[str, str]:
+        return dict(FACT.findall(self.log))
+
     def ready(self) -> "Up":
         wait_for(
-            lambda: self.ready_file.exists() or self.process.poll() is not None, "ready", START_S
+            lambda: "Ctrl-C here" in self.log or self.process.poll() is not None, "ready", START_S
         )
         assert self.process.poll() is None, self.log
-        self.info = json.loads(self.ready_file.read_text())
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         return self
 
+    def pid(self, name: str) -> int:
+        """Process id of what has a word in its command line, and is no guard."""
+        return next(
+            each.pid
+            for each in self.family
+            if any(name in word for word in each.cmdline()) and "-S" not in each.cmdline()
+        )
+
     @contextlib.contextmanager
     def client(self) -> Iterator[Celery]:
-        url = self.info["redis_url"]
+        url = self.urls["Redis"]
         app = Celery(broker=url, backend=url, set_as_current=False)
         yield app
         backend: Any = app.backend
         backend.result_consumer.stop()
         app.close()
 
-    def ask_flower(self, path: str) -> Any:
-        with urllib.request.urlopen(
-            f"{self.info['flower_url']}{path}", timeout=patient(10)
-        ) as answer:
-            return json.load(answer)
-
-    def ask_gateway(self, path: str, body: bytes | None = None) -> Any:
-        url = f"{self.info['gateway_url']}{path}"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    def ask(
+        self, name: str, path: str, body: bytes | None = None, kind: str = "application/json"
+    ) -> Any:
+        """What Flower or the gateway answer."""
+        url = f"{self.urls[name]}{path}"
+        request = urllib.request.Request(url, body, {"Content-Type": kind})
         with urllib.request.urlopen(request, timeout=patient(60)) as answer:
             return json.load(answer)
 
@@ -151,11 +159,14 @@ def start_up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 StartUp = Callable[..., Up]
 
 
-def run_beside(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Runs a command in the folder of `up`, without any URL; returns its exit code and stdout."""
+def run_beside(up: Up, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Runs a command with what `up` says to export; returns its exit code and stdout."""
+    exported = dict(re.findall(r"^  export (\w+)=(\S+)$", up.log, re.MULTILINE))
+    assert exported
     done = subprocess.run(
         [sys.executable, "-m", "batchery", *arguments],
         cwd=folder,
+        env={**os.environ, **exported},
         stdout=subprocess.PIPE,
         text=True,
         timeout=patient(60),
@@ -168,47 +179,26 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     start_up: StartUp, tmp_path: Path
 ) -> None:
     up = start_up("-A", "shop").ready()
-    assert set(up.info["pids"]) == {"redis", "worker", "flower", "gateway"}
-    assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
         assert client.AsyncResult(job_id).get(timeout=patient(30)) == "HELLO"
 
     def listed() -> Any:
-        tasks = up.ask_flower("/api/tasks")
+        tasks = up.ask("Flower", "/api/tasks")
         return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
 
-    wait_for(lambda: find_announcement(tmp_path), "it is announced")
-    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
-    (tmp_path / "texts.txt").write_text("one\ntwo\n")
-    command = ["submit", "texts.txt", "--task", "shout", "-A", "shop", "-o", "out.jsonl"]
-    assert run_beside(tmp_path, *command) == (0, "")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert sorted(row["result"] for row in rows) == ["ONE", "TWO"]
-
-    def surveyed() -> bool:
-        code, out = run_beside(tmp_path, "stats", "-A", "shop", "--once", "--json")
-        assert code == 0
-        return len(json.loads(out)["workers"]) == 1
-
-    wait_for(surveyed, "the worker answers in time")
-
+    code, out = run_beside(up, tmp_path, "stats", "-A", "shop", "--once", "--json")
+    assert (code, len(json.loads(out)["workers"])) == (0, 1)
     seen = wait_for(listed, "Flower lists the job as done")
-    assert seen["worker"] in up.ask_flower("/api/workers")
-    assert seen["runtime"] is not None
-
+    assert seen["worker"] in up.ask("Flower", "/api/workers")
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
-    assert not up.ready_file.exists()
-    assert not (tmp_path / FILE).exists()
-    assert "  batchery stats -A shop\n" in up.log
-    for line in ("redis   | ", "worker  | ", "flower  | ", f"Redis   {up.info['redis_url']}\n"):
-        assert line in up.log
-    assert f"Flower  {up.info['flower_url']}\n" in up.log
-    assert f"Gateway {up.info['gateway_url']}\n" in up.log
-    assert f"In a browser: {up.info['gateway_url']}\n" in up.log
-    assert f"export CELERY_BROKER_URL={up.info['redis_url']}\n" in up.log
-    assert "shout" in up.log.split("Task    ")[2]
+    for name in ("redis", "worker", "flower"):
+        assert f"{name:<7} | " in up.log
+    # A line for the batch, and none for the job and its result.
+    assert "1 item, waited" in up.log
+    assert job_id not in up.log
+    assert "HELLO" not in up.log
     words = ("Application shutdown complete", "Warm shutdown", "shutting down", "ready to exit")
     ends = [up.log.index(word) for word in words]
     assert ends == sorted(ends)
@@ -220,7 +210,7 @@ def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
     napping = tmp_path / "napping"
     data = str(tmp_path / "data")
     up = start_up("-A", "shop", "--data", data, "--no-flower", "--no-gateway").ready()
-    assert up.info["flower_url"] is up.info["gateway_url"] is None
+    assert set(up.urls) == {"Redis"}
     with up.client() as client:
         job_id = client.send_task("nap", [str(napping)]).id
         wait_for(napping.exists, "the job runs")
@@ -237,49 +227,32 @@ def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: 
     napping = tmp_path / "napping"
     up = start_up("-A", "shop", "--no-flower", "--no-gateway").ready()
     with up.client() as client:
-        job_id = client.send_task("nap", [str(napping), 100]).id
+        client.send_task("nap", [str(napping), 100])
         wait_for(napping.exists, "the job runs")
         up.process.send_signal(signal.SIGINT)
         wait_for(lambda: "Warm shutdown" in up.log, "the worker is asked to stop")
         up.process.send_signal(signal.SIGINT)
         assert up.ended() == 130
-        assert f"Task nap[{job_id}] succeeded" not in up.log
 
 
 @pytest.mark.parametrize(
-    ("victim", "options"),
-    [
-        ("redis", ["--no-flower", "--no-gateway"]),
-        ("worker", ["--no-flower", "--no-gateway"]),
-        ("flower", ["--no-gateway"]),
-        ("gateway", ["--no-flower"]),
-    ],
+    ("victim", "word"), [("redis", "-server"), ("worker", "worker"), ("gateway", "serve")]
 )
 def test_a_child_that_dies_is_named_and_takes_the_rest_along(
-    start_up: StartUp, victim: str, options: list[str]
+    start_up: StartUp, victim: str, word: str
 ) -> None:
-    up = start_up("-A", "shop", *options).ready()
-    os.kill(up.info["pids"][victim], signal.SIGKILL)
+    up = start_up("-A", "shop", "--no-flower").ready()
+    os.kill(up.pid(word), signal.SIGKILL)
     assert up.ended() == 1
     assert f"batchery: error: {victim} ended with exit code 137 (SIGKILL): " in up.log
     assert "Traceback" not in up.log.split("batchery: error:")[1]
 
 
-def test_a_worker_whose_redis_has_died_is_asked_once() -> None:
-    worker = RemoteWorker(f"redis://127.0.0.1:{free_port()}/0", "shop")
-    assert not worker.answers()
-    assert worker.tasks() == {}
-    assert worker.queues() == []
-
-
-def test_kill_9_leaves_nothing_behind(start_up: StartUp, tmp_path: Path) -> None:
+def test_kill_9_leaves_nothing_behind(start_up: StartUp) -> None:
     up = start_up("-A", "shop").ready()
     assert len(up.family) >= 8
-    wait_for(lambda: find_announcement(tmp_path), "it is announced")
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
-    assert (tmp_path / FILE).exists()
-    assert find_announcement(tmp_path) is None
 
 
 def test_a_model_of_the_settings_alone_is_served(
@@ -291,16 +264,21 @@ def test_a_model_of_the_settings_alone_is_served(
         result = client.send_task("embed", ["some text"], queue="embed").get(timeout=patient(60))
     assert len(result["vector"]) == 384
     body = json.dumps({"model": "embed", "input": "some text"}).encode()
-    answer = up.ask_gateway("/v1/embeddings", body)
+    answer = up.ask("Gateway", "/v1/embeddings", body)
     assert answer["data"][0]["embedding"] == pytest.approx(result["vector"], abs=1e-5)
-    wait_for(lambda: up.ask_gateway("/status")["workers"] == 1, "the worker answers in time")
-    wait_for(lambda: "export BATCHERY_REDIS_URL=" in up.log, "the summary")
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}'
+    form = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    form += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    kind = "multipart/form-data; boundary=x"
+    assert up.ask("Gateway", "/v1/files", form + line + b"\r\n--x--\r\n", kind)["id"]
     (tmp_path / "texts.txt").write_text("one\n")
     command = ["submit", "texts.txt", "--task", "embed", "-o", "out.jsonl"]
-    assert run_beside(tmp_path, *command) == (0, "")
-    assert "Task    embed (queue embed)\n" in up.log
+    assert f"  batchery {' '.join(command[:4])} -o" in up.log
+    assert run_beside(up, tmp_path, *command)[0] == 0
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
+    # Nobody would find the file again: what was known of it is gone with the Redis.
+    assert not (tmp_path / "batchery-files").exists()
 
 
 def test_modules_of_the_folder_do_not_hide_pythons_own(start_up: StartUp, tmp_path: Path) -> None:
@@ -322,28 +300,8 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
     ("arguments", "environment", "said"),
     [
         ([], {}, "no models configured"),
-        ([], {}, '[models.embed]\nkind = "embedding"\nmodel = '),
         (["-A", "shop", "--redis", "redis://:secret@127.0.0.1:1/0"], {}, "redis://:**@127.0.0.1:1"),
         (["-A", "shop"], {"BATCHERY_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis at redis://12"),
-        (
-            [],
-            {
-                "BATCHERY_MODELS": '{"embed": {"kind": "embedding", "model": "nobody/no-model"}}',
-                "HF_ENDPOINT": "http://127.0.0.1:1",
-            },
-            (
-                "'embed': nobody/no-model is not on this machine, and the hub at http://127.0.0.1:1"
-                " does not answer"
-            ),
-        ),
-        (
-            [],
-            {
-                "BATCHERY_MODELS": '{"embed": {"kind": "embedding", "model": "nobody/no-model"}}',
-                "HF_ENDPOINT": "hub.example",
-            },
-            "the hub at hub.example does not answer: unknown url type: 'hub.example'",
-        ),
         (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
         (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],
@@ -375,27 +333,31 @@ def test_a_stack_runs_inside_a_program_on_a_redis_that_is_there(
         "shop",
         redis_url=redis_url,
         flower=False,
-        loglevel="WARNING",
-        queues="one,two",
-        worker_arguments=["--pool=solo"],
+        worker_arguments=["--loglevel=WARNING", "--queues=one,two", "--pool=solo"],
         on_line=lambda name, line: lines.append((name, line)),
     )
     with stack:
         assert stack.redis_url == redis_url
         assert set(stack.pids) == {"worker"}
-        assert stack.remote.queues() == ["one", "two"]
-        assert set(stack.remote.tasks()) == {"nap", "shout"}
+        assert find_queues(stack) == {"one", "two"}
         worker = psutil.Process(stack.pids["worker"])
     assert not worker.is_running()
     assert {name for name, _ in lines} == {"worker"}
-    assert any("shop" in line for _, line in lines)
+
+
+def find_queues(stack: Stack) -> set[str]:
+    """Those that its worker consumes."""
+    with Celery(set_as_current=False) as app:
+        app.conf.update(broker_read_url=stack.redis_url, broker_write_url=stack.redis_url)
+        queues = ask(app, "active_queues", [stack.worker_name])[stack.worker_name]
+    return {each["name"] for each in queues}
 
 
 @pytest.mark.usefixtures("app_path")
 def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> None:
     Path("more.py").write_text(ROUTED)
-    with Stack("more", redis_url=redis_url, flower=False, loglevel="WARNING") as stack:
-        assert stack.remote.queues() == ["celery", "fast", "other"]
+    with Stack("more", redis_url=redis_url, flower=False) as stack:
+        assert find_queues(stack) == {"celery", "fast", "other"}
         app = Celery(broker=redis_url, backend=redis_url, set_as_current=False)
         try:
             jobs = [
@@ -412,26 +374,22 @@ def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> Non
 
 
 @pytest.mark.usefixtures("app_path")
-def test_flower_takes_the_next_port_and_may_ask_for_a_password(redis_url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        secret = {"FLOWER_BASIC_AUTH": "user:secret"}
-        with Stack("shop", redis_url=redis_url, flower_port=port, environment=secret) as stack:
-            assert stack.flower_url is not None
-            assert stack.flower_url.startswith("http://127.0.0.1:")
-            assert int(stack.flower_url.rpartition(":")[2]) > port
-
-
-@pytest.mark.usefixtures("app_path")
-def test_flower_begins_again_if_its_port_is_taken_meanwhile(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = [free_port(), taken.getsockname()[1]]
-        monkeypatch.setattr(Stack, "_free_port", lambda *_: ports.pop())
-        with Stack("shop", redis_url=redis_url) as stack:
-            assert not ports
-            assert set(stack.pids) == {"worker", "flower"}
+def test_they_take_the_next_port_and_flower_may_ask_for_a_password(redis_url: str) -> None:
+    address = ("127.0.0.1", 0)
+    with socket.create_server(address) as first, socket.create_server(address) as second:
+        ports = [first.getsockname()[1], second.getsockname()[1]]
+        with Stack(
+            "shop",
+            redis_url=redis_url,
+            flower_port=ports[0],
+            gateway=True,
+            gateway_port=ports[1],
+            environment={"FLOWER_BASIC_AUTH": "user:secret"},
+        ) as stack:
+            for url, port in zip((stack.flower_url, stack.gateway_url), ports, strict=True):
+                assert url is not None
+                assert url.startswith("http://127.0.0.1:")
+                assert int(url.rpartition(":")[2]) > port
 
 
 @pytest.mark.usefixtures("app_path")
@@ -453,29 +411,6 @@ def test_without_flower_and_gateway_installed_the_rest_runs(
         "flower": ['not installed: `pip install "batchery[monitor]"` adds it'],
         "gateway": ['not installed: `pip install "batchery[gateway]"` adds it'],
     }
-
-
-@pytest.mark.usefixtures("app_path")
-def test_gateway_takes_the_next_port_and_begins_again_if_that_is_taken_meanwhile(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        found: list[int] = []
-        free = Stack._free_port
-
-        def first_taken(stack: Stack, name: str, host: str, wanted: int) -> int:
-            found.append(free(stack, name, host, wanted))
-            return port if len(found) == 1 else found[-1]
-
-        monkeypatch.setattr(Stack, "_free_port", first_taken)
-        with Stack(
-            "shop", redis_url=redis_url, flower=False, gateway=True, gateway_port=port
-        ) as stack:
-            assert set(stack.pids) == {"worker", "gateway"}
-            assert len(found) == 2
-            assert found[-1] > port
-            assert stack.gateway_url == f"http://127.0.0.1:{found[-1]}"
 
 
 def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> None:

@@ -21,9 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
-from batchery.announcement import find_announcement
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError, StartError
-from batchery.settings import names_celery_urls
 from batchery.valkey import given_redis_url
 from batchery.valkey import redis_url as as_redis
 
@@ -112,8 +110,6 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
         raise AppNotImportable(f"app {path!r} is a {type(app).__name__}, and no Celery app")
     if redis_url is not None:
         use_redis(app, redis_url)
-    elif path != DEFAULT_APP:
-        _use_running(app, path)
     if with_tasks:
         try:
             app.loader.import_default_modules()
@@ -124,16 +120,6 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
                 f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
             ) from error
     return app
-
-
-def _use_running(app: Celery, path: str) -> None:
-    """Uses the Redis of a `batchery up` in this folder, if it serves this app.
-
-    The default app finds it by itself. As for a worker, the environment's choice comes first.
-    """
-    running = find_announcement()
-    if running is not None and running.app == path and not names_celery_urls():
-        use_redis(app, running.redis_url)
 
 
 def use_redis(app: Celery, url: str) -> None:

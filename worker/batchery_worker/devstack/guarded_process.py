@@ -1,10 +1,9 @@
 """A process that ends with its owner, even where the owner is killed with `kill -9`.
 
 A guard runs between the two: this file, run as a script by a bare interpreter. Owner and guard
-share a socket, the lifeline. A byte on it is the number of a signal for the process. End of file
-means that the owner is gone, for whatever reason. Then the guard stops the process, kills the rest
-of its group, and cleans up. This needs no signal that is tied to a thread of the owner. So any
-thread may start the process, and it works the same on Linux and macOS.
+share a socket, and its end of file means that the owner is gone. Then the guard kills the process
+and the rest of its process group. So any thread may start the process, and it works the same on
+Linux and macOS.
 """
 
 import contextlib
@@ -16,11 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from weakref import WeakSet
 
 #: Number of last lines of output that are kept for error messages.
 TAIL_LINES = 1_000
@@ -43,7 +40,6 @@ class GuardedProcess:
         self,
         command: Sequence[str],
         *,
-        grace_s: float,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
         remove: Path | None = None,
@@ -55,7 +51,6 @@ class GuardedProcess:
 
         Args:
             command: Program and arguments; the program as an absolute path.
-            grace_s: How long it may take to end after SIGTERM once its owner is gone, in seconds.
             environment: Its whole environment; None for the owner's.
             directory: Its working directory; None for the owner's.
             remove: A directory that is removed when the process has ended.
@@ -72,7 +67,7 @@ class GuardedProcess:
         with theirs:
             # Isolated and without site: quick to start, and no package can get in the way.
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(grace_s), str(remove or ""), *command],
+                [sys.executable, "-I", "-S", __file__, str(remove or ""), *command],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -85,13 +80,13 @@ class GuardedProcess:
                 errors="replace",
             )
         self._pump = threading.Thread(target=self._read, name="batchery-output", daemon=True)
+        self._pump.start()
+        pid = self._lifeline.recv(32)
+        if not pid:
+            self.wait()
+            raise OSError(self.tail(1) or f"cannot run {command[0]}")
         #: Process id of the process itself, not of its guard.
-        self.pid = self._begin(command[0])
-
-    @property
-    def lifeline(self) -> int:
-        """Descriptor that keeps it running: a process that inherits it is an owner, too."""
-        return self._lifeline.fileno()
+        self.pid = int(pid)
 
     def poll(self) -> int | None:
         """Its exit code, 128 + n after signal n; None while it runs."""
@@ -107,13 +102,17 @@ class GuardedProcess:
             code = self._guard.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s") from None
-        self._close()
+        self._lifeline.close()
+        self._pump.join(DRAIN_S)
+        if not self._pump.is_alive() and self._guard.stdout:
+            self._guard.stdout.close()
         return code
 
     def send(self, signum: int) -> None:
         """Sends it a signal; does nothing if it has ended already."""
-        with contextlib.suppress(OSError):
-            self._lifeline.send(bytes([signum]))
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
     def stop(self, timeout_s: float | None = None) -> int:
         """Asks it to end and waits; kills it after `timeout_s`. Returns its exit code."""
@@ -132,27 +131,6 @@ class GuardedProcess:
         """The end of its output, at most that many lines."""
         return "\n".join(list(self._tail)[-lines:])
 
-    def disown(self) -> None:
-        """Closes the lifeline in a fork of the owner, which must not keep the process alive."""
-        self._lifeline.close()
-
-    def _begin(self, program: str) -> int:
-        """Starts to read its output, and gets its process id from the guard."""
-        _running.add(self)
-        self._pump.start()
-        pid = self._lifeline.recv(32)
-        if not pid:
-            self._guard.wait()
-            self._close()
-            raise OSError(self.tail(1) or f"cannot run {program}")
-        return int(pid)
-
-    def _close(self) -> None:
-        self._lifeline.close()
-        self._pump.join(DRAIN_S)
-        if not self._pump.is_alive() and self._guard.stdout:
-            self._guard.stdout.close()
-
     def _read(self) -> None:
         assert self._guard.stdout is not None
         for line in self._guard.stdout:
@@ -164,18 +142,6 @@ class GuardedProcess:
             except Exception:  # noqa: BLE001
                 # Reading must go on even if the terminal is gone, or the process would block.
                 self._on_line = None
-
-
-_running: WeakSet[GuardedProcess] = WeakSet()
-
-
-def _disown_all() -> None:
-    for process in list(_running):
-        process.disown()
-
-
-# A fork that kept the lifeline open would keep the process alive after its owner's death.
-os.register_at_fork(after_in_child=_disown_all)
 
 
 def python_command() -> list[str]:
@@ -196,48 +162,40 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _guard(grace_s: float, remove: str, command: list[str]) -> int:
+def _guard(remove: str, command: list[str]) -> int:
     """Runs a process until it or its owner ends; returns its exit code."""
-    # Handlers rather than SIG_IGN, which the process would inherit. The lifeline alone decides.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: None)
+    lifeline = socket.socket(fileno=0)
     try:
-        return _run(socket.socket(fileno=0), grace_s, command)
+        # Descriptors stay open, because those that the guard has inherited are for the process.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            close_fds=False,
+            start_new_session=True,
+            # If the guard is killed as well, nobody else is left to end the process.
+            preexec_fn=die_with_parent,  # noqa: PLW1509 (there are no threads yet)
+        )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", flush=True)  # noqa: T201
         return 127
-    finally:
-        if remove:
-            shutil.rmtree(remove, ignore_errors=True)
 
+    def kill_group() -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
 
-def _run(lifeline: socket.socket, grace_s: float, command: list[str]) -> int:
-    # Descriptors stay open, because those that the guard has inherited are meant for the process.
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        close_fds=False,
-        start_new_session=True,
-        # If the guard is killed as well, nobody else is left to end the process.
-        preexec_fn=die_with_parent,  # noqa: PLW1509 (there are no threads yet)
-    )
-    with contextlib.suppress(OSError):
-        lifeline.send(str(process.pid).encode())
-    threading.Thread(target=_obey, args=(lifeline, process, grace_s), daemon=True).start()
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            lifeline.send(str(process.pid).encode())
+            lifeline.recv(1)
+        kill_group()
+
+    threading.Thread(target=watch, daemon=True).start()
     code = process.wait()
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group()
+    if remove:
+        shutil.rmtree(remove, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 
-def _obey(lifeline: socket.socket, process: subprocess.Popen[bytes], grace_s: float) -> None:
-    with contextlib.suppress(OSError):
-        while signum := lifeline.recv(1):
-            process.send_signal(signum[0])
-    process.terminate()
-    time.sleep(grace_s)
-    process.kill()
-
-
 if __name__ == "__main__":
-    sys.exit(_guard(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(_guard(sys.argv[1], sys.argv[2:]))

@@ -4,11 +4,9 @@ import contextlib
 import fcntl
 import importlib.util
 import os
-import re
 import secrets
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +43,6 @@ CONFIG = """\
 bind 127.0.0.1
 port {port}
 requirepass {password}
-daemonize no
 save ""
 appendonly yes
 appendfsync everysec
@@ -74,21 +71,11 @@ def find_redis_server() -> Path:
     )
 
 
-def refuse_newer_data(binary: Path, directory: Path) -> None:
-    """Refuses data of Redis 7 for an older server, which would not see it and start empty.
-
-    Raises:
-        RedisUnavailable: Redis 7 has written the directory, and the binary is older.
-    """
-    if not (directory / "appendonlydir").is_dir():
-        return
-    answer = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    version = re.search(r"v=(\d+)\S*", answer.stdout)
-    if version and int(version[1]) < 7:
-        raise RedisUnavailable(
-            f"{directory} was written by Redis 7 or newer, which {binary} ({version[0]}) cannot"
-            " read: install a newer redis-server, or give another directory"
-        )
+def free_port() -> int:
+    """A port on 127.0.0.1 that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 class EmbeddedRedis:
@@ -112,10 +99,9 @@ class EmbeddedRedis:
                 None for a temporary directory, which is removed at the end.
             on_line: Called with each line of the server's log, from a thread.
         """
-        self._given = directory
+        self._given = None if directory is None else directory.expanduser().absolute()
         self._on_line = on_line
         self._process: GuardedProcess | None = None
-        self._directory: Path | None = directory
         #: Password of the server; a new one each time.
         self.password = secrets.token_urlsafe(32)
         self._port = 0
@@ -129,11 +115,15 @@ class EmbeddedRedis:
         """
         binary = find_redis_server()
         for _ in range(PORT_ATTEMPTS):
-            port = free_port()
-            process = self._launch(binary, port)
-            if _answers(process, self._url(port)):
-                self._process, self._port = process, port
+            self._port = free_port()
+            directory = self._given or Path(tempfile.mkdtemp(prefix="batchery-redis-"))
+            try:
+                self._process = self._launch(binary, directory)
+            except OSError as error:
+                raise RedisUnavailable(f"redis-server in {directory}: {error}") from error
+            if _answers(self._process, self.url):
                 return self
+            self._process = None
         raise RedisUnavailable(
             f"no free port for redis-server: {PORT_ATTEMPTS} in a row were taken by others"
         )
@@ -151,103 +141,47 @@ class EmbeddedRedis:
         self.stop()
 
     @property
-    def url(self) -> str:
-        """URL of its first database, with the password.
+    def process(self) -> GuardedProcess:
+        """The running server.
 
         Raises:
-            RedisUnavailable: The server was not started.
+            RedisUnavailable: It was not started.
         """
-        return self._url(self.port)
-
-    @property
-    def port(self) -> int:
-        """Port on 127.0.0.1; raises as `url` does."""
-        self._running()
-        return self._port
-
-    @property
-    def pid(self) -> int:
-        """Process id of redis-server; raises as `url` does."""
-        return self._running().pid
-
-    @property
-    def lifeline(self) -> int:
-        """Descriptor for processes that need the server until their own end; raises as `url` does.
-
-        The server runs for as long as any process has it open.
-        """
-        return self._running().lifeline
-
-    @property
-    def directory(self) -> Path:
-        """Directory of its data; raises as `url` does."""
-        self._running()
-        assert self._directory is not None
-        return self._directory
-
-    @property
-    def log(self) -> str:
-        """The end of its log; raises as `url` does."""
-        return self._running().tail()
-
-    def poll(self) -> int | None:
-        """Exit code of a server that ended by itself, 128 + n after signal n; None otherwise."""
-        return self._process.poll() if self._process is not None else None
-
-    def __repr__(self) -> str:
-        where = f"redis://:***@127.0.0.1:{self._port}/0" if self._process else "not running"
-        return f"<EmbeddedRedis {where}>"
-
-    def _running(self) -> GuardedProcess:
         if self._process is None:
             raise RedisUnavailable("the embedded Redis is not running: call start() first")
         return self._process
 
-    def _url(self, port: int) -> str:
-        return f"redis://:{self.password}@127.0.0.1:{port}/0"
+    @property
+    def url(self) -> str:
+        """URL of its first database, with the password; raises as `process` does."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
-    def _launch(self, binary: Path, port: int) -> GuardedProcess:
-        directory = _open_directory(self._given)
-        self._directory = directory
-        try:
-            if self._given is not None:
-                refuse_newer_data(binary, directory)
-            with _locked(directory) as lock:
-                _write_config(directory, port, self.password)
-                # A relative path, because the directory's name might need quoting.
-                return GuardedProcess(
-                    [str(binary), "redis.conf"],
-                    grace_s=STOP_TIMEOUT_S,
-                    directory=directory,
-                    remove=None if self._given else directory,
-                    keep_open=(lock,),
-                    umask=0o077,
-                    on_line=self._on_line,
-                )
-        except BaseException as error:
-            if self._given is None:
-                shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise RedisUnavailable(f"redis-server in {directory}: {error}") from error
-            raise
+    @property
+    def port(self) -> int:
+        """Port on 127.0.0.1; raises as `process` does."""
+        return self._port if self.process else 0
 
+    @property
+    def pid(self) -> int:
+        """Process id of redis-server; raises as `process` does."""
+        return self.process.pid
 
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def _open_directory(given: Path | None) -> Path:
-    if given is None:
-        return Path(tempfile.mkdtemp(prefix="batchery-redis-"))
-    directory = given.expanduser().absolute()
-    try:
+    def _launch(self, binary: Path, directory: Path) -> GuardedProcess:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise RedisUnavailable(f"directory {directory} for Redis: {error.strerror}") from error
-    return directory
+        with _locked(directory) as lock:
+            config = directory / "redis.conf"
+            config.unlink(missing_ok=True)
+            config.touch(mode=0o600)
+            config.write_text(CONFIG.format(port=self._port, password=self.password))
+            # A relative path, because the directory's name might need quoting.
+            return GuardedProcess(
+                [str(binary), config.name],
+                directory=directory,
+                remove=None if self._given else directory,
+                keep_open=(lock,),
+                umask=0o077,
+                on_line=self._on_line,
+            )
 
 
 @contextlib.contextmanager
@@ -258,13 +192,13 @@ def _locked(directory: Path) -> Iterator[int]:
     """
     descriptor = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline_s:
                     raise RedisUnavailable(
                         f"another Redis runs in {directory}: stop it, or give another directory"
                     ) from None
@@ -276,18 +210,17 @@ def _locked(directory: Path) -> Iterator[int]:
 
 def _answers(process: GuardedProcess, url: str) -> bool:
     """Waits for the first answer; False if somebody else has taken the port."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     with connect(url, ANSWER_TIMEOUT_S) as client:
         while process.poll() is None:
             try:
                 client.ping()
+                return True
             except BusyLoadingError:
-                deadline = time.monotonic() + START_TIMEOUT_S
+                deadline_s = time.monotonic() + START_TIMEOUT_S
             except RedisError:
                 pass
-            else:
-                return True
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline_s:
                 process.kill()
             time.sleep(POLL_S)
     code = process.wait()
@@ -296,11 +229,3 @@ def _answers(process: GuardedProcess, url: str) -> bool:
     raise RedisUnavailable(
         f"redis-server did not start (exit code {code}); the end of its log: {process.tail(5)}"
     )
-
-
-def _write_config(directory: Path, port: int, password: str) -> None:
-    path = directory / "redis.conf"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(CONFIG.format(port=port, password=password))

@@ -24,9 +24,6 @@ logger = logging.getLogger("batchery.vllm")
 #: How long the server may take to end, in seconds; then it is killed.
 END_TIMEOUT_S = 5.0
 
-#: How long it may take once this process is gone. The next one needs its memory.
-ORPHANED_S = 1.0
-
 #: How often it is looked whether a server that starts is ready, in seconds.
 LOOK_S = 0.2
 
@@ -106,7 +103,6 @@ class VllmModel(OpenAIServerModel):
                 *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", self._source.name),
                 *spell_options(options),
             ],
-            grace_s=ORPHANED_S,
             environment=make_environment(device, settings.engine_options),
             remove=folder,
             on_line=log_line,
