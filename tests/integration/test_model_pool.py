@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from apps import swapping
 from batchery.cli.control import drain, reload
 from batchery.errors import ModelLoadError
 from conftest import StartWorker
-from support.harness import Worker, queue_length, wait_for
+from support.harness import Worker, wait_for
 from support.patience import patient
 from support.placed import list_placed
 from support.steady_callers import SteadyCallers
@@ -244,32 +243,6 @@ def test_a_device_that_was_given_up_is_started_again(
     assert (done.exit_code, "cpu:1 is ready" in done.output) == (0, True)
     drain_device("cpu:0", redis_url)
     assert send(client, "two", 0).get(timeout=TIMEOUT_S)["device"] == "cpu:1"
-
-
-def test_a_model_whose_device_died_and_is_drained_keeps_no_other_model_waiting(
-    start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
-) -> None:
-    places = {"BATCHERY_DEVICES": "cpu:0,cpu:1", "SWAP_DEVICES_ONE": "cpu:0"}
-    worker, book = start_swapping(start_worker, tmp_path, SWAP_DEVICES_TWO="cpu:1", **places)
-    worker.wait_answers(client)
-    running, loading = tmp_path / "running", tmp_path / "gate-one"
-    running.touch()
-    loading.touch()
-    jobs = [send(client, "one", str(running)) for _ in range(4)]
-    wait_for(lambda: worker.inspect(client, "active"), "they run")
-    os.kill(find_devices(worker, client)["cpu:0"]["pid"], signal.SIGKILL)
-    wait_for(lambda: [line[0] for line in read_book(book)].count("one") == 2, "it loads again")
-    # Its jobs wait for that, and the other model does not.
-    assert send(client, "two", 0).get(timeout=TIMEOUT_S)["device"] == "cpu:1"
-    with ThreadPoolExecutor(1) as pool:
-        drained = pool.submit(drain_device, "cpu:0", redis_url)
-        wait_for(lambda: queue_length(redis_url, "one") == len(jobs), "they are back", TIMEOUT_S)
-        assert send(client, "two", 0).get(timeout=TIMEOUT_S)["device"] == "cpu:1"
-        loading.unlink()
-        assert drained.result(TIMEOUT_S).exit_code == 0
-    running.unlink()
-    assert drain_device("cpu:0", redis_url, "--undo").exit_code == 0
-    assert {job.get(timeout=TIMEOUT_S)["model"] for job in jobs} == {"one"}
 
 
 def find_devices(worker: Worker, client: Celery) -> dict[str, Any]:

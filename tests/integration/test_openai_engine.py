@@ -398,27 +398,6 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     assert not server.count("more than a text")
 
 
-def test_error_within_a_stream_repeats_nothing_that_readers_have(
-    server: OpenAIServer, driver: StepDriver
-) -> None:
-    failure = {"error": {"message": "overloaded", "code": 503}}
-    begun = {"choices": [{"text": "BREAKS "}]}
-    server.replies["breaks off"] = [raw(begun, failure), echo]
-    server.replies["breaks at once"] = [raw(begun | failure), echo]
-    server.replies["is lost"] = [raw({"choices": [{"text": "WAS "}]}, failure), echo]
-    called = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}
-    server.replies["call"] = [raw({"choices": [{"delta": called}]}, failure), echo]
-    slots = [driver.join(prompt) for prompt in server.replies]
-    outcomes = driver.wait(*slots)
-    assert driver.text(slots[0]) == outcomes[0]["text"] == "BREAKS OFF "
-    assert driver.text(slots[1]) == outcomes[1]["text"] == "BREAKS AT ONCE "
-    assert find_errors(outcomes).keys() == {2, 3}
-    for error in find_errors(outcomes).values():
-        assert "does not go on from what readers have" in error
-    assert driver.text(slots[2]) == "WAS "
-    assert len(driver.pieces[slots[3]]) == 1
-
-
 def test_server_that_is_away_is_waited_for_and_then_named(start: Start) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
     driver = start(base_url=url, server_retry_s=1)

@@ -42,7 +42,6 @@ HEAVY_MODULES = (
 #: Who may touch the environment, and why.
 ENVIRONMENT = {
     "batchery.settings": "reads every setting",
-    "batchery_producer.files.records": "SQLite reads there where to keep temporary files",
     "batchery_producer.gateway.server": "tells its processes where they share their metrics",
     "batchery_worker.device_pool.process": "hands its own on to the processes that it starts",
     "batchery_worker.devstack.stack": "hands its own on to the processes that it starts",

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
-from batchery.results import Embedding, to_numpy
+from batchery.results import to_numpy
 from batchery_worker.models.embedding import EmbeddingModel
 from support.tiny_models import Build, Copy, Load, run
 
@@ -112,19 +112,6 @@ def test_the_limit_is_what_the_model_has_positions_for(
     assert model.max_length == limit
     longest = run(model, ["cat " * 500])[0]
     assert longest["tokens"] == (limit or 502)
-
-
-def test_a_long_text_is_cut_to_max_length(build: Build, embedder: Load) -> None:
-    model = embedder(build("bert"), max_length=6)
-    prepared = model.preprocess(["the cat sat on the mat"])[0]
-    assert not isinstance(prepared, Failed)
-    assert model.tokens(prepared) == 6
-    cut, same = run(model, ["the cat sat on the mat", "the cat sat on"])
-    assert (cut["tokens"], cut["truncated"]) == (6, True)
-    assert "truncated" not in same
-    assert Embedding.model_validate(cut).truncated
-    assert not Embedding.model_validate(same).truncated
-    np.testing.assert_allclose(to_numpy(cut), to_numpy(same), atol=TOLERANCE)
 
 
 def test_white_space_is_a_text_as_elsewhere(build: Build, embedder: Load) -> None:

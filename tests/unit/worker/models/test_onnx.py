@@ -200,18 +200,6 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     assert "model.onnx failed:" in _refusal(embedder, folder)
 
 
-def test_weights_that_are_missing_or_cut_short_are_named(
-    exported: Exported, copied: Copy, embedder: Load
-) -> None:
-    folder = copied(exported("bert"))
-    data = folder / "onnx" / "model.onnx.data"
-    data.write_bytes(data.read_bytes()[:-100])
-    problem = "model.onnx cannot be loaded; copy it again with its weights, or export it anew: [ON"
-    assert problem in _refusal(embedder, folder)
-    data.unlink()
-    assert problem in _refusal(embedder, folder)
-
-
 def test_a_file_for_shorter_texts_is_refused_until_max_length_says_so(
     exported: Exported, copied: Copy, embedder: Load
 ) -> None:

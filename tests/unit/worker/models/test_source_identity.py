@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from batchery import ModelSettings
-from batchery_worker.models.source import NEUTRAL, ModelSource, folder_digest, name_version
+from batchery_worker.models.source import NEUTRAL, ModelSource, name_version
 from support.tiny_models import Build, Copy, Load
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
@@ -83,38 +83,6 @@ def test_a_model_of_the_hub_is_known_by_its_commit(
         assert f"acme/bert@{commit}" in model.identity()
         commits.append(model.identity())
     assert len(set(commits)) == 2
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "model"
-    (made / "1_Pooling").mkdir(parents=True)
-    (made / "config.json").write_text("{}")
-    (made / "model.safetensors").write_bytes(b"weights")
-    (made / "1_Pooling" / "config.json").write_text("{}")
-    return made
-
-
-def test_copy_of_a_folder_has_the_same_digest(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    folder.rename(copy)
-    before = folder_digest(copy)
-    (copy / ".git").mkdir()
-    (copy / ".git" / "HEAD").write_text("main")
-    (copy / "pytorch_model.bin").write_bytes(b"never loaded")
-    assert folder_digest(copy) == before
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
-def test_folder_digest_changes_with_every_byte(folder: Path, name: str) -> None:
-    before = folder_digest(folder)
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:-1] + b"?")
-    assert folder_digest(folder) != before
-    (folder / name).write_bytes(content)
-    assert folder_digest(folder) == before
-    (folder / name).rename(folder / "other.json")
-    assert folder_digest(folder) != before
 
 
 def test_a_version_changes_with_files_and_options_and_with_nothing_else(tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ def test_what_does_not_fit_is_said_with_the_sums(build: Build) -> None:
         EmbeddingModel(settings).load("cpu:0+cpu:1")
 
 
-def test_eight_bits_are_for_one_device(build: Build) -> None:
-    with pytest.raises(ModelLoadError, match=r"quantize = 'int8' is for one device, not cpu\+disk"):
-        EmbeddingModel(settings_of(build("llama"), quantize="int8")).load("cpu+disk")
-
-
 def test_texts_are_not_written_by_layers_on_several_cards(build: Build) -> None:
     settings = settings_of(build("llama"), "generation", split="layers")
     with pytest.raises(ModelLoadError, match="name one card"):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import transformers
 
-from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
@@ -83,16 +82,6 @@ def test_a_tokenizer_that_does_more_is_called_itself() -> None:
         assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
 
 
-def test_text_that_is_too_long_fails_alone() -> None:
-    texts = made(make_tokenizer(), max_length=4, truncate=False)
-    short, long, another = texts(["rain", "the cat sat on the mat", "tea"])
-    assert isinstance(long, Failed)
-    assert isinstance(long.error, InvalidItem)
-    assert "8 tokens are more than max_length = 4 tokens" in str(long.error)
-    assert not isinstance(short, Failed)
-    assert not isinstance(another, Failed)
-
-
 @pytest.mark.parametrize("tokenizer", [make_tokenizer(), Slow()])
 def test_a_text_that_lost_its_end_says_so_and_one_that_just_fits_does_not(tokenizer: Any) -> None:
     texts = made(tokenizer, max_length=4)
@@ -131,15 +120,6 @@ def test_token_ids_are_framed_and_cut_as_their_texts_are(causal: bool, side: str
         assert type(one) is type(other)
 
 
-def test_token_ids_stand_beside_texts_and_pairs() -> None:
-    texts = made(make_tokenizer())
-    found = texts(["rain", TokenIds([4]), ("rain", "tea"), TokenIds([5], "the cat "), "tea"])
-    alone = [texts([each])[0] for each in ("rain", "tea")]
-    np.testing.assert_array_equal(found[0], alone[0])
-    np.testing.assert_array_equal(found[4], alone[1])
-    assert [each.shape[1] for each in found] == [3, 3, 5, 5, 3]  # type: ignore[union-attr]
-
-
 def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:
     texts = made(make_tokenizer(types=True))
     cut = Cut(True, "right", only_first=True)
@@ -149,12 +129,6 @@ def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:
     np.testing.assert_array_equal(one, other)
     assert isinstance(one, Truncated)
     assert isinstance(other, Truncated)
-
-
-def test_token_ids_that_are_too_long_are_refused() -> None:
-    (refused,) = made(make_tokenizer())([TokenIds([4] * 9)], Cut(False, "right"))
-    assert isinstance(refused, Failed)
-    assert str(refused.error) == "text: 11 tokens are more than max_length = 8 tokens"
 
 
 def test_a_token_beyond_the_vocabulary_fails_alone(build: Build, embedder: Load) -> None:

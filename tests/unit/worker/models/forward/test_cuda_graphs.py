@@ -166,13 +166,3 @@ def test_a_start_does_not_wait_for_many_captures(
     capture.run(shapes(16))
     assert 0 < len(capture.graphs) < len(shapes(16))
     assert "s were over before" in capture.why
-
-
-def test_the_log_tells_of_graphs_by_the_name_of_the_pass(build: Build, embedder: Load) -> None:
-    model = embedder(build("bert"))
-    pads = model.pads
-    small = embedder(build("bert"), forward="padded")
-    small_ones(small)
-    model._pass = Graphed(model._pass, small._pass._graphs)
-    assert model._pass.name == "packed, small passes by CUDA graphs"
-    assert model._pass.pads == pads

@@ -68,17 +68,6 @@ def test_the_log_says_that_a_model_is_packed(
     assert f"model {folder}: padded on cpu, as the settings say" in caplog.messages
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
-def test_heads_that_read_the_first_token_are_packed(
-    architecture: str, build: Build, classifier: Load, texts: list[str]
-) -> None:
-    folder = build(architecture, labels=LABELS)
-    packed, padded = classifier(folder), classifier(folder, forward="padded")
-    assert (packed.pads, padded.pads) == (False, True)
-    for one, other in zip(run(packed, texts, top_k=3), run(padded, texts, top_k=3), strict=True):
-        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
-
-
 @pytest.mark.parametrize(
     ("architecture", "options", "reason"),
     [
