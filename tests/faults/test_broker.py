@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from apps import ledger, stages
+from apps import ledger
 from apps.ledger import executions
 from conftest import StartWorker
-from support.harness import Worker, ask, queue_length, unsettled, wait_for
+from support.harness import Worker, ask, queue_length, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -129,31 +129,6 @@ def test_worker_whose_connection_is_cut_three_times_repeats_nothing(
     assert worker.stop(signal.SIGTERM) == 0
 
 
-def test_job_that_runs_while_the_connection_breaks_is_executed_once(
-    start_worker: StartWorker, proxy: Proxy, proxy_url: str, redis_url: str, tmp_path: Path
-) -> None:
-    stages.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    gate, begun = tmp_path / "gate", tmp_path / "gate.begun"
-    worker = start_worker("apps.stages", env={"CELERY_BROKER_URL": proxy_url})
-    running = stages.gated.delay("running", gate=str(gate))
-    wait_for(begun.exists, "the job runs")
-    waiting = stages.lengths.submit_many(["waiting"] * 10)
-    wait_for(lambda: len(ids(worker, "reserved")) == 10, "the worker has the rest")
-    for cuts in (1, 2):
-        assert proxy.cut() > 0
-        wait_for(partial(has_lost_its_broker, worker, cuts), "the cut was noticed")
-        wait_for(partial(has_reconnected, worker, cuts), "the worker is back")
-        wait_for(lambda: len(ids(worker, "reserved")) == 10, "with the rest")
-    # Whichever message of it came last, it is one job.
-    wait_for(lambda: ids(worker, "active") == [running.id], "one job is active")
-    gate.touch()
-    assert running.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
-    assert waiting.get(timeout=TIMEOUT_S) == [7] * 10
-    wait_for(lambda: unsettled(redis_url) == 0, "all is acknowledged")
-    assert queue_length(redis_url) == 0
-    assert begun.read_text() == "begun\n"
-
-
 def has_executed(book: Path, items: int) -> bool:
     return len(set(executions(book))) >= items
 
@@ -162,12 +137,6 @@ def holds_any(worker: Worker) -> bool:
     """Whether the worker has jobs, running or waiting; or does not say, as it is reconnecting."""
     answers = [ask(ledger.app, command, [worker.name]) for command in ("active", "reserved")]
     return any(not answer or answer[worker.name] for answer in answers)
-
-
-def ids(worker: Worker, command: str) -> list[str]:
-    """Jobs that an inspect command names; none while the worker is reconnecting."""
-    answer = ask(stages.app, command, [worker.name]) or {}
-    return [each["id"] for each in answer.get(worker.name, [])]
 
 
 def has_reconnected(worker: Worker, times: int) -> bool:

@@ -136,21 +136,6 @@ def test_loss_window_3_redis_is_full(
         consumer.until(lambda: held(bare) == 0)
 
 
-def test_loss_window_4_message_is_not_json(
-    consume: StartConsumer, transport: str, url: str, bare: Any
-) -> None:
-    consumer = consume("q")
-    bare.lpush("q", "no json")
-    if transport == STOCK:
-        with pytest.raises(ValueError, match="Expecting value"):
-            consumer.get(1)
-        assert nowhere(bare)
-    else:
-        consumer.until(lambda: bare.hlen(KEYS.dead))
-        send(url, "q", "job")
-        assert consumer.get(1) == ["job"]
-
-
 def test_loss_window_5_message_requeued_without_a_binding(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
@@ -191,29 +176,6 @@ def test_duplicate_window_1_job_runs_longer_than_the_visibility_timeout(
         second.until(is_later)
         assert second.texts == []
         assert held(bare) == 1
-
-
-def test_duplicate_window_2_connection_breaks_while_a_job_runs(
-    consume: StartConsumer,
-    transport: str,
-    url: str,
-    bare: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    send(url, "q", "job")
-    consumer = consume("q")
-    consumer.get(1)
-    running = consumer.messages[0]
-    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
-    consumer.break_connection()
-    assert bare.llen("q") == (1 if transport == STOCK else 0)
-    consumer.open("q")
-    if transport == STOCK:
-        assert consumer.get(1) == ["job"]
-    else:
-        running.ack()
-        consumer.until(lambda: held(bare) == 0)
-        assert consumer.texts == []
 
 
 def test_duplicate_window_3_fenced_worker_acknowledges(
