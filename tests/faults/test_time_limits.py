@@ -1,5 +1,6 @@
 """Time limits of batch tasks: only the job that exceeds its limit fails."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 from apps import shop
 from batchery import BatchTask
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -80,3 +81,17 @@ def test_a_device_that_gives_no_sign_is_killed_and_its_jobs_run_again(
     job = shop.shout.apply_async(("a",), queue="silent")
     assert job.get(timeout=TIMEOUT_S) == "A"
     wait_for(lambda: not device.is_running(), "the silent process is gone")
+
+
+def test_a_device_that_hangs_again_and_again_ends_its_worker(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.shop", "-Q", "hangs", env={"BATCHERY_MAX_PASS_S": str(patient(1))})
+    # The first becomes a dead letter, as it hung beside nobody twice; the second ends the worker.
+    for number in range(2):
+        path = str(tmp_path / f"never {number}")
+        shop.until.apply_async((path,), queue="hangs", time_limit=3600 + number)
+    assert worker.wait_exit(patient(120)) == 2
+    assert "hung 5 times in a row" in worker.log
+    assert queue_length(redis_url, "hangs") == 1

@@ -219,3 +219,13 @@ def test_the_main_process_stays_small_and_never_imports_torch(
     libraries = {Path(each.path).name for each in main.memory_maps()}
     assert not any("torch" in name for name in libraries)
     assert main.memory_info().rss < 150 * 2**20
+
+
+def test_a_device_has_what_the_environment_says_and_else_few_compiled_programs(
+    start_worker: StartWorker,
+) -> None:
+    worker = start_worker("apps.shop", env={"GOMP_SPINCOUNT": "7"})
+    (device,) = worker.devices()
+    environment = device.environ()
+    assert environment["GOMP_SPINCOUNT"] == "7"
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(8 * (os.cpu_count() or 1))

@@ -145,6 +145,20 @@ def test_each_class_has_its_part_and_no_more(both: StartConsumer, url: str, bare
     assert consumer.texts[-1] == "3"
 
 
+def test_a_fetch_leaves_something_to_others(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", *"12345")
+    left: list[int] = []
+    consumer = both("q", fetch_messages=2)
+
+    def look(message: Any) -> None:
+        consumer.messages.append(message)
+        left.append(waiting(bare))
+
+    consumer.consumer.on_message = look
+    assert consumer.get(5) == list("12345")
+    assert left == [3, 3, 1, 1, 0]
+
+
 def test_without_acknowledgements_nothing_is_kept(both: StartConsumer, url: str, bare: Any) -> None:
     send(url, "q", "1", "2")
     consumer = both("q", no_ack=True)
