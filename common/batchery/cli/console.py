@@ -1,15 +1,14 @@
-"""What commands have in common: signals, a broker that is away, files, and tables as text."""
+"""What commands have in common: signals, a broker that is away, and tables as text."""
 
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from batchery.errors import RedisUnavailable, StartError
+from batchery.errors import RedisUnavailable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,19 +34,6 @@ def broker_errors(server: str = "the broker") -> Iterator[None]:
         raise RedisUnavailable(f"{server} answers, and refuses a command: {error}") from error
     except AWAY as error:
         raise RedisUnavailable(f"{server} does not answer: {error}; is it up?") from error
-
-
-@contextmanager
-def write_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Raises why a file cannot be written as `StartError`."""
-    try:
-        yield
-    except FileExistsError:
-        raise StartError(
-            f"{path}: is there already; name another file, or use --overwrite"
-        ) from None
-    except OSError as error:
-        raise StartError(f"{path}: cannot be written: {error.strerror}{hint}") from None
 
 
 class Interrupt:

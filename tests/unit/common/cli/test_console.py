@@ -1,13 +1,14 @@
+"""What commands have in common."""
+
 import signal
-from pathlib import Path
 
 import pytest
 from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from rich.table import Table
 
-from batchery import RedisUnavailable, StartError
-from batchery.cli.console import Interrupt, broker_errors, render, write_errors
+from batchery import RedisUnavailable
+from batchery.cli.console import Interrupt, broker_errors, render
 
 
 def test_broker_that_is_away_is_named_with_what_to_look_at() -> None:
@@ -21,15 +22,6 @@ def test_broker_that_refuses_a_command_is_not_called_away(error: Exception) -> N
     told = f"^the broker answers, and refuses a command: {error}$"
     with pytest.raises(RedisUnavailable, match=told), broker_errors():
         raise error
-
-
-def test_file_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
-    path, unwritten = tmp_path / "absent/a", r"absent/a: cannot be written: No such file .*; saved$"
-    with pytest.raises(StartError, match=unwritten), write_errors(path, "; saved"):
-        path.touch()
-    there = "is there already; name another file, or use --overwrite"
-    with pytest.raises(StartError, match=there), write_errors(tmp_path):
-        tmp_path.mkdir()
 
 
 def test_first_signal_is_noted_and_the_second_one_raises() -> None:
