@@ -19,7 +19,7 @@ from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.retry import AWAY_S
 from batchery.task import check_options
 from batchery_producer.answers import Outcome, check_per_job, read_outcomes
-from batchery_producer.client import close_app, make_app
+from batchery_producer.client import check_keywords, close_app, make_app
 from batchery_producer.piece_stream import AsyncPieceStream
 from batchery_producer.session import Session, Terms
 from batchery_producer.stream import Window
@@ -147,8 +147,10 @@ class AsyncTask:
             NoResult: None came within `timeout_s`; or the client is closed, or a parent's.
             GaveUp: None came within `timeout_s`, as Redis does not answer.
             QueueFull: The queue had no space for the job.
+            BatchArgumentError: The keywords are given as those of many jobs.
             Exception: What the worker raised, or why the job could not be sent.
         """
+        check_keywords(self.name, keywords)
         (outcome,) = await self._outcomes([item], range(1), False, keywords, self._call)
         if outcome.error is not None:
             raise outcome.error
@@ -162,7 +164,9 @@ class AsyncTask:
 
         Raises:
             SettingsError: The app's result backend is no Redis.
+            BatchArgumentError: The keywords are given as those of many jobs.
         """
+        check_keywords(self.name, keywords)
         # No `expires`, which would end the job in the middle of its pieces.
         options = {"wait_s": 0, **self._stream.options}
         terms = self._call._replace(options=options, keep_s=self._keep_s)

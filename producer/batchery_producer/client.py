@@ -13,7 +13,7 @@ from celery import Celery, uuid
 from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
-from batchery.errors import BatcheryError, NoResult
+from batchery.errors import BatchArgumentError, BatcheryError, NoResult
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.retry import RetryPolicy
 from batchery.task import check_options
@@ -136,7 +136,12 @@ class TaskClient:
         self._open_reader = open_reader
 
     def delay(self, item: Any, **keywords: Any) -> AsyncResult[Any]:
-        """Sends one job, as Celery does; returns its result."""
+        """Sends one job, as Celery does; returns its result.
+
+        Raises:
+            BatchArgumentError: The keywords are given as those of many jobs.
+        """
+        check_keywords(self.name, keywords)
         return self._send(item, keywords, self._options)
 
     def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> PieceStream:
@@ -152,6 +157,7 @@ class TaskClient:
             GaveUp: Redis stays away.
             Exception: What `delay` raises.
         """
+        check_keywords(self.name, keywords)
         app, name, options = self._app, self.name, self._options
         if app.conf.task_always_eager and name in app.tasks:
             ended = self.delay(item, **keywords)
@@ -181,9 +187,9 @@ class TaskClient:
         self, item: Any, keywords: dict[str, Any], given: Mapping[str, Any]
     ) -> AsyncResult[Any]:
         options = route_unknown(self._app, self.name, given)
+        options["headers"] = {**(options.get("headers") or {}), **sent_now()}
         known: Any = self._app.tasks.get(self.name)
         if known is None:
-            options["headers"] = {**(options.get("headers") or {}), **sent_now()}
             return self._app.send_task(self.name, (item,), keywords, **options)
         result: AsyncResult[Any] = known.apply_async((item,), keywords, **options)
         return result
@@ -335,6 +341,20 @@ class ItemSource:
             self.taken = indexes.stop
             jobs.append(NewJob(task_id, argument, count, indexes))
         return jobs
+
+
+def check_keywords(task: str, keywords: Mapping[str, Any]) -> None:
+    """Checks the keywords of one job, which are given as they are.
+
+    Raises:
+        BatchArgumentError: They are given as `map` and `submit_many` take them.
+    """
+    if isinstance(known := keywords.get("keywords"), Mapping):
+        plain = ", ".join(f"{name}={value!r:.40}" for name, value in known.items()) or "name=value"
+        raise BatchArgumentError(
+            f"{task}: keywords={{...}} is for many jobs (map, as_completed, submit_many);"
+            f" one job takes them as they are: {plain}"
+        )
 
 
 def stream_job(task: Any, item: Any, timeout_s: float | None, keywords: Any) -> PieceStream:

@@ -69,6 +69,11 @@ class FollowedJob:
         return len(self._events)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its pieces are read to the end, so that there is a `result` or an error."""
+        return self._answer is not None
+
+    @property
     def result(self) -> Any:
         """The result of the job, once its pieces are read to the end.
 
@@ -100,7 +105,7 @@ class FollowedJob:
         """The next piece that has come; None at the end.
 
         Raises:
-            Exception: Why no more pieces come.
+            Exception: Why no more pieces come: the job's error, if it failed.
         """
         event = self._events.popleft()
         if isinstance(event, StreamPiece):
@@ -110,6 +115,8 @@ class FollowedJob:
         if isinstance(event, Exception):
             raise event
         self._answer = event
+        if event.error is not None:
+            _ = self.result  # It raises the error.
         return None
 
     def _complain(self) -> BatcheryError:
@@ -146,6 +153,7 @@ class PieceStream(FollowedJob):
         Raises:
             NoResult: None came within `timeout_s`, so the job is revoked; or some were dropped.
             GaveUp: None came, as Redis does not answer.
+            Exception: Why the job failed, after its last piece.
         """
         if self.is_over:
             raise StopIteration
@@ -203,7 +211,7 @@ class AsyncPieceStream(FollowedJob):
         Raises:
             NoResult: None came within `timeout_s`, so the job is revoked; or some were dropped.
             GaveUp: None came, as Redis does not answer.
-            Exception: Why the job could not be sent.
+            Exception: Why the job could not be sent; or why it failed, after its last piece.
         """
         if self.is_over:
             raise StopAsyncIteration

@@ -164,9 +164,13 @@ class PieceFeed:
         try:
             async with asyncio.timeout(timeout_s):
                 return await anext(self._stream, None)
-        except TimeoutError:
-            text = f"nothing new of the text within {timeout_s:g} s"
-            raise Problem(Kind.TIMEOUT, text) from None
+        except Exception as error:
+            if self._stream.has_ended:
+                return None  # `result` raises why the job failed, and counts it.
+            if isinstance(error, TimeoutError):
+                text = f"nothing new of the text within {timeout_s:g} s"
+                raise Problem(Kind.TIMEOUT, text) from None
+            raise
 
     def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
         """Wakes whoever waits for a piece, as nobody waits for the answer."""

@@ -1,18 +1,45 @@
-"""What `Client` sends to a task that its app does not know."""
+"""What a client puts into a message, and what it refuses; the broker is in this process."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Queue
 
-from batchery import Client
+from batchery import BatchArgumentError
+from batchery.protocol.headers import SENT_AT
+from batchery_producer import AsyncClient, Client
 
 
-def test_a_job_says_when_it_was_sent() -> None:
-    with Celery(broker="memory://", backend="cache+memory://", set_as_current=False) as app:
-        Client(app).task("embed-of-test").delay("text")
-        with app.connection_for_read() as connection, connection.channel() as channel:
-            message = Queue("embed-of-test")(channel).get(no_ack=True)
-    assert message is not None
-    assert message.headers["batchery_sent_at"] == pytest.approx(time.time(), abs=600)
+@pytest.fixture
+def app() -> Celery:
+    return Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+
+
+def test_a_lone_job_says_when_it_was_sent(app: Celery) -> None:
+    before_s = time.time()
+    Client(app).task("shop.shout", queue="sent", headers={"mine": 1}).delay("hello")
+    with app.connection_for_read() as connection:
+        headers: Any = connection.SimpleQueue("sent").get_nowait().headers
+    assert before_s - 1 <= headers[SENT_AT] <= time.time() + 1
+    assert headers["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda app, **keywords: Client(app).task("shop.shout").delay("x", **keywords),
+        lambda app, **keywords: Client(app).task("shop.shout").stream("x", **keywords),
+        lambda app, **keywords: AsyncClient(app).task("shop.shout").stream("x", **keywords),
+    ],
+    ids=["delay", "stream", "async stream"],
+)
+def test_keywords_of_many_jobs_are_refused_for_one(app: Celery, call: Callable[..., Any]) -> None:
+    with pytest.raises(BatchArgumentError, match=r"shop.shout: .*as they are: mark='!'"):
+        call(app, keywords={"mark": "!"})
+
+
+def test_plain_keywords_are_refused_for_many(app: Celery) -> None:
+    with pytest.raises(TypeError, match="mark"):
+        list(Client(app).task("shop.shout").map(["x"], mark="!"))

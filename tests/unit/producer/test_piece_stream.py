@@ -8,8 +8,9 @@ from weakref import ref
 import pytest
 
 from batchery import NoResult
+from batchery_producer.answers import Answer
 from batchery_producer.piece_reader import StreamPiece
-from batchery_producer.piece_stream import AsyncPieceStream
+from batchery_producer.piece_stream import AsyncPieceStream, PieceStream
 
 T = TypeVar("T")
 
@@ -76,6 +77,26 @@ def test_a_stream_that_is_dropped_goes_before_its_time() -> None:
         assert left() is None
 
     run(read())
+
+
+def test_a_job_that_fails_raises_in_the_loop_after_its_pieces() -> None:
+    failed = Answer(error=("ValueError", "odd"), stored=ValueError("odd"))
+
+    async def read() -> list[int]:
+        stream = AsyncPieceStream(None, "job")
+        stream.give([piece(1), failed])
+        heard = [await anext(stream)]
+        with pytest.raises(ValueError, match="odd"):
+            await anext(stream)
+        with pytest.raises(ValueError, match="odd"):
+            _ = stream.result
+        return heard
+
+    assert run(read()) == [1]
+    plain = PieceStream(None, "job")
+    plain.give([failed])
+    with pytest.raises(ValueError, match="odd"):
+        next(plain)
 
 
 def test_a_second_task_that_reads_is_refused_and_the_first_goes_on() -> None:
