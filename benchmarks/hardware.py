@@ -50,6 +50,13 @@ def describe_lengths(lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    """A percentile of at least one value."""
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
 def write_report(target: Path | None, report: Mapping[str, Any]) -> None:
     """Writes the figures of a benchmark, if its caller has named a file for them."""
     if target:

@@ -5,7 +5,7 @@ loops over transformers and torch with nothing around them; other projects that 
 process, each in an environment of its own; our device process fed directly; and jobs in Redis, a
 Celery worker, results in Redis.
 
-    python -m benchmarks.engine --rounds 5 --json engine.json --plot engine.svg
+    python -m benchmarks.engine --rounds 5 --json engine.json
 """
 
 import argparse
@@ -24,7 +24,6 @@ from benchmarks.engine.systems import NAMES, running
 from benchmarks.engine.target import Target, about, target_for
 from benchmarks.engine.texts import WORKLOADS, lengths_of, read_texts
 from benchmarks.hardware import write_report
-from benchmarks.queue.__main__ import plot
 from benchmarks.queue.report import WIDTH
 
 #: So many of the texts are compared: a GPU computes a hundred times more, and JSON takes minutes.
@@ -35,7 +34,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 
 def main() -> None:
-    """Measures all workloads, prints tables; writes JSON and a plot if asked to."""
+    """Measures all workloads, prints tables; writes JSON if asked to."""
     options = parse()
     chosen = choose(options.systems)
     console = Console(highlight=False, width=WIDTH + 20)
@@ -57,8 +56,6 @@ def main() -> None:
     }
     console.print(report["hardware"])
     write_report(options.json, report)
-    if options.plot:
-        plot(report, options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -79,7 +76,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loop-tokens", type=int, help="tokens of a batch, of some loops")
     parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rows into this file, an SVG")
     return parser.parse_args()
 
 

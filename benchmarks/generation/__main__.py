@@ -1,7 +1,6 @@
 """Text generation, measured: its speed beside transformers' own, streams, live jobs, and resume.
 
-Four parts, each on its own Redis and worker: `throughput`, `streams`, `live` and `resume`. A fifth
-one, `steps`, is measured in this process, and only if it is named.
+Four parts, each on its own Redis and worker: `throughput`, `streams`, `live` and `resume`.
 
     python -m benchmarks.generation --json benchmarks/results/generation.json
     python -m benchmarks.generation --parts throughput --model tiny --texts 64
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from batchery.cli.main import one_line_errors
 from benchmarks.engine.gpu import gpu_name
-from benchmarks.generation import live, resume, steps, streams, throughput
+from benchmarks.generation import live, resume, streams, throughput
 from benchmarks.generation.models import MODELS, generation_folder
 from benchmarks.hardware import command, hardware, without_folder
 from benchmarks.queue.report import WIDTH
@@ -30,11 +29,7 @@ PARTS: Mapping[str, Any] = {
     "streams": streams,
     "live": live,
     "resume": resume,
-    "steps": steps,
 }
-
-#: Parts that are measured where none is named.
-USUAL = ("throughput", "streams", "live", "resume")
 
 
 def main() -> None:
@@ -69,7 +64,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=USUAL)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--model", default=MODELS[0], help=f"{', '.join(MODELS)}, or a folder")
     parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])

@@ -26,7 +26,7 @@ from batchery_producer import AsyncClient
 from benchmarks.generation.served import Served
 from benchmarks.generation.throughput import CHAT, FIRST, settings
 from benchmarks.generation.workload import Text, draw_texts
-from benchmarks.scheduling.live import cut
+from benchmarks.hardware import percentile
 
 #: Priority and share of each class, as a worker has them by default.
 CLASSES = {"high": (0, 50), "normal": (3, 30), "low": (6, 20)}
@@ -187,11 +187,11 @@ def row_for(
     return {
         "chats": len(chats),
         "alone_first_ms": round(statistics.median(each.came_s[0] for each in alone) * 1e3, 1),
-        "first_p50_ms": round(cut(first_ms, 50), 1),
-        "first_p99_ms": round(cut(first_ms, 99), 1),
+        "first_p50_ms": round(percentile(first_ms, 50), 1),
+        "first_p99_ms": round(percentile(first_ms, 99), 1),
         "step_ms": round(step_ms, 1),
-        "first_p50_steps": round(cut(first_ms, 50) / step_ms, 2),
-        "first_p99_steps": round(cut(first_ms, 99) / step_ms, 2),
+        "first_p50_steps": round(percentile(first_ms, 50) / step_ms, 2),
+        "first_p99_steps": round(percentile(first_ms, 99) / step_ms, 2),
         "bulk_tokens_per_s": round(rates[False], 1),
         "bulk_with_live_tokens_per_s": round(rates[True], 1),
         "live_tokens_per_s": round(live_per_s, 1),

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.engine.sample import cpu_by_name, cpu_since
 from benchmarks.generation.served import Served
-from benchmarks.scheduling.live import cut
+from benchmarks.hardware import percentile
 from benchmarks.venvs import ROOT
 
 #: The task.
@@ -104,7 +104,7 @@ def measure_rate(
         "asked_per_s": round(slots * 1e3 / step_ms),
         "pieces_per_s": round(steady_rate(logged)),
         "pieces": sum(map(len, logged.values())),
-        **{f"p{percent}_ms": round(cut(late_ms, percent), 2) for percent in PERCENTS},
+        **{f"p{percent}_ms": round(percentile(late_ms, percent), 2) for percent in PERCENTS},
         "longest_ms": round(max(late_ms), 2),
         "cpu_us_per_piece": {
             name: round(used_s / (streams * pieces) * 1e6, 1) for name, used_s in cpu_s.items()

@@ -45,7 +45,6 @@ LIMITS_S = {
     "cudnn on and off": 15,
     "memory flat": 15,
     "a model put aside": 15,
-    "two models on streams": 20,
     "layers in main memory": 15,
     "a pipeline on two cards": 15,
 }
@@ -188,7 +187,7 @@ def _await(
 def run_steps(options: argparse.Namespace) -> None:
     """Runs steps in this process, and tells of each in a line."""
     # Only children need torch.
-    from benchmarks.gpu_check import graphs, kernels, parts, passes, processes, sharing
+    from benchmarks.gpu_check import graphs, kernels, parts, passes, processes
     from benchmarks.gpu_check.check import Check
 
     known: dict[str, Callable[[Check], dict[str, Any]]] = {
@@ -197,7 +196,6 @@ def run_steps(options: argparse.Namespace) -> None:
         **processes.TEST_STEPS,
         **graphs.STEPS,
         **processes.STEPS,
-        **sharing.STEPS,
         **parts.STEPS,
     }
     steps = Check(options.device, options.dry, options.child)

@@ -5,42 +5,35 @@ before the worker starts, results stored, acknowledged late, one worker, no logg
 unless the row says so. The clock runs from a tenth of the results to the last, so that neither the
 worker's start nor the publishing counts.
 
-    python -m benchmarks.queue --rounds 5 --json queue.json --plot queue.svg
+    python -m benchmarks.queue --rounds 5 --json queue.json
 
 Other systems are installed by pip when they are first needed, each into an environment of its own.
 """
 
 import argparse
-import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.queue.report import report
 from benchmarks.queue.runs import run_in_turn
 from benchmarks.queue.systems import TRANSPORTS, System, systems
-from benchmarks.venvs import ROOT, python_of
-
-PLOT = ("matplotlib==3.11.2",)
+from benchmarks.venvs import python_of
 
 
 def main() -> None:
-    """Runs all systems in turn, prints a table; writes JSON and a plot if asked to."""
+    """Runs all systems in turn, prints a table; writes JSON if asked to."""
     options = parse()
     chosen = choose(systems(options.transport), options.systems)
     for system in chosen:
         python_of(system.venv, system.requirements)
     samples = run_in_turn(chosen, options.jobs, options.calls, options.rounds)
-    info = report(
+    report(
         samples,
         options.json,
         transport=options.transport,
         jobs=options.jobs,
         rounds=options.rounds,
     )
-    if options.plot:
-        plot(info, options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -56,7 +49,6 @@ def parse() -> argparse.Namespace:
         "--transport", choices=TRANSPORTS, default="batchery", help="of our own rows"
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rows into this file, an SVG")
     return parser.parse_args()
 
 
@@ -66,12 +58,6 @@ def choose(rows: Sequence[System], names: Sequence[str] | None) -> list[System]:
     if not found:
         raise SystemExit(f"--systems: choose from {', '.join(each.name for each in rows)}")
     return found
-
-
-def plot(info: dict[str, Any], target: Path) -> None:
-    """Draws the rows, in an environment that has matplotlib."""
-    command = [str(python_of("plot", PLOT)), "-m", "benchmarks.plot_rows", str(target.absolute())]
-    subprocess.run(command, input=json.dumps(info), text=True, check=True, cwd=ROOT)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""One lonely call, `delay().get()` on idle workers: ours beside Celery's own pools, and its hops.
+"""One lonely call, `delay().get()` on idle workers: ours beside Celery's own pools.
 
 All workers are there at the same time, each with a Redis of its own, and are called in turn, so
-that whatever else the machine does meets all of them. Then the hops of ours, from notes of the
-time that its processes make.
+that whatever else the machine does meets all of them.
 
     python -m benchmarks.queue.latency --rounds 20 --json benchmarks/results/latency.json
 """
@@ -14,10 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
-from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware, write_report
+from benchmarks.hardware import hardware, percentile, write_report
 from benchmarks.queue.__main__ import choose
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery, celery
@@ -38,36 +34,6 @@ ROWS = (
     celery("celery prefork -c 2", "-P", "prefork", "-c", "2"),
 )
 
-#: What a call passes, in order; of other notes, or a second one of a call, nobody asks.
-HOPS = (
-    "published",
-    "woken",
-    "fetch sent",
-    "fetched",
-    "admitted",
-    "dispatched",
-    "sent to the device",
-    "on the device",
-    "computing",
-    "computed",
-    "commit sent",
-    "commit answered",
-    "answered",
-    "settled",
-    "returned",
-)
-
-#: These may be noted after the call has returned, which is once its result is published.
-AFTER_COMMIT = ("commit answered", "answered", "settled")
-
-#: Calls after which a process has written what it had noted before.
-CHUNK = 100
-
-#: How long after, in nanoseconds.
-LATE_NS = 1_000_000
-
-Calls = list[tuple[int, int, int]]
-
 
 class Caller:
     """A worker, and a client that calls it."""
@@ -76,12 +42,12 @@ class Caller:
         self._client = client
         self._line()
 
-    def calls(self, count: int) -> Calls:
-        """Makes so many calls, one after the other."""
+    def calls(self, count: int) -> list[float]:
+        """How long so many calls take, one after the other, in ms."""
         assert self._client.stdin is not None
         self._client.stdin.write(f"{count}\n")
         self._client.stdin.flush()
-        made: Calls = json.loads(self._line())
+        made: list[float] = json.loads(self._line())
         return made
 
     def _line(self) -> str:
@@ -93,14 +59,8 @@ class Caller:
 
 
 @contextlib.contextmanager
-def caller(system: System, trace: str = "") -> Iterator[Caller]:
-    """Starts a worker with a Redis of its own, and its client.
-
-    Args:
-        system: The worker's row.
-        trace: Folder for the notes of `traced_tasks`.
-    """
-    system = replace(system, environment={**system.environment, "PEER_TRACE": trace})
+def caller(system: System) -> Iterator[Caller]:
+    """Starts a worker with a Redis of its own, and its client."""
     with EmbeddedRedis() as server:
         bench = Bench(server, jobs=0, calls=0)
         command = [
@@ -129,7 +89,7 @@ def caller(system: System, trace: str = "") -> Iterator[Caller]:
 
 def compare(systems: Sequence[System], rounds: int, calls: int) -> list[dict[str, Any]]:
     """Calls workers in turn; a row for each, with percentiles of all its calls."""
-    made: dict[str, list[Calls]] = {system.name: [] for system in systems}
+    made: dict[str, list[list[float]]] = {system.name: [] for system in systems}
     with contextlib.ExitStack() as stack:
         callers = {row.name: stack.enter_context(caller(row)) for row in systems}
         for number in range(rounds):
@@ -138,56 +98,13 @@ def compare(systems: Sequence[System], rounds: int, calls: int) -> list[dict[str
     return [
         {
             "system": name,
-            "p50_ms": percentile_ms(itertools.chain(*turns), 50),
-            "p99_ms": percentile_ms(itertools.chain(*turns), 99),
-            "best_round_ms": round(min(map(typical_ns, turns)) / 1e6, 3),
-            "worst_round_ms": round(max(map(typical_ns, turns)) / 1e6, 3),
+            "p50_ms": round(percentile([*itertools.chain(*turns)], 50), 3),
+            "p99_ms": round(percentile([*itertools.chain(*turns)], 99), 3),
+            "best_round_ms": round(min(map(statistics.median, turns)), 3),
+            "worst_round_ms": round(max(map(statistics.median, turns)), 3),
         }
         for name, turns in made.items()
     ]
-
-
-def hops(rounds: int, calls: int) -> list[dict[str, Any]]:
-    """When a call passes each hop, in microseconds after it began; medians of the best round."""
-    traced = replace(
-        ROWS[0],
-        module="benchmarks.peers.traced_tasks",
-        worker=[each.replace("batchery_tasks", "traced_tasks") for each in ROWS[0].worker],
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        with caller(traced, folder) as made:
-            done = min((made.calls(calls) for _ in range(rounds)), key=typical_ns)
-            # Until all notes of those are written.
-            made.calls(CHUNK)
-        notes = sorted(note for file in Path(folder).iterdir() for note in notes_of(file))
-    passed: dict[str, list[float]] = {hop: [] for hop in HOPS}
-    for begin, published, end in done:
-        first = {"published": published, "returned": end}
-        for at, hop in notes[bisect(notes, (begin,)) : bisect(notes, (end + LATE_NS,))]:
-            if hop not in first and (hop not in AFTER_COMMIT or "commit sent" in first):
-                first[hop] = at
-        for hop, at in first.items():
-            passed[hop].append((at - begin) / 1e3)
-    rows = [{"hop": hop, "us": round(statistics.median(passed[hop]))} for hop in HOPS]
-    return sorted(rows, key=lambda row: row["us"])
-
-
-def typical_ns(made: Calls) -> float:
-    """The median of how long calls took."""
-    return statistics.median(end - begin for begin, _, end in made)
-
-
-def percentile_ms(made: Iterable[tuple[int, int, int]], percent: int) -> float:
-    """A percentile of how long calls took."""
-    took_ns = [end - begin for begin, _, end in made]
-    return round(statistics.quantiles(took_ns, n=100, method="inclusive")[percent - 1] / 1e6, 3)
-
-
-def notes_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Moment and hop of each note of one process."""
-    for line in file.read_text(encoding="ascii").splitlines():
-        at, _, hop = line.partition(" ")
-        yield int(at), hop
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -199,7 +116,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Measures, prints tables, and writes them if asked to."""
+    """Measures, prints a table, and writes it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=50, help="per round and worker")
@@ -213,9 +130,8 @@ def main() -> None:
         "rounds": options.rounds,
         "calls": options.calls,
         "rows": compare(choose(ROWS, options.systems), options.rounds, options.calls),
-        "hops": hops(options.rounds, options.calls),
     }
-    Console(highlight=False).print(report["hardware"], table(report["rows"]), table(report["hops"]))
+    Console(highlight=False).print(report["hardware"], table(report["rows"]))
     write_report(options.json, report)
 
 
