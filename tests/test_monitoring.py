@@ -19,6 +19,9 @@ RULES = MONITORING / "rules.yml"
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
 METRICS_PAGES = [ROOT / "docs" / name for name in ("metrics.md", "gateway.md")]
 
+#: Labels that Prometheus adds, or whoever finds its targets.
+OF_PROMETHEUS = {"namespace", "job", "instance", "le", "app_kubernetes_io_name"}
+
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
 
 
@@ -113,10 +116,15 @@ def test_every_query_of_the_dashboard_can_be_asked(tmp_path: Path) -> None:
     promtool("check", "rules", "rules.yml", folder=tmp_path)
 
 
-def test_every_metric_is_documented() -> None:
-    pages = " ".join(page.read_text(encoding="utf-8") for page in METRICS_PAGES)
-    asked = find_metrics(" ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())]))
-    assert asked - set(re.findall(r"`(\w+)`", pages)) == set()
+def test_every_metric_and_label_is_documented() -> None:
+    """And so it is there: unit/common/operations/test_families.py compares page and code."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in METRICS_PAGES)
+    asked = " ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())])
+    named = set(re.findall(r"`(\w+)`", pages))
+    assert find_metrics(asked) - named == set()
+    lists = re.findall(r"(?:by|on|group_left) \(([\w, ]+)\)", asked)
+    used = set(re.findall(r"\w+", " ".join(lists))) | set(re.findall(r"[{,] *(\w+)[=!]", asked))
+    assert used - named - OF_PROMETHEUS == set()
 
 
 @needs_helm()

@@ -18,8 +18,8 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.errors import RedisUnavailable, StartError
-from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
+from batchery.errors import StartError
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from batchery_worker.devstack.stack import Stack
 from support.harness import ask, wait_ended, wait_for
 from support.patience import patient
@@ -418,13 +418,6 @@ def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> Non
     assert up.ended() == 1
     assert "batchery: error: gateway ended with exit code 2: " in up.log
     assert "is open to the network, and there are no API keys" in up.log
-
-
-def test_a_stack_without_redis_says_so_before_it_starts_anything() -> None:
-    stack = Stack(redis_url=f"redis://127.0.0.1:{free_port()}/0")
-    with pytest.raises(RedisUnavailable, match="no Redis at"):
-        stack.start()
-    assert stack.pids == {}
 
 
 @pytest.mark.usefixtures("app_path")
