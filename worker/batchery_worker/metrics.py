@@ -130,7 +130,7 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
         task: Name of the task.
         info: What `batch_info` makes.
         tokens: Tokens of the items; 0 if the task counts none.
-        waited_ms: How long the job that came first has waited.
+        waited_ms: How long the job that was sent first has waited.
     """
     if not logger.isEnabledFor(logging.INFO):
         return

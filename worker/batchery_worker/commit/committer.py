@@ -281,7 +281,7 @@ class MetaWriter:
         Args:
             task_id: Id of the job.
             result: Its result, as JSON in UTF-8.
-            waited_ms: How long it waited in the worker.
+            waited_ms: How long it waited, from when it was sent.
             fields: Further fields, from `stored_fields`.
         """
         text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '

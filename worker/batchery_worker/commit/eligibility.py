@@ -140,7 +140,7 @@ class CommitEligibility:
         if odd or why_unportable((fields or {}).values()):
             call.tracer_reason = ODD_FIELDS
             return None
-        return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
+        return token, round((dispatched_s - job.sent_s) * 1e3, 3), fields
 
 
 def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[int, int]]:

@@ -519,7 +519,7 @@ class Dispatcher:
             task = jobs[0].key.task
             self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
-        waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
+        waited_ms = [(dispatched.dispatched_s - job.sent_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, dispatched, device.name, items)
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
