@@ -215,9 +215,10 @@ def test_process_that_ignores_sigterm_is_killed_after_the_timeout() -> None:
     assert process.stop(0.1) == 128 + signal.SIGKILL
 
 
-#: Starts a process from a thread that ends; it starts another one. Prints the ids of both.
+#: Starts a process from a thread that ends; it starts another one. Forks, which keeps none alive.
+#: Prints the ids of all three.
 FAMILY = """
-import sys, threading, time
+import os, sys, threading, time
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
 CHILD = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True);"
@@ -235,7 +236,11 @@ kept = threading.Thread(target=start)
 kept.start()
 kept.join()
 told.wait()
-print(*pids, flush=True)
+fork = os.fork()
+if fork == 0:
+    os.setsid()
+    time.sleep(600)
+print(fork, *pids, flush=True)
 time.sleep(600)
 """
 
@@ -250,9 +255,12 @@ def test_process_and_its_children_go_when_the_owner_does(number: int) -> None:
         start_new_session=True,
     ) as owner:
         assert owner.stdout is not None
-        pids = [int(each) for each in owner.stdout.readline().split()]
+        fork, *pids = [int(each) for each in owner.stdout.readline().split()]
         assert len(pids) == 2
         assert not any(map(has_ended, pids))
         # As a terminal does with Ctrl-C, to all of the owner's group.
         os.killpg(owner.pid, number)
-    wait_for(lambda: all(map(has_ended, pids)), "all have ended")
+    try:
+        wait_for(lambda: all(map(has_ended, pids)), "all have ended")
+    finally:
+        os.kill(fork, signal.SIGKILL)

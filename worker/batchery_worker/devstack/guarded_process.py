@@ -61,9 +61,14 @@ class GuardedProcess:
         Raises:
             OSError: The program cannot be run; the text says why.
         """
+        # The guard, which runs this file, has no packages.
+        from batchery.fork_gate import fork_gate
+
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._lifeline, theirs = socket.socketpair()
+        # A fork of the owner must not keep the process alive.
+        fork_gate.keep_private(self._lifeline)
         with theirs:
             # Isolated and without site: quick to start, and no package can get in the way.
             self._guard = subprocess.Popen(
