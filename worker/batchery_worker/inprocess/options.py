@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 from batchery.errors import BatchArgumentError
@@ -49,24 +49,19 @@ class BatcherOptions:
         for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
             _check(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
         _check("target_latency_ms", self.target_latency_ms, optional=True)
-        if not (_is_number(self.max_wait_ms) and 0 <= self.max_wait_ms < inf):
-            raise BatchArgumentError(f"max_wait_ms={self.max_wait_ms!r}: give 0 or more")
+        if self.max_wait_ms != 0:
+            _check("max_wait_ms", self.max_wait_ms)
         if self.when_full not in ("wait", "refuse"):
             raise BatchArgumentError(f"when_full={self.when_full!r}: give 'wait' or 'refuse'")
-        if self.max_batch_tokens is not None and self.length is None:
+        if not callable(self.length or len) or (self.max_batch_tokens and not self.length):
             raise BatchArgumentError(
-                "max_batch_tokens needs length=, a function that counts the tokens of an item"
+                f"length={self.length!r}: give a function that counts the tokens of an item;"
+                " max_batch_tokens needs one"
             )
-        if self.length is not None and not callable(self.length):
-            raise BatchArgumentError(
-                f"length={self.length!r}: give a function that counts the tokens of an item"
-            )
-        if not isinstance(self.classes, Mapping):
+        if not isinstance(self.classes, Mapping) or not self.classes:
             raise BatchArgumentError(
                 f"classes={self.classes!r}: give the share of each, such as {{'usual': 1}}"
             )
-        if not self.classes:
-            raise BatchArgumentError("classes={}: give at least one, such as {'usual': 1}")
         for name, share in self.classes.items():
             _check(f"classes[{name!r}]", share)
 
@@ -120,17 +115,11 @@ def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if whole and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        raise BatchArgumentError(f"{name}={value!r}: give a whole number above 0")
-    if not (_is_number(value) and isfinite(value) and value > 0):
-        raise BatchArgumentError(f"{name}={value!r}: give a number above 0")
+    kinds = int if whole else int | float
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not (optional and value is None) and not (is_number and 0 < value < inf):
+        raise BatchArgumentError(f"{name}={value!r}: give a {'whole ' * whole}number above 0")
 
 
 def encode(name: str, keywords: Mapping[str, Any]) -> str:

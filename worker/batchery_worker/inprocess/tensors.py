@@ -4,7 +4,7 @@ Neither numpy nor torch is loaded before an item needs it.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,14 +88,14 @@ class Collator:
         Raises:
             BatchArgumentError: One of them is impossible.
         """
-        if pad is not None and not _is_padding(pad):
+        if not isinstance(pad, Mapping | None) or not all(
+            isinstance(fill, int | float) for fill in (pad or {}).values()
+        ):
             raise BatchArgumentError(
                 f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'
             )
-        if not isinstance(mask, str | None) or (mask is not None and (pad or {}).get(mask, 0)):
-            raise BatchArgumentError(
-                f"mask={mask!r}: give a name of a feature; it is padded with 0"
-            )
+        if not isinstance(mask, str | None) or (pad or {}).get(mask or "", 0):
+            raise BatchArgumentError(f"mask={mask!r}: name a feature; it is padded with 0")
         if (mask is not None or trim) and not pad:
             raise BatchArgumentError("mask and trim need pad, which says what has tokens")
         if not isinstance(device, str | None):
@@ -134,7 +134,7 @@ class Collator:
         """
         if not isinstance(item, Mapping) or not item:
             raise InvalidItem(
-                f"an item is {_described(item)}; give a dict with an array of numbers per feature"
+                f"an item is {item!r:.40}; give a dict with an array of numbers per feature"
             )
         arrays, signature = {}, []
         length = 0
@@ -186,10 +186,12 @@ class Collator:
             name: Name of the function in errors.
 
         Raises:
-            WrongLength: An output has not one row per item; or several are in a list; or one is to
-                be cut back, and its second dimension is not the tokens of the longest item.
+            WrongLength: An output has not one row per item; or one is to be cut back, and its
+                second dimension is not the tokens of the longest item.
         """
-        return _outcomes(answer, lengths, name, self._trim)
+        if isinstance(answer, tuple | Mapping) or _is_array(answer):
+            return _rows(answer, lengths, f"{name}: the output", self._trim)
+        return answer
 
     def _encode(self, signature: Signature) -> str:
         """The key of items; checks that their features can hold what they are padded with."""
@@ -212,16 +214,6 @@ class Collator:
             else self._to_device.send(each)
             for feature, each in stacked.items()
         }
-
-
-def _is_padding(pad: Any) -> bool:
-    return isinstance(pad, Mapping) and all(
-        isinstance(name, str) and isinstance(fill, int | float) for name, fill in pad.items()
-    )
-
-
-def _described(item: Any) -> str:
-    return "an empty dict" if isinstance(item, Mapping) else f"of the type {type(item).__name__}"
 
 
 def _array(name: Any, value: Any) -> Any:
@@ -257,26 +249,21 @@ def _tokens(name: str, shape: tuple[int, ...], length: int) -> int:
 
 
 def _holds(dtype: Any, fill: float) -> bool:
-    """Whether an array of this dtype can hold a number as it is."""
+    """Whether an array of this dtype can hold a number as it is; of fractions, nearly."""
     torch: Any = sys.modules.get("torch")
-    of_torch: Any = getattr(torch, "dtype", ())
-    is_torch = isinstance(dtype, of_torch)
-    if is_torch:
-        is_bool, is_float = dtype == torch.bool, dtype.is_floating_point or dtype.is_complex
-        limits = torch.iinfo
-    else:
+    try:
+        of_torch: Any = getattr(torch, "dtype", ())
+        if isinstance(dtype, of_torch):
+            if dtype.is_floating_point or dtype.is_complex:
+                return True
+            # `pad_sequence` takes a float, whatever the dtype.
+            return bool(torch.full((), fill, dtype=dtype).item() == fill == float(fill))
         import numpy as np
 
-        is_bool, is_float = dtype.kind == "b", dtype.kind in "fc"
-        limits = np.iinfo
-    if is_float:
-        return True
-    if is_bool:
-        return fill in (0, 1)
-    if not limits(dtype).min <= fill <= limits(dtype).max or fill != int(fill):
+        with np.errstate(invalid="ignore"):
+            return dtype.kind in "fc" or bool(np.full((), fill, dtype).item() == fill)
+    except (ValueError, OverflowError, RuntimeError):
         return False
-    # `pad_sequence` takes a float, whatever the dtype.
-    return not is_torch or fill == float(fill)
 
 
 def _stacked(column: Sequence[Any]) -> Any:
@@ -336,53 +323,22 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 
 
-def _outcomes(answer: Any, lengths: Sequence[int], name: str, trim: bool) -> Any:
-    """One outcome per item; what is no array, tuple or dict is returned as it is."""
-    if isinstance(answer, tuple | Mapping) or _is_array(answer):
-        return _rows(answer, lengths, f"{name}: the output", trim)
-    count, items = len(answer) if isinstance(answer, list) else 0, len(lengths)
-    if 1 < count != items and all(
-        _is_array(each) and each.shape[:1] == (items,) for each in answer
-    ):
-        raise WrongLength(
-            f"{name} returned a list of {count} arrays for {items} items, and a list has one"
-            " outcome per item; return a tuple, where there are several outputs"
-        )
-    return answer
-
-
 def _rows(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[Any]:
-    if isinstance(output, Mapping):
-        columns = _columns(output.items(), lengths, where, trim)
-        return [dict(zip(output, row, strict=True)) for row in zip(*columns, strict=True)]
-    if isinstance(output, tuple | list):
-        columns = _columns(enumerate(output), lengths, where, trim)
-        return list(zip(*columns, strict=True))
-    if not _is_array(output):
-        raise WrongLength(
-            f"{where} is of the type {type(output).__name__}; give an array with one row per"
-            " item, or a list with one outcome per item"
-        )
-    return _rows_of_array(output, lengths, where, trim)
-
-
-def _columns(
-    outputs: Iterable[tuple[Any, Any]], lengths: Sequence[int], where: str, trim: bool
-) -> list[list[Any]]:
-    """The rows of each output."""
-    columns = [_rows(each, lengths, f"{where}[{name!r}]", trim) for name, each in outputs]
-    if not columns:
-        raise WrongLength(f"{where} is empty; give arrays with one row per item")
-    return columns
-
-
-def _rows_of_array(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[Any]:
-    shape = tuple(output.shape)
+    if isinstance(output, tuple | list | Mapping):
+        parts = output if isinstance(output, Mapping) else dict(enumerate(output))
+        columns = [_rows(each, lengths, f"{where}[{name!r}]", trim) for name, each in parts.items()]
+        if not columns:
+            raise WrongLength(f"{where} is empty; give arrays with one row per item")
+        rows = zip(*columns, strict=True)
+        if isinstance(output, Mapping):
+            return [dict(zip(output, row, strict=True)) for row in rows]
+        return list(rows)
+    shape = tuple(output.shape) if _is_array(output) else ()
     items = len(lengths)
     if shape[:1] != (items,):
         raise WrongLength(
-            f"{where} has {f'{shape[0]} rows' if shape else 'no dimension'} for {items} items;"
-            " its first dimension must be the items"
+            f"{where} is of the type {type(output).__name__} and the shape {list(shape)} for"
+            f" {items} items; its first dimension must be the items"
         )
     if trim and shape[1:2] != (max(lengths),):
         raise WrongLength(
@@ -390,10 +346,10 @@ def _rows_of_array(output: Any, lengths: Sequence[int], where: str, trim: bool) 
             f" {max(lengths)} tokens of the longest item, as trim=True cuts it back"
         )
     # For tensors it takes less than half as long as an index for each row.
-    rows = output.unbind(0) if is_tensor(output) else list(output)
+    rows_of_it = output.unbind(0) if is_tensor(output) else list(output)
     if trim:
-        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    return [own_row(row) for row in rows]
+        rows_of_it = [row[:length] for row, length in zip(rows_of_it, lengths, strict=True)]
+    return [own_row(row) for row in rows_of_it]
 
 
 def _is_array(value: Any) -> bool:

@@ -34,7 +34,6 @@ from batchery_worker.memory import Memory
 from batchery_worker.models.embedding import EmbeddingModel
 from support.gate import batcher_threads
 from support.harness import wait_for
-from support.patience import patient
 from support.tiny_models import run, save_model
 
 #: Greatest difference of any number of a unit vector.
@@ -242,11 +241,14 @@ def test_a_name_of_the_settings_brings_their_limits(
         assert engine.figures["max_batch_tokens"] == 50
         assert len(engine.call("the cat")["vector"]) == 32
         assert engine.figures["chosen_by"] == "setting"
-        options = engine._thread.options
-    assert (options.max_batch_size, options.max_wait_ms) == (5, 7)
+        engine.call(["the cat"] * 11)
+        # Alone, then 5, 5 and 1 at a time.
+        assert engine.stats.batches == 4
     with pytest.raises(SettingsError, match=r"Engine\('embd'\): no such model .* there is embed"):
         Engine("embd")
-    assert Engine("embed", max_batch_size=9)._thread.options.max_batch_size == 9
+    with Engine("embed", max_batch_size=11) as engine:
+        engine.call(["the cat"] * 11)
+        assert engine.stats.batches == 1
 
 
 @pytest.mark.parametrize(
@@ -383,21 +385,6 @@ def test_closing_answers_the_calls_that_are_there() -> None:
     model.go.set()
     engine.close()
     assert [each.result(0) for each in futures] == [2 * each for each in range(1, 8)]
-
-
-def test_who_enters_while_a_batch_runs_waits_for_no_other_call() -> None:
-    model = Launching()
-    engine = Engine(model, device="cpu")
-    first = engine.submit(1)
-    assert model.first.wait(30)
-    entering = threading.Thread(target=engine.__enter__, daemon=True)
-    entering.start()
-    wait_for(lambda: not engine._thread._incoming.empty(), "it waits for the model")
-    model.go.set()
-    assert first.result(30) == 2
-    entering.join(patient(10))
-    assert not entering.is_alive()
-    engine.close()
 
 
 def test_an_engine_that_nobody_holds_ends_its_thread() -> None:
