@@ -18,7 +18,10 @@ from pydantic import (
 #: A key as it is kept: `batchery key` prints it.
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
-#: Queue of the gateway's own jobs: turns of batch files, and attempts of webhooks.
+#: What webhooks are signed with: base64 of 24 to 64 bytes, as Standard Webhooks has it.
+WEBHOOK_SECRET = r"^whsec_(?:[A-Za-z0-9+/]{4}){8,21}(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+#: Queue of the gateway's own jobs: steps of batch files, and webhooks.
 JOBS_QUEUE = "batchery.gateway"
 
 #: Of a setting that there is for all, too.
@@ -32,6 +35,12 @@ class KeySettings(BaseModel):
 
     hash: str = Field(
         pattern=HASH.pattern, description="SHA-256 of the key; `batchery key` prints it."
+    )
+    webhook_secret: str | None = Field(
+        None,
+        pattern=WEBHOOK_SECRET,
+        repr=False,
+        description="Signs its webhooks; `batchery key` prints one. As secret as a key.",
     )
     tenant: str | None = Field(
         None, max_length=200, description="For whom its jobs run; the key's own name if unset."

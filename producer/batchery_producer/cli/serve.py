@@ -51,12 +51,13 @@ def serve(
 def key(*, name: str) -> None:
     """Make an API key of the gateway, for the caller NAME.
 
-    The key is shown once. The settings have only its hash.
+    The key is shown once. The settings have only its hash, and a secret that signs its webhooks.
     """
-    from batchery_producer.gateway.callers import make_key
+    from batchery_producer.gateway.callers import make_key, make_webhook_secret
 
     made, hashed = make_key()
     # TOML's own rule; a dot in a name would make a table of its own.
     table = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
     click.echo(f"Key, for {name} alone: {made}")
     click.echo(f'For batchery.toml:\n\n[gateway.keys.{table}]\nhash = "{hashed}"')
+    click.echo(f'webhook_secret = "{make_webhook_secret()}"  # of its webhooks, if it has any')

@@ -1,6 +1,7 @@
 """Who calls: API keys, the tenant and class of each, and how much it may ask for."""
 
 import asyncio
+import base64
 import hashlib
 import secrets
 from collections.abc import Mapping
@@ -27,6 +28,11 @@ def make_key() -> tuple[str, str]:
     """A new key, and its hash for the settings."""
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     return key, hash_key(key)
+
+
+def make_webhook_secret() -> str:
+    """A new secret, as Standard Webhooks has it."""
+    return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
 def hash_key(key: str) -> str:

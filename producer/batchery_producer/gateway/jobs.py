@@ -4,7 +4,7 @@ An ordinary worker: `batchery serve` starts one beside itself, and others may ru
 
     celery -A batchery.app worker -I batchery_producer.gateway.jobs -Q batchery.gateway
 
-Each such worker looks every second for what is due, one of them at a time.
+Each such worker tidies now and then, one of them at a time.
 """
 
 import logging
@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 import redis
 from celery import Celery, shared_task
+from celery.exceptions import Reject
 from celery.signals import worker_ready, worker_shutdown
 from kombu.exceptions import OperationalError
 
@@ -31,102 +33,36 @@ from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
-from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
+from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, JobContext
+from batchery_producer.gateway.batches.store import BatchStore, Superseded
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, TASKS, WEBHOOK, JobQueue, Store
-from batchery_producer.gateway.task_records import TaskRecords
-from batchery_producer.gateway.webhooks import Webhooks
+from batchery_producer.gateway.store import BATCH, SLICE, Store
+from batchery_producer.gateway.task_records import TaskRecord
+from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
+from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 
 logger = logging.getLogger(__name__)
 
-#: How often a worker looks for what is due, in seconds.
-SWEEP_S = 1.0
+#: How often a worker looks for what was lost or has expired, in seconds.
+TIDY_S = 5.0
 
-#: How often it looks for what killed processes have left in a folder of files, in seconds.
-TORN_LOOK_S = 3600.0
-
-#: How long after a failure a batch is tried again, in seconds.
+#: How long after a failure a job is tried again, in seconds.
 RETRY_S = 5.0
 
 #: Jobs that the worker beside a gateway runs at once; most of them wait.
 SLOTS = 16
 
-#: After how long a worker that has ended is started again, in seconds; and at most, where it ends
-#: again and again. One that ran for longer than that could start.
-RESTART_S = 1.0
-MAX_RESTART_S = 60.0
+#: After how long a worker that has ended is started again, in seconds.
+RESTART_S = 5.0
 
 #: Options of all tasks: a job whose worker died runs again.
 OPTIONS: dict[str, Any] = {
     "acks_late": True,
     "reject_on_worker_lost": True,
     "ignore_result": True,
+    "max_retries": None,
 }
-
-
-class Jobs:
-    """What the jobs of a process share."""
-
-    def __init__(self, app: Celery) -> None:
-        settings = app_settings(app)
-        store = Store(app)
-        self._store = store
-        self.queue = JobQueue(app, store)
-        self.webhooks = Webhooks(store, TaskRecords(store), self.queue, settings.gateway)
-        files = FileStore(store, Storage(settings.gateway.files))
-        batches = BatchStore(store, files, self.queue)
-        self._batches = TurnContext(app, ServedModels(settings.models), files, batches)
-
-    def take_turn(self, batch_id: str, number: int) -> None:
-        """Takes a batch on, and sends the job of its next turn.
-
-        Args:
-            batch_id: The batch.
-            number: Of the turn; -1 for the next one.
-
-        Raises:
-            Problem: Redis is away, or a file.
-            BatcheryError: So is the store, for example.
-        """
-        begun = self._batches.batches.begin(batch_id, number)
-        if begun is None:
-            return
-        turn = BatchTurn(self._batches, *begun)
-        record = turn.run()
-        if not record.batch.is_over:
-            number = turn.hand_over()
-            self.queue.send(build_work_name(record), number, tenant=record.tenant)
-
-    def remove_torn(self) -> None:
-        """Removes what killed processes have left in a folder of files."""
-        self._batches.files.storage.remove_torn(time.time())
-
-    def sweep(self) -> None:
-        """Sends what is due and removes what has expired, unless another worker has just done so.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        key, life_ms = self._store.key("swept"), int(SWEEP_S * 900)
-        if not self._store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
-            return
-        due = self.queue.take_due()
-        tasks = [each.split(" ")[1] for each in due if each.startswith(f"{WEBHOOK} ")]
-        waiting = set(tasks) - set(self.webhooks.ended(tasks)) if tasks else set()
-        for work in due:
-            if work.split(" ")[1] not in waiting:
-                self.queue.send(work)
-        self._remove_expired()
-
-    def _remove_expired(self) -> None:
-        files, batches = self._batches.files, self._batches.batches
-        for owner, id_ in files.expired():
-            if id_.startswith("batch_"):
-                batches.remove(owner, id_)
-            elif batches.uses(owner, id_) is None:
-                files.remove(owner, id_)
 
 
 def app_settings(app: Celery, *, anew: bool = False) -> Settings:
@@ -139,60 +75,129 @@ def app_settings(app: Celery, *, anew: bool = False) -> Settings:
 
 
 @cache
-def get_jobs(app: Celery) -> Jobs:
+def get_context(app: Celery) -> JobContext:
     """What the jobs of this process share."""
-    return Jobs(app)
+    store, settings = Store(app), app_settings(app)
+    files = FileStore(store, Storage(settings.gateway.files))
+    batches = BatchStore(store, files)
+    return JobContext(app, settings, store, ServedModels(settings.models), files, batches)
 
 
-@shared_task(bind=True, name=TASKS[BATCH], **OPTIONS)
-def take_turn(self: Any, batch_id: str, number: int = -1) -> None:
-    """Takes a batch a little further."""
-    jobs = get_jobs(self.app)
+@shared_task(bind=True, name=BATCH, **OPTIONS)
+def advance_batch(self: Any, batch_id: str) -> None:
+    """Takes a batch on."""
+    run_step(self, batch_id, "reading or writing", BatchRun.advance)
+
+
+@shared_task(bind=True, name=SLICE, **OPTIONS)
+def run_slice(self: Any, batch_id: str, number: int) -> None:
+    """Sends and awaits the requests of a slice of a batch."""
+    run_step(self, batch_id, f"slice {number}", methodcaller("run_slice", number))
+
+
+def run_step(task: Any, batch_id: str, name: str, step: Callable[[BatchRun], float | None]) -> None:
+    """Runs a step of a batch; has it run again if it is not done."""
+    context = get_context(task.app)
     try:
-        jobs.take_turn(batch_id, number)
-    except Superseded as error:
-        logger.info("%s", error)
+        record = context.batches.load(batch_id)
+        if record is None:
+            return
+        with context.batches.attempt(record, name) as lost:
+            if lost < MAX_LOST_ATTEMPTS:
+                pause_s = step(BatchRun(context, record))
+            else:
+                text = f"{name} has ended {lost} processes one after the other"
+                pause_s = BatchRun(context, record).fail("lost_attempts", text)
+    except Superseded:
+        pause_s = 0
     except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
         logger.warning("batch %s: tried again soon: %s", batch_id, error)
-        jobs.queue.postpone(f"{BATCH} {batch_id}", RETRY_S)
+        pause_s = RETRY_S
+    if pause_s is not None:
+        run_again(task, pause_s)
 
 
-@shared_task(bind=True, name=TASKS[WEBHOOK], **OPTIONS)
-def post_webhook(self: Any, task_id: str, wait_s: float = 0.0) -> None:
+@shared_task(bind=True, name=WEBHOOK, **OPTIONS)
+def post_webhook(self: Any, url: str, task: dict[str, Any], attempts: int = 0) -> None:
     """Makes one attempt to post the result of a task."""
+    context, where = get_context(self.app), f"webhook of task {task['id']} to {url}"
     try:
-        get_jobs(self.app).webhooks.attempt(task_id, wait_s)
+        post_result(context.store, context.settings.gateway, url, TaskRecord(**task))
+    except Busy:
+        run_again(self, BUSY_S)
     except Problem as problem:
-        logger.warning("webhook of task %s: tried again soon: %s", task_id, problem)
+        logger.warning("%s: tried again soon: %s", where, problem)
+        run_again(self, RETRY_S)
+    except Undeliverable as error:
+        if error.is_final or attempts >= len(PAUSES_S):
+            logger.error("%s is given up: %s", where, error)
+            return
+        logger.warning("%s failed, again in %g s: %s", where, PAUSES_S[attempts], error)
+        run_again(self, PAUSES_S[attempts], args=[url, task, attempts + 1])
+
+
+def run_again(task: Any, pause_s: float, **changes: Any) -> None:
+    """Ends a task, and has it run again in so many seconds.
+
+    Raises:
+        Retry: Celery's.
+        Reject: So is this; the broker is away, so the message goes back as it is.
+    """
+    try:
+        task.retry(countdown=pause_s, **changes)
+    except Reject as reject:
+        time.sleep(RETRY_S)
+        raise Reject("the broker is away", requeue=True) from reject
+
+
+# What happens by itself
 
 
 _ended = threading.Event()
 
 
 @worker_ready.connect
-def begin_to_sweep(sender: Any, **_: Any) -> None:
-    """Looks for what is due, if the worker has the queue."""
+def begin_to_tidy(sender: Any, **_: Any) -> None:
+    """Tidies now and then, if the worker has the queue."""
     if JOBS_QUEUE in sender.app.amqp.queues.consume_from:
-        threading.Thread(target=_sweep_on, args=(sender.app,), daemon=True).start()
+        threading.Thread(target=_tidy_on, args=(sender.app,), daemon=True).start()
 
 
 @worker_shutdown.connect
-def end_sweeping(**_: Any) -> None:
-    """Looks no more."""
+def end_tidying(**_: Any) -> None:
+    """Tidies no more."""
     _ended.set()
 
 
-def _sweep_on(app: Celery) -> None:
-    pace, torn_look_s = LogPace(), 0.0
-    while not _ended.wait(SWEEP_S):
+def _tidy_on(app: Celery) -> None:
+    pace = LogPace()
+    while not _ended.wait(TIDY_S):
         try:
-            get_jobs(app).sweep()
-            if time.monotonic() >= torn_look_s:
-                torn_look_s = time.monotonic() + TORN_LOOK_S
-                get_jobs(app).remove_torn()
+            tidy(get_context(app))
         except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
             if pace.is_due(str(error)):
                 logger.warning("jobs of the gateway: cannot be looked for: %s", error)
+
+
+def tidy(context: JobContext) -> None:
+    """Takes up batches whose messages were lost, and removes what has expired.
+
+    Raises:
+        Problem: Redis is away.
+    """
+    store, files, batches = context.store, context.files, context.batches
+    key, life_ms = store.key("tidied"), int(TIDY_S * 900)
+    # One of the workers is enough.
+    if not store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
+        return
+    for batch_id in batches.find_lost():
+        store.send(BATCH, batch_id)
+    for owner, id_ in files.expired():
+        if id_.startswith("batch_"):
+            if (record := batches.load(id_)) is not None:
+                batches.close(record, is_forgotten=True)
+        elif batches.uses(owner, id_) is None:
+            files.remove(owner, id_)
 
 
 # The worker beside a gateway
@@ -208,29 +213,21 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
         load: Gives the app, in the other process; can be pickled.
     """
     ending, replacing = threading.Event(), threading.Event()
+    # Not forked: threads and connections of ours must not be there.
+    spawn: Any = multiprocessing.get_context("spawn")
     processes: list[Any] = []
 
     def keep() -> None:
-        pause_s = RESTART_S
         while not ending.is_set():
-            began_s = time.monotonic()
-            # Not forked: threads and connections of ours must not be there.
-            process = multiprocessing.get_context("spawn").Process(
-                target=run_worker, args=(load,), daemon=True
-            )
-            process.start()
-            processes[:] = [process]
+            processes[:] = [spawn.Process(target=run_worker, args=(load,), daemon=True)]
+            processes[0].start()
             if ending.is_set():  # While it started.
-                process.terminate()
-            process.join()
-            if replacing.is_set() or time.monotonic() - began_s > MAX_RESTART_S:
-                pause_s = RESTART_S
-            if process.exitcode and not replacing.is_set():
-                text = "the worker beside ended (%s); another one starts in %g s"
-                logger.warning(text, process.exitcode, pause_s)
-            replacing.wait(pause_s)
+                processes[0].terminate()
+            processes[0].join()
+            if not replacing.wait(RESTART_S):
+                code = processes[0].exitcode
+                logger.warning("the worker beside ended (%s); another one starts", code)
             replacing.clear()
-            pause_s = min(pause_s * 2, MAX_RESTART_S)
 
     def replace() -> None:
         replacing.set()

@@ -22,9 +22,8 @@ from batchery_producer.gateway.models import (
     read_prompts,
 )
 from batchery_producer.gateway.monitor import Monitor
-from batchery_producer.gateway.store import JobQueue, Store
-from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords
-from batchery_producer.gateway.webhooks import Webhooks
+from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.task_records import TaskRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,6 @@ class Gateway:
     store: Store
     task_records: TaskRecords
     stream_records: TaskRecords
-    result_waiter: ResultWaiter
-    webhooks: Webhooks
     monitor: Monitor
     measurements: Measurements
 
@@ -69,10 +66,7 @@ async def running(
     models = ServedModels(settings.models)
     queues = {model.queue for model in models}
     health = Health(app, Absence(queues, settings.gateway.worker_grace_s))
-    store, waiter = Store(app), ResultWaiter(app)
-    records = TaskRecords(store)
-    jobs = JobQueue(app, store)
-    webhooks = Webhooks(store, records, jobs, settings.gateway)
+    store = Store(app)
     files = FileStore(store, Storage(settings.gateway.files))
     monitor = Monitor(app, queues, health)
     async with AsyncClient(app) as client:
@@ -88,16 +82,13 @@ async def running(
                 model_facts=PerModel(read_info),
                 prompts=PerModel(read_prompts),
                 files=files,
-                batches=BatchStore(store, files, jobs),
+                batches=BatchStore(store, files),
                 store=store,
-                task_records=records,
+                task_records=TaskRecords(store),
                 stream_records=TaskRecords(store, "stream"),
-                result_waiter=waiter,
-                webhooks=webhooks,
                 monitor=monitor,
                 measurements=measurements,
             )
         finally:
             await stop(watching)
             await monitor.close()
-            await asyncio.to_thread(waiter.close)

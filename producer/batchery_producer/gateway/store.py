@@ -1,9 +1,8 @@
 """The Redis of the results, and the queue of the gateway's own jobs.
 
-In that Redis gateways and their jobs keep what a kill must not lose. The jobs, turns of batch files
-and attempts of webhooks, are ordinary Celery tasks, run by an ordinary worker, so leases,
-heartbeats and redelivery are the queue's. A sorted set says when each piece of work is due again:
-that is the timer of what waits for a retry, and the net under a message that was lost.
+In that Redis gateways and their jobs keep what a kill must not lose. The jobs, steps of batch files
+and webhooks, are ordinary Celery tasks, run by an ordinary worker, so leases, heartbeats and
+redelivery are the queue's.
 """
 
 import asyncio
@@ -24,6 +23,10 @@ from batchery_producer.gateway.problems import Kind, Problem, redis_problem
 
 LUA = Path(__file__).parent / "lua"
 
+#: Tasks that take a batch on, or a slice of one.
+BATCH = "batchery.gateway.batch"
+SLICE = "batchery.gateway.slice"
+
 
 class Store:
     """Runs commands on the result backend's Redis.
@@ -32,6 +35,7 @@ class Store:
     """
 
     def __init__(self, app: Celery) -> None:
+        self._app = app
         #: Celery's backend; one for all threads, as its client is.
         self.backend: Any = app.backend
         self._is_redis = isinstance(self.backend, RedisBackend)
@@ -79,70 +83,11 @@ class Store:
         """Runs one of the gateway's scripts."""
         return self.call(lambda client: RedisScripts(client, LUA).run(name, keys, *arguments))
 
-
-# Jobs
-
-
-#: Kinds of work, and the tasks that do it.
-BATCH = "batch"
-WEBHOOK = "webhook"
-TASKS = {BATCH: "batchery.gateway.batch", WEBHOOK: "batchery.gateway.webhook"}
-
-#: After so long without a sign of life, in seconds, a job is sent again: its message was lost.
-LOST_S = 60.0
-
-#: Maximum pieces of work that one look takes.
-MAX_DUE = 1000
-
-
-class JobQueue:
-    """Sends the gateway's own jobs.
-
-    A piece of work is a kind and ids without spaces, such as `webhook 7d3c...`.
-    """
-
-    def __init__(self, app: Celery, store: Store) -> None:
-        self._app = app
-        self._store = store
-        #: The sorted set: work by when it is due, in Unix seconds.
-        self.due_key = store.key("due")
-
-    def send(self, work: str, *arguments: Any, tenant: str | None = None) -> None:
-        """Sends a job.
+    def send(self, task: str, *arguments: Any, tenant: str | None = None) -> None:
+        """Sends one of the gateway's own jobs.
 
         Raises:
             OperationalError: kombu's; the broker is away.
         """
-        kind, *ids = work.split(" ")
         options = with_tenant({"queue": JOBS_QUEUE, "ignore_result": True}, tenant)
-        self._app.send_task(TASKS[kind], [*ids, *arguments], **options)
-
-    def callback(self, work: str, *arguments: Any, tenant: str | None = None) -> Any:
-        """The job as a callback of another task, whose result it does not get."""
-        kind, *ids = work.split(" ")
-        return self._app.signature(
-            TASKS[kind],
-            args=[*ids, *arguments],
-            immutable=True,
-            options=with_tenant({"queue": JOBS_QUEUE}, tenant),
-        )
-
-    def postpone(self, work: str, seconds: float = LOST_S) -> None:
-        """Has a job sent again in so many seconds, unless it is done or postponed by then.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        self._store.call(lambda client: client.zadd(self.due_key, {work: time.time() + seconds}))
-
-    def forget(self, work: str) -> None:
-        """Has a job sent no more."""
-        self._store.call(lambda client: client.zrem(self.due_key, work))
-
-    def take_due(self) -> list[str]:
-        """The work that is due; it counts as sent.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        return self._store.take_due(self.due_key, MAX_DUE, LOST_S)
+        self._app.send_task(task, arguments, **options)

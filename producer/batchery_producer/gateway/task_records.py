@@ -7,27 +7,29 @@ may read them.
 import asyncio
 import hashlib
 import json
-import logging
-import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NotRequired
 
 import orjson
-from celery import Celery, states, uuid
+from celery import states, uuid
 from kombu.exceptions import KombuError
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from batchery.retry import Interrupted, RetryPolicy
 from batchery_producer.answers import describe
-from batchery_producer.collector import Collector, collector_for
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
 from batchery_producer.gateway.store import Store
 
 #: How long sending may take, in seconds; then a repeated request sends the task again.
 SENDING_S = 30
+
+#: How often results are looked for that somebody waits for, in seconds; and how many times as long
+#: as a look took, where many wait.
+LOOK_S = 0.02
+REST_PER_LOOK = 9
 
 #: In how many seconds to come again while the same request is being sent.
 SENDING_RETRY_S = 1.0
@@ -77,6 +79,11 @@ class TaskState(TypedDict):
     error: NotRequired[TaskError]
 
 
+def has_ended(state: TaskState) -> bool:
+    """Whether a task has a result."""
+    return state["status"] in states.READY_STATES
+
+
 class TaskRecords:
     """Keeps a record of each task, for as long as its result may be there."""
 
@@ -94,7 +101,10 @@ class TaskRecords:
         #: for ever.
         self.expires_s: int | None = int(expires) if expires else None
         #: A result comes before the first of these ends, and ends before the second.
-        self.lifetime_s = None if self.expires_s is None else 2 * self.expires_s
+        self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
+        #: Those who wait for a change of a task's state.
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     async def add(self, record: TaskRecord) -> None:
         """Keeps a record.
@@ -103,7 +113,7 @@ class TaskRecords:
             Problem: Redis is away.
         """
         key, value = self._key(record.id), json.dumps(asdict(record))
-        await self._store.run(lambda client: client.set(key, value, ex=self.lifetime_s))
+        await self._store.run(lambda client: client.set(key, value, ex=self._lifetime_s))
 
     async def find(self, task_id: str, caller: str, task: str | None = None) -> TaskRecord:
         """The record of a task.
@@ -116,8 +126,7 @@ class TaskRecords:
         Raises:
             Problem: There is none, or it is of another caller; or Redis is away.
         """
-        found = await self._store.run(lambda client: client.get(self._key(task_id)))
-        record = None if found is None else TaskRecord(**json.loads(found))
+        record = await asyncio.to_thread(self.read, task_id)
         if record is None or record.caller != caller or task not in (None, record.task):
             kind = self._kind
             raise Problem(
@@ -128,34 +137,74 @@ class TaskRecords:
             )
         return record
 
-    async def revoke(self, record: TaskRecord) -> TaskRecord:
-        """Notes that a task is not wanted."""
-        revoked = replace(record, revoked=True)
-        await self.add(revoked)
-        return revoked
+    def read(self, task_id: str) -> TaskRecord | None:
+        """The record of a task; None if there is none."""
+        found = self._store.call(lambda client: client.get(self._key(task_id)))
+        return None if found is None else TaskRecord(**json.loads(found))
 
-    async def state(self, record: TaskRecord) -> TaskState:
-        """As `read_state`, on another thread."""
-        return await asyncio.to_thread(self.read_state, record)
+    async def revoke(self, record: TaskRecord) -> None:
+        """Notes that a task is not wanted."""
+        await self.add(replace(record, revoked=True))
+
+    async def wait_for_end(self, record: TaskRecord, wait_s: float) -> TaskState:
+        """How a task is when it has ended, or after so many seconds."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            state = await asyncio.to_thread(self.read_state, record)
+            left_s = until_s - time.monotonic()
+            if has_ended(state) or left_s <= 0:
+                return state
+            await self._wait_for_change(record.id, left_s)
+
+    async def _wait_for_change(self, task_id: str, wait_s: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(task_id, set())
+        waiting.add(future)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            await asyncio.wait([future], timeout=wait_s)
+        finally:
+            waiting.discard(future)
+            if not waiting and self._waiting.get(task_id) is waiting:
+                del self._waiting[task_id]
+
+    async def _look(self) -> None:
+        """Looks for all who wait, in one command, as long as somebody does."""
+        while self._waiting:
+            began_s, ids = time.monotonic(), list(self._waiting)
+            with suppress(Problem):  # Redis is away, and may come back.
+                for task_id in await asyncio.to_thread(self._find_stored, ids):
+                    for future in self._waiting.pop(task_id, ()):
+                        future.set_result(None)
+            await asyncio.sleep(max(LOOK_S, REST_PER_LOOK * (time.monotonic() - began_s)))
+
+    def _find_stored(self, task_ids: Sequence[str]) -> list[str]:
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            for each in task_ids:
+                pipe.exists(self._store.backend.get_key_for_task(each))
+            return [each for each, there in zip(task_ids, pipe.execute(), strict=True) if there]
 
     def read_state(self, record: TaskRecord) -> TaskState:
         """How a task is."""
-        key = self._store.backend.get_key_for_task(record.id)
-        payload = self._store.call(lambda client: client.get(key))
-        if payload is None and self.lifetime_s is not None:
+        keys = [self._key(record.id), self._store.backend.get_key_for_task(record.id)]
+        known, payload = self._store.call(lambda client: client.mget(keys))
+        if payload is None and self._lifetime_s is not None:
             # It may wait for longer than the record would be kept, if somebody still asks.
-            lifetime_s = self.lifetime_s
-            self._store.call(lambda client: client.expire(self._key(record.id), lifetime_s))
+            self._store.call(lambda client: client.expire(keys[0], self._lifetime_s))
+        is_revoked = known is not None and json.loads(known)["revoked"]
         state: TaskState = {"id": record.id, "task": record.task, "status": states.PENDING}
         try:
-            self._describe(state, record, payload)
+            self._describe(state, record.count, payload, is_revoked=is_revoked)
         except (KombuError, TypeError, ValueError, RecursionError) as error:
             message = f"the task succeeded, but its result is no JSON: {error}"
             state["status"] = states.FAILURE
             state["error"] = {"type": "UnserialisableResult", "message": message}
         return state
 
-    def _describe(self, state: TaskState, record: TaskRecord, payload: bytes | None) -> None:
+    def _describe(
+        self, state: TaskState, count: int, payload: bytes | None, *, is_revoked: bool
+    ) -> None:
         """Adds status, and `result`, `results` or `error`.
 
         Raises:
@@ -167,11 +216,11 @@ class TaskRecords:
             if b"null" in to_json(result):
                 # orjson passes NaN off as null, and JSON knows no infinite numbers.
                 json.dumps(result, allow_nan=False, default=str)
-            state["results" if record.count else "result"] = result
+            state["results" if count else "result"] = result
         elif status in states.READY_STATES:
             kind, message = describe(result)
             state["error"] = {"type": kind, "message": SERVER_TEXTS.get(kind, message)}
-        elif record.revoked:
+        elif is_revoked:
             status = states.REVOKED
             state["error"] = {"type": "TaskRevokedError", "message": "revoked"}
         state["status"] = status
@@ -192,7 +241,7 @@ class TaskRecords:
         record = orjson.dumps({"id": uuid(), "digest": digest})
 
         def claim(client: Any) -> tuple[dict[str, str], bool, bool]:
-            client.set(name, record, nx=True, ex=self.lifetime_s)
+            client.set(name, record, nx=True, ex=self._lifetime_s)
             known = json.loads(client.get(name) or record)
             if client.exists(self._key(known["id"])):
                 return known, True, False
@@ -235,107 +284,3 @@ def to_json(value: Any) -> bytes:
     except TypeError:
         # It takes numbers of any length, unlike orjson.
         return json.dumps(value, allow_nan=False).encode()
-
-
-# Waiting for results
-
-
-logger = logging.getLogger(__name__)
-
-#: How long the thread waits for results at a time, in seconds; it notices `close` that late.
-WAIT_S = 0.25
-
-#: Pause after an error, in seconds.
-ERROR_PAUSE_S = 1.0
-
-
-class ResultWaiter:
-    """One thread waits for all jobs that coroutines of this process wait for."""
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._ended = False
-        self._wake = threading.Condition()
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        self._collector: Collector | None = None
-        self._thread: threading.Thread | None = None
-        self._starting = asyncio.Lock()
-        self._loop = asyncio.get_running_loop()
-
-    async def headers(self) -> dict[str, Any]:
-        """Headers of jobs whose end workers should announce to this process.
-
-        Raises:
-            SettingsError: The app has no result backend.
-            GaveUp: Redis stays away.
-        """
-        async with self._starting:
-            if self._collector is None:
-                collector = collector_for(self._app, RetryPolicy(lambda: self._ended))
-                await asyncio.to_thread(collector.expect, ())
-                self._collector = collector
-                self._thread = threading.Thread(target=self._collect, daemon=True)
-                self._thread.start()
-        return dict(self._collector.headers)
-
-    async def wait(self, task_id: str, wait_s: float) -> bool:
-        """Waits for the end of a job.
-
-        Args:
-            task_id: Its id; the job need not have been sent yet.
-            wait_s: How long, in seconds.
-
-        Returns:
-            Whether it has ended.
-        """
-        await self.headers()
-        assert self._collector is not None
-        future: asyncio.Future[None] = self._loop.create_future()
-        with self._wake:
-            waiting = self._waiting.setdefault(task_id, [])
-            waiting.append(future)
-            if len(waiting) == 1:
-                self._collector.expect([task_id])
-            self._wake.notify_all()
-        try:
-            async with asyncio.timeout(wait_s):
-                await future
-        except TimeoutError:
-            return False
-        finally:
-            waiting.remove(future)
-            if not waiting and self._waiting.get(task_id) is waiting:
-                del self._waiting[task_id]
-                self._collector.drop([task_id])
-        return True
-
-    def close(self) -> None:
-        """Ends the thread, and stops being announced to."""
-        with self._wake:
-            self._ended = True
-            self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _collect(self) -> None:
-        assert self._collector is not None
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._ended or self._waiting)
-            if self._ended:
-                break
-            try:
-                for task_id, _ in self._collector.collect(WAIT_S):
-                    with suppress(RuntimeError):  # The event loop is closed, so nobody waits.
-                        self._loop.call_soon_threadsafe(self._settle, task_id)
-            except Interrupted:
-                continue
-            except Exception as error:  # noqa: BLE001 - this thread must go on
-                logger.warning("results cannot be read, trying again: %s", error)
-                time.sleep(ERROR_PAUSE_S)
-        self._collector.close()
-
-    def _settle(self, task_id: str) -> None:
-        for future in self._waiting.pop(task_id, ()):
-            if not future.done():
-                future.set_result(None)

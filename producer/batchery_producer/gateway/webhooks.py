@@ -1,41 +1,35 @@
-"""Results that are posted to their callers: each attempt is a job of the gateway's own queue.
+"""Results that are posted to their callers, signed as standardwebhooks.com says.
 
-The task itself brings it on its way, by a callback that its worker sends with the result. What
-fails is due again after a pause. So nobody waits, and whoever is killed loses nothing: a webhook
-comes at least once, or is given up after its last attempt.
+A webhook is a task of the gateway's own queue (`jobs.py`). The worker of the task whose result it
+posts sends it, as a callback; a message of that says all of it. Here is one attempt: where it may
+go, and how it is made.
 """
 
-import base64
-import hashlib
-import hmac
-import http.client
-import logging
+import asyncio
 import secrets
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-from celery import states
+import httpcore2
+from standardwebhooks import Webhook
 
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import LOST_S, WEBHOOK, JobQueue, Store
-from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, TaskState, to_json
+from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, has_ended, to_json
 
 # Where results may be posted to
 
 
 #: Ports by scheme.
 PORTS = {"http": 80, "https": 443}
-
 
 #: Where a network that has IPv6 alone finds the IPv4 address in the last 32 bits.
 NAT64 = IPv6Network("64:ff9b::/96")
@@ -50,33 +44,11 @@ HIDING_NETWORKS = tuple(
 )
 
 
-class WebhookTarget(NamedTuple):
-    """A URL that was checked.
-
-    Attributes:
-        scheme: `http` or `https`.
-        host: Name or address, in lower case.
-        port: Port.
-        path: Path and query, with a slash at the beginning.
-    """
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    @property
-    def host_header(self) -> str:
-        """What the header `Host` says."""
-        name = f"[{self.host}]" if ":" in self.host else self.host
-        return name if self.port == PORTS[self.scheme] else f"{name}:{self.port}"
-
-
-def resolve_target(url: str, hosts: Sequence[str]) -> WebhookTarget:
-    """The target of a URL.
+def find_target(url: str, hosts: Sequence[str]) -> httpcore2.URL:
+    """The target of a URL that a caller gives.
 
     Args:
-        url: What a caller gives.
+        url: `https` or `http`.
         hosts: The setting `gateway.webhook_hosts`: names, addresses and networks.
 
     Raises:
@@ -91,21 +63,19 @@ def resolve_target(url: str, hosts: Sequence[str]) -> WebhookTarget:
         port = parts.port
     except ValueError as error:
         raise _refused(f"is no URL: {error}") from error
-    if parts.scheme not in PORTS or not parts.hostname:
+    host = parts.hostname
+    if parts.scheme not in PORTS or not host or port == 0:
         raise _refused("expected https://HOST/PATH or http://HOST/PATH")
     if parts.username is not None or parts.password is not None:
         raise _refused("must not have a user or a password; the receiver checks our signature")
-    if port == 0:
-        raise _refused("has port 0")
-    host = parts.hostname
     address = _address(host)
-    is_listed = (
-        host in {each.lower() for each in hosts} if address is None else is_inside(address, hosts)
-    )
-    if not is_listed:
+    names = {each.lower() for each in hosts}
+    if not (host in names if address is None else _is_inside(address, hosts)):
         raise _refused(f"host {host!r:.100} is not allowed; see the setting gateway.webhook_hosts")
     path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-    return WebhookTarget(parts.scheme, host, port or PORTS[parts.scheme], path)
+    return httpcore2.URL(
+        scheme=parts.scheme, host=host, port=port or PORTS[parts.scheme], target=path
+    )
 
 
 def may_connect(address: str, hosts: Sequence[str]) -> bool:
@@ -113,15 +83,13 @@ def may_connect(address: str, hosts: Sequence[str]) -> bool:
 
     Args:
         address: What the host's name was looked up to.
-        hosts: As in `resolve_target`.
+        hosts: As in `find_target`.
     """
     found = _address(address)
-    if found is None:
-        return False
-    return _is_public(found) or is_inside(found, hosts)
+    return found is not None and (_is_public(found) or _is_inside(found, hosts))
 
 
-def is_inside(address: IPv4Address | IPv6Address, hosts: Sequence[str]) -> bool:
+def _is_inside(address: IPv4Address | IPv6Address, hosts: Sequence[str]) -> bool:
     """Whether an address, or a network that it is in, is listed."""
     networks = [network for each in hosts if (network := _network(each)) is not None]
     return any(address.version == each.version and address in each for each in networks)
@@ -154,11 +122,11 @@ def _refused(why: str) -> Problem:
     return Problem(Kind.INVALID, f"webhook: {why}", param="webhook")
 
 
-# One attempt, signed as standardwebhooks.com says
+# One attempt
 
 
-#: How long an attempt may take from its connection to the last byte of the answer's head, in
-#: seconds, however slowly a receiver reads and writes.
+#: How long an attempt may take from its connection to the end of the answer's head, in seconds,
+#: however slowly a receiver reads and writes.
 DEADLINE_S = 10.0
 
 #: Receivers that answer so do not want it any more.
@@ -177,29 +145,33 @@ class Undeliverable(Exception):
         self.is_final = is_final
 
 
-def signature(secret: bytes, message_id: str, timestamp_s: int, body: bytes) -> str:
-    """The value of the header `webhook-signature`: HMAC-SHA256 of id, time and body."""
-    signed = b"%b.%d.%b" % (message_id.encode(), timestamp_s, body)
-    digest = hmac.new(secret, signed, hashlib.sha256).digest()
-    return f"v1,{base64.b64encode(digest).decode()}"
+class CheckedNetwork(httpcore2.AnyIOBackend):
+    """Connects to addresses of a host that may be connected to, and to no others."""
 
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
 
-def derive_secret(key_hash: str) -> bytes:
-    """What a caller's webhooks are signed with: the SHA-256 of their key, which both sides have.
-
-    Args:
-        key_hash: As in the settings: `sha256:` and hexadecimal digits.
-    """
-    return bytes.fromhex(key_hash.removeprefix("sha256:"))
+    async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
+        """Connects to the first address of a host where somebody listens."""
+        find = asyncio.get_running_loop().getaddrinfo
+        addresses = [str(each[4][0]) for each in await find(host, port, type=socket.SOCK_STREAM)]
+        allowed = [each for each in addresses if may_connect(each, self._hosts)]
+        if not allowed:
+            raise Undeliverable(
+                f"{host} has the addresses {', '.join(addresses)}, which are not public; list them"
+                " in gateway.webhook_hosts"
+            )
+        *others, last = allowed
+        for address in others:
+            # Somebody may listen at the next one.
+            with suppress(httpcore2.NetworkError, TimeoutError):
+                async with asyncio.timeout(DEADLINE_S / len(allowed)):
+                    return await super().connect_tcp(address, port, *args, **options)
+        return await super().connect_tcp(last, port, *args, **options)
 
 
 def post(
-    target: WebhookTarget,
-    hosts: Sequence[str],
-    body: bytes,
-    message_id: str,
-    now_s: int,
-    secret: bytes | None,
+    target: httpcore2.URL, hosts: Sequence[str], body: bytes, message_id: str, secret: str | None
 ) -> None:
     """Posts once, and follows no redirect.
 
@@ -208,102 +180,61 @@ def post(
         hosts: The setting `gateway.webhook_hosts`.
         body: JSON.
         message_id: The same for each attempt, so that a receiver knows repetitions.
-        now_s: The time, in Unix seconds.
-        secret: What to sign with; None for no signature.
+        secret: What to sign with, `whsec_` and base64; None for no signature.
 
     Raises:
         Undeliverable: It did not arrive.
     """
-    headers = {
-        "Host": target.host_header,
-        "Content-Type": "application/json",
-        "User-Agent": "batchery",
-        "Connection": "close",
-        "webhook-id": message_id,
-        "webhook-timestamp": str(now_s),
-    }
-    if secret is not None:
-        headers["webhook-signature"] = signature(secret, message_id, now_s, body)
-    connection = http.client.HTTPConnection(target.host, target.port)
-    deadline_s = time.monotonic() + DEADLINE_S
     try:
-        # Connected here, so that it goes to an address that was checked.
-        connection.sock = sock = _connected(target, hosts)
-        with _shut_at(sock, deadline_s):
-            if isinstance(sock, ssl.SSLSocket):
-                sock.do_handshake()
-            connection.request("POST", target.path, body, headers)
-            # The body of the answer is not read.
-            status = connection.getresponse().status
-        if time.monotonic() >= deadline_s:
-            # What was cut off may look like a head.
-            raise TimeoutError
-    except (OSError, http.client.HTTPException) as error:
-        why = str(error) or type(error).__name__
-        if time.monotonic() >= deadline_s:
-            why = f"no answer within {DEADLINE_S:g} s"
-        raise Undeliverable(why) from error
-    finally:
-        connection.close()
+        status = asyncio.run(_post(target, hosts, body, _headers(target, body, message_id, secret)))
+    except TimeoutError as error:
+        raise Undeliverable(f"no answer within {DEADLINE_S:g} s") from error
+    except (OSError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+        raise Undeliverable(str(error) or type(error).__name__) from error
     if not 200 <= status < 300:
         raise Undeliverable(f"it answered {status}", is_final=status == GONE)
 
 
-@contextmanager
-def _shut_at(sock: socket.socket, deadline_s: float) -> Iterator[None]:
-    """Shuts a connection at a time, unless the block has ended: timeouts are for each byte."""
-
-    def shut() -> None:
-        with suppress(OSError):  # The other side was first.
-            # Not by the method of TLS, which is not for another thread.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), shut)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+async def _post(
+    target: httpcore2.URL, hosts: Sequence[str], body: bytes, headers: Iterable[tuple[str, str]]
+) -> int:
+    """The status of the answer, whose body is not read."""
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        _connections(hosts) as pool,
+        pool.stream("POST", target, headers=list(headers), content=body) as answer,
+    ):
+        return int(answer.status)
 
 
-def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
-    """A connection to an allowed address of the host; over TLS it has yet to shake hands.
-
-    Raises:
-        OSError: It cannot be had.
-        Undeliverable: The host has no address that is allowed.
-    """
-    found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    addresses = [str(each[4][0]) for each in found]
-    allowed = [each for each in addresses if may_connect(each, hosts)]
-    if not allowed:
-        raise Undeliverable(
-            f"{target.host} has the addresses {', '.join(addresses)}, which are not public;"
-            " list them in gateway.webhook_hosts"
-        )
-    timeout_s, plain = DEADLINE_S / len(allowed), None
-    while plain is None:
-        try:
-            plain = socket.create_connection((allowed.pop(0), target.port), timeout=timeout_s)
-        except OSError:  # Somebody may listen at another one.
-            if not allowed:
-                raise
-    plain.settimeout(DEADLINE_S)
-    if target.scheme == "http":
-        return plain
-    try:
-        return ssl.create_default_context().wrap_socket(
-            plain, server_hostname=target.host, do_handshake_on_connect=False
-        )
-    except BaseException:
-        plain.close()
-        raise
+@asynccontextmanager
+async def _connections(hosts: Sequence[str]) -> AsyncIterator[httpcore2.AsyncConnectionPool]:
+    tls, network = ssl.create_default_context(), CheckedNetwork(hosts)
+    async with httpcore2.AsyncConnectionPool(ssl_context=tls, network_backend=network) as pool:
+        yield pool
 
 
-# All attempts
+def _headers(
+    target: httpcore2.URL, body: bytes, message_id: str, secret: str | None
+) -> Iterable[tuple[str, str]]:
+    now = datetime.now(UTC)
+    host = target.host.decode()
+    name = f"[{host}]" if ":" in host else host
+    is_usual = target.port == PORTS[target.scheme.decode()]
+    yield "Host", name if is_usual else f"{name}:{target.port}"
+    yield "Content-Type", "application/json"
+    yield "User-Agent", "batchery"
+    yield "webhook-id", message_id
+    yield "webhook-timestamp", str(int(now.timestamp()))
+    if secret is not None:
+        yield "webhook-signature", Webhook(secret).sign(message_id, now, body.decode())
 
 
-logger = logging.getLogger(__name__)
+# The webhook of a task
+
+
+#: Name of the task that posts a result; its arguments are the URL and the record of the other task.
+TASK = "batchery.gateway.webhook"
 
 #: Pauses before further attempts, in seconds.
 PAUSES_S = (1.0, 5.0, 25.0, 125.0, 625.0)
@@ -315,173 +246,57 @@ MAX_PER_CALLER = 6
 #: After how long an attempt is made again that found no place, in seconds.
 BUSY_S = 2.0
 
-#: How long a callback waits for its result, in seconds: stock workers store it just afterwards.
+#: How long it waits for the result, in seconds: stock workers store it just after the callback.
 RESULT_WAIT_S = 2.0
-
-#: How often it looks meanwhile, in seconds.
 RESULT_LOOK_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Webhook:
-    """A promise to post a result.
+class Busy(Exception):
+    """As many are posted at once as may be."""
 
-    Attributes:
-        url: Where to.
-        record: Of the task.
-        attempts: How often it was tried.
+
+def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskRecord) -> None:
+    """Posts the result of a task, unless its caller has revoked it.
+
+    Raises:
+        Undeliverable: It did not arrive.
+        Busy: It must wait for its turn.
+        Problem: Redis is away.
     """
-
-    url: str
-    record: TaskRecord
-    attempts: int = 0
-
-    def packed(self) -> bytes:
-        """As it is kept."""
-        return orjson.dumps(asdict(self))
-
-    @classmethod
-    def unpacked(cls, text: bytes) -> "Webhook":
-        """As it was."""
-        known = orjson.loads(text)
-        return cls(known["url"], TaskRecord(**known["record"]), known["attempts"])
-
-
-class Webhooks:
-    """The webhooks of all gateways' tasks."""
-
-    def __init__(
-        self, store: Store, records: TaskRecords, jobs: JobQueue, settings: GatewaySettings
-    ) -> None:
-        self._store = store
-        self._records = records
-        self._jobs = jobs
-        self._settings = settings
-
-    def add(self, url: str, record: TaskRecord) -> None:
-        """Keeps a webhook, before its task is sent."""
-        packed, lifetime_s = Webhook(url, record).packed(), self._records.lifetime_s
-        with self._store.client() as client, client.pipeline() as pipe:
-            pipe.set(self._key(record.id), packed, ex=lifetime_s)
-            pipe.zadd(self._jobs.due_key, {_work(record.id): time.time() + LOST_S})
-            pipe.execute()
-
-    def callback(self, task_id: str, tenant: str | None) -> Any:
-        """What the task's worker sends when the task has ended."""
-        return self._jobs.callback(_work(task_id), RESULT_WAIT_S, tenant=tenant)
-
-    def forget(self, task_id: str) -> None:
-        """Posts nothing more."""
-        self._store.call(lambda client: client.delete(self._key(task_id)))
-        self._jobs.forget(_work(task_id))
-
-    def ended(self, task_ids: Sequence[str]) -> list[str]:
-        """Those of some tasks that have a result, or whose webhook is over."""
-        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
-            for each in task_ids:
-                pipe.exists(self._store.backend.get_key_for_task(each))
-                pipe.exists(self._key(each))
-            there: list[int] = pipe.execute()
-        return [
-            task_id
-            for task_id, has_result, is_kept in zip(task_ids, there[::2], there[1::2], strict=True)
-            if has_result or not is_kept
-        ]
-
-    def attempt(self, task_id: str, wait_s: float = 0.0) -> None:
-        """Posts a result, if there is one and it is still wanted.
-
-        Args:
-            task_id: Of the task.
-            wait_s: How long to wait for the result, in seconds.
-        """
-        work = _work(task_id)
-        webhook = self._load(task_id)
-        if webhook is None:
-            self._jobs.forget(work)
-            return
-        self._jobs.postpone(work)
-        state = self._state(webhook.record, wait_s)
-        # Its caller may have revoked the task meanwhile.
-        if state["status"] not in states.READY_STATES or self._load(task_id) is None:
-            return
-        try:
-            self._post_once(webhook, to_json(state))
-        except Undeliverable as error:
-            self._failed(webhook, error)
-
-    def _state(self, record: TaskRecord, wait_s: float) -> TaskState:
-        until_s = time.monotonic() + wait_s
-        while True:
-            state = self._records.read_state(record)
-            if state["status"] in states.READY_STATES or time.monotonic() >= until_s:
-                return state
-            time.sleep(RESULT_LOOK_S)
-
-    def _load(self, task_id: str) -> Webhook | None:
-        found = self._store.call(lambda client: client.get(self._key(task_id)))
-        return None if found is None else Webhook.unpacked(found)
-
-    def _post_once(self, webhook: Webhook, body: bytes) -> None:
-        """Posts, unless as many are posted at once as may be.
-
-        Raises:
-            Undeliverable: It did not arrive.
-        """
-        hosts, caller = self._settings.webhook_hosts, webhook.record.caller
-        key = self._settings.keys.get(caller)
-        if key is None and self._settings.keys:
-            # A key may be so new that only the gateway knows it by now.
-            raise Undeliverable(f"its key {caller!r} is not in the settings of this worker")
-        try:
-            target = resolve_target(webhook.url, hosts)
-        except Problem as problem:  # The settings have changed.
-            raise Undeliverable(problem.message, is_final=True) from problem
-        secret = None if key is None else derive_secret(key.hash)
-        task_id = webhook.record.id
-        limits = {
-            # Itself, as a message may come twice.
-            self._store.key("posting", "task", task_id): 1,
-            self._store.key("posting", "host", target.host): MAX_PER_HOST,
-            self._store.key("posting", "caller", caller): MAX_PER_CALLER,
-        }
-        with self._places(limits) as are_free:
-            if not are_free:
-                self._jobs.postpone(_work(task_id), BUSY_S)
-                return
-            post(target, hosts, body, task_id, int(time.time()), secret)
-            self.forget(task_id)
-
-    @contextmanager
-    def _places(self, limits: dict[bytes, int]) -> Iterator[bool]:
-        """Places in some sets; says whether there are any."""
-        token = secrets.token_hex(8)
-        keys = list(limits)
-        if not self._store.script("take_places", keys, token, 2 * DEADLINE_S, *limits.values()):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self._store.call(lambda client: [client.zrem(key, token) for key in keys])
-
-    def _failed(self, webhook: Webhook, error: Undeliverable) -> None:
-        task_id = webhook.record.id
-        where = f"webhook of task {task_id} to {webhook.url}"
-        if error.is_final or webhook.attempts >= len(PAUSES_S):
-            logger.error("%s is given up: %s", where, error)
-            self.forget(task_id)
-            return
-        pause_s = PAUSES_S[webhook.attempts]
-        logger.warning("%s failed, again in %g s: %s", where, pause_s, error)
-        tried = replace(webhook, attempts=webhook.attempts + 1).packed()
-        key = self._key(task_id)
-        self._store.call(lambda client: client.set(key, tried, keepttl=True, xx=True))
-        self._jobs.postpone(_work(task_id), pause_s)
-
-    def _key(self, task_id: str) -> bytes:
-        return self._store.key("webhook", task_id)
+    records, caller = TaskRecords(store), record.caller
+    key, known = settings.keys.get(caller), records.read(record.id)
+    if known is not None and known.revoked:
+        return
+    if key is None and settings.keys:
+        # A key may be so new that only the gateway knows it by now.
+        raise Undeliverable(f"its key {caller!r} is not in the settings of this worker")
+    try:
+        target = find_target(url, settings.webhook_hosts)
+    except Problem as problem:  # The settings have changed.
+        raise Undeliverable(problem.message, is_final=True) from problem
+    until_s = time.monotonic() + RESULT_WAIT_S
+    while not has_ended(state := records.read_state(record)):
+        if time.monotonic() >= until_s:
+            raise Undeliverable("its result is not stored yet")
+        time.sleep(RESULT_LOOK_S)
+    limits = {
+        # Itself, as a message may come twice.
+        store.key("posting", "task", record.id): 1,
+        store.key("posting", "host", target.host.decode()): MAX_PER_HOST,
+        store.key("posting", "caller", caller): MAX_PER_CALLER,
+    }
+    secret = None if key is None else key.webhook_secret
+    with _places(store, limits):
+        post(target, settings.webhook_hosts, to_json(state), record.id, secret)
 
 
-def _work(task_id: str) -> str:
-    return f"{WEBHOOK} {task_id}"
+@contextmanager
+def _places(store: Store, limits: dict[bytes, int]) -> Iterator[None]:
+    """Has a place in each of some sets; raises a `Busy` where one is full."""
+    token, keys = secrets.token_hex(8), list(limits)
+    if not store.script("take_places", keys, token, 2 * DEADLINE_S, *limits.values()):
+        raise Busy
+    try:
+        yield
+    finally:
+        store.call(lambda client: [client.zrem(key, token) for key in keys])

@@ -16,10 +16,8 @@ import random
 import re
 import secrets
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -79,22 +77,15 @@ class FileObject(BaseModel):
 
 logger = logging.getLogger(__name__)
 
-#: Ending of files that are not whole yet.
-NEW_SUFFIX = ".new"
-
-#: After so long, in seconds, a file that is not whole was left by a process that was killed: no
-#: upload may take that long.
-TORN_AFTER_S = 86_400
-
 #: Bytes that are read or written at a time.
 CHUNK_BYTES = 256 * 1024
 
 
 class Storage:
-    """Named files. A name is a path with slashes.
+    """Named files in a folder, or wherever else a filesystem of fsspec keeps them.
 
-    Each file appears whole or not at all: in folders, in object stores, and wherever else a
-    filesystem of fsspec knows how.
+    Nobody reads a file before it is whole, as its name becomes known then. So it is written in its
+    place, and what a killed process has left of one is removed like any other file.
 
     All methods raise a `DatasetError` if the place cannot be reached. For use by several threads.
     """
@@ -109,11 +100,10 @@ class Storage:
         self._files: Any = remote.filesystem
         self._root = remote.path.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
-        self._folders: set[str] = set()
 
     def open(self, name: str) -> BinaryIO | None:
         """Opens a file for reading; None if there is none."""
-        with self._reaching(name):
+        with _reaching(name):
             try:
                 opened = self._files.open(self._path(name), "rb")
             except FileNotFoundError:
@@ -121,120 +111,42 @@ class Storage:
         # Files of fsspec's own cannot read a line up to a maximum.
         return opened if self._is_local else BufferedReader(opened, CHUNK_BYTES)
 
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a file, in place of one that is there."""
-        with self.create(name) as file:
-            file.write(content)
-
-    @contextmanager
-    def create(self, name: str) -> Iterator["WrittenFile"]:
-        """A file to write, which replaces one of its name when the block ends without an error."""
-        path = self._path(name)
-        with self._reaching(name):
-            self._make_folder(path.rpartition("/")[0])
-        writing = self._writing_here(path) if self._is_local else self._writing_there(path)
-        with self._reaching(name):
-            file = writing.__enter__()
-        try:
-            yield WrittenFile(file, partial(self._reaching, name))
-        except BaseException as error:
-            # It raises the same again, which is the caller's own.
-            writing.__exit__(type(error), error, error.__traceback__)
-            raise
-        with self._reaching(name):
-            writing.__exit__(None, None, None)
+    def write(self, name: str, parts: Iterable[bytes]) -> int:
+        """Writes a file, and returns how many bytes it has."""
+        path, size = self._path(name), 0
+        with _reaching(name):
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self._files.open(path, "wb") as file:
+                for part in parts:
+                    file.write(part)
+                    size += len(part)
+                if self._is_local:
+                    file.flush()
+                    os.fsync(file.fileno())
+        return size
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
-        with self._reaching(name), suppress(FileNotFoundError):
-            self._files.rm_file(self._path(name))
-
-    def remove_folder(self, folder: str) -> None:
-        """Removes a folder and its files, if it is there."""
-        path = self._path(folder)
-        with self._reaching(folder), suppress(FileNotFoundError):
+        """Removes a file, or a folder with its files, if it is there."""
+        path = self._path(name)
+        with _reaching(name), suppress(FileNotFoundError):
             self._files.invalidate_cache(path)
             self._files.rm(path, recursive=True)
-        self._folders.discard(path)
-
-    def remove_torn(self, now_s: float) -> None:
-        """Removes what killed processes have left of files; object stores have rules for that.
-
-        Args:
-            now_s: The time, in Unix seconds.
-        """
-        if not self._is_local:
-            return
-        # Another process may remove folders and files meanwhile; this passes over those.
-        for folder, _, names in os.walk(self._root):
-            for path in (Path(folder, name) for name in names if name.endswith(NEW_SUFFIX)):
-                with suppress(OSError):
-                    if now_s - path.stat().st_mtime > TORN_AFTER_S:
-                        path.unlink()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _make_folder(self, path: str) -> None:
-        if self._is_local:
-            os.makedirs(path, exist_ok=True)
-        elif path not in self._folders:
-            self._files.makedirs(path, exist_ok=True)
-            self._folders.add(path)
 
-    @contextmanager
-    def _writing_here(self, path: str) -> Iterator[BinaryIO]:
-        new = f"{path}.{secrets.token_hex(4)}{NEW_SUFFIX}"
-        try:
-            with open(new, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(new)
-            raise
-
-    @contextmanager
-    def _writing_there(self, path: str) -> Iterator[BinaryIO]:
-        file = self._files.open(path, "wb", autocommit=False)
-        try:
-            yield file
-            file.close()
-        except BaseException:
-            with suppress(Exception):  # Not every filesystem can.
-                file.discard()
-            raise
-        # Those that can't have done it when it was closed.
-        getattr(file, "commit", lambda: None)()
-
-    @contextmanager
-    def _reaching(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except DatasetError:
-            raise
-        except Exception as error:
-            # Callers see it, and the whole text may name hosts, folders and users.
-            logger.warning("files: %s: %r", name, error)
-            text = getattr(error, "strerror", None) or type(error).__name__
-            raise DatasetError(f"files: {name}: cannot be reached: {text}") from error
-
-
-class WrittenFile:
-    """A file that is being written; a `DatasetError` says what went wrong with it."""
-
-    def __init__(
-        self, file: BinaryIO, reaching: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._file = file
-        self._reaching = reaching
-
-    def write(self, content: bytes) -> None:
-        """Adds to the file."""
-        with self._reaching():
-            self._file.write(content)
+@contextmanager
+def _reaching(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (DatasetError, Problem):
+        raise
+    except Exception as error:
+        # Callers see it, and the whole text may name hosts, folders and users.
+        logger.warning("files: %s: %r", name, error)
+        text = getattr(error, "strerror", None) or type(error).__name__
+        raise DatasetError(f"the store of files cannot be reached: {text}") from error
 
 
 # The files
@@ -258,7 +170,13 @@ WRITING_S = 86_400.0
 #: After how long what could not be removed is tried again, in seconds.
 ASK_S = 60.0
 
-FILE_NOT_FOUND = "file_not_found"
+
+class FileIsGone(Problem):
+    """There is no such file, or its time is over."""
+
+    def __init__(self, file_id: str) -> None:
+        text = f"file {file_id!r:.100}: no such file"
+        super().__init__(Kind.NOT_FOUND, text, code="file_not_found", param="id")
 
 
 def get_owner(caller: Caller) -> str:
@@ -297,23 +215,32 @@ class FileStore:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
         file = describe_file(filename, INPUT_PURPOSE, size, expires_s)
-        self.reserve(owner, file, caller.max_stored_bytes)
-        try:
-            with self.create(owner, file.id) as written:
-                while part := content.read(CHUNK_BYTES):
-                    written.write(part)
-            self._publish(owner, file)
-        except BaseException:
-            self.give_up(owner, file.id)
-            raise
+        parts = iter(lambda: content.read(CHUNK_BYTES), b"")
+        self.keep(owner, file, parts, caller.max_stored_bytes)
+        keys = [self.get_key(owner), self.removals_key]
+        if not self._store.script("publish_file", keys, *self.publishing(owner, file)):
+            raise Problem(Kind.TOO_SLOW, f"file {file.id}: was written for too long; send it again")
         return file
 
-    def reserve(self, owner: str, file: FileObject, max_bytes: int = 0) -> None:
-        """Makes space for a file; it is removed by itself if it is not made known.
+    def keep(
+        self, owner: str, file: FileObject, parts: Iterable[bytes], max_bytes: int = 0
+    ) -> None:
+        """Writes a file; it is removed by itself if it is not made known, and takes no space.
 
         Raises:
             Problem: The files of its owner have too many bytes already, or are too many.
         """
+        self._reserve(owner, file, max_bytes)
+        try:
+            self.storage.write(_content(owner, file.id), parts)
+        except BaseException:
+            # Its removal stays due, so what the store has of it goes when that is back.
+            self._forget(owner, file.id)
+            with suppress(DatasetError):
+                self.remove(owner, file.id)
+            raise
+
+    def _reserve(self, owner: str, file: FileObject, max_bytes: int) -> None:
         record = json.dumps({**file.model_dump(), "is_hidden": True})
         keys = [self.get_key(owner), self.removals_key]
         member, until_s = f"{owner}/{file.id}", time.time() + WRITING_S
@@ -330,33 +257,24 @@ class FileStore:
                 param="file",
             )
 
-    def create(self, owner: str, file_id: str) -> AbstractContextManager[WrittenFile]:
-        """The content of a file that was reserved, to be written."""
-        return self.storage.create(_content(owner, file_id))
-
     @staticmethod
     def publishing(owner: str, file: FileObject) -> tuple[str, str, str, Any]:
         """What scripts need to make a file known."""
         expires_at = "" if file.expires_at is None else file.expires_at
         return file.id, file.model_dump_json(), f"{owner}/{file.id}", expires_at
 
-    def _publish(self, owner: str, file: FileObject) -> None:
-        keys = [self.get_key(owner), self.removals_key]
-        if not self._store.script("publish_file", keys, *self.publishing(owner, file)):
-            raise Problem(Kind.TOO_SLOW, f"file {file.id}: was written for too long; send it again")
-
     def get(self, owner: str, file_id: str) -> FileObject:
         """A file.
 
         Raises:
-            Problem: There is none, or its time is over.
+            FileIsGone: There is none, or its time is over.
         """
         content = None
         if re.fullmatch(FILE_ID, file_id):
             content = self._store.call(lambda client: client.hget(self.get_key(owner), file_id))
         found = _known(content)
         if found is None:
-            raise _no_file(file_id)
+            raise FileIsGone(file_id)
         return found
 
     def page(
@@ -364,10 +282,13 @@ class FileStore:
     ) -> tuple[list[FileObject], bool]:
         """Some files, and whether there are more."""
         keys = self._store.call(lambda client: client.hkeys(self.get_key(owner)))
-        ids = sorted(each.decode() for each in keys if each != b"bytes")
-        rest = _rest(ids, after, newest_first=newest_first)
+        # Ids sort by time. The one that the page comes after need not be there any more.
+        ids = sorted((each.decode() for each in keys if each != b"bytes"), reverse=newest_first)
+        rest = (
+            each for each in ids if not after or (each < after if newest_first else each > after)
+        )
         found: list[FileObject] = []
-        for some in chunks(iter(rest), PAGE):
+        for some in chunks(rest, PAGE):
             contents = self._store.call(lambda client: client.hmget(self.get_key(owner), some))  # noqa: B023
             files = [file for each in contents if (file := _known(each)) is not None]
             found += [file for file in files if purpose in (None, file.purpose)]
@@ -379,26 +300,22 @@ class FileStore:
         """Opens the content of a file.
 
         Raises:
-            Problem: There is none.
+            FileIsGone: There is none.
         """
         opened = self.storage.open(_content(owner, file_id))
         if opened is None:
-            raise _no_file(file_id)
+            raise FileIsGone(file_id)
         return opened
 
     def remove(self, owner: str, file_id: str) -> None:
         """Removes a file, if it is there."""
         # This first: a file without a content can be removed again.
         self.storage.remove(_content(owner, file_id))
-        keys = [self.get_key(owner), self.removals_key]
-        self._store.script("remove_file", keys, file_id, f"{owner}/{file_id}")
+        self._forget(owner, file_id, f"{owner}/{file_id}")
 
-    def give_up(self, owner: str, file_id: str) -> None:
-        """Removes a file that was reserved and is not known, also from a store that is away."""
-        # Its removal stays due, so what the store has of it goes when that is back.
-        self._store.script("remove_file", [self.get_key(owner), self.removals_key], file_id, "")
-        with suppress(DatasetError):  # Whoever writes it says so.
-            self.remove(owner, file_id)
+    def _forget(self, owner: str, file_id: str, removal: str = "") -> None:
+        keys = [self.get_key(owner), self.removals_key]
+        self._store.script("remove_file", keys, file_id, removal)
 
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
@@ -436,16 +353,3 @@ def _known(content: bytes | None) -> FileObject | None:
 
 def _content(owner: str, file_id: str) -> str:
     return f"{owner}/files/{file_id}.jsonl"
-
-
-def _rest(ids: list[str], after: str | None, *, newest_first: bool) -> list[str]:
-    """The ids that come after one, which need not be there any more; they sort by time."""
-    if newest_first:
-        return ids[: bisect_left(ids, after) if after else None][::-1]
-    return ids[bisect_right(ids, after) if after else 0 :]
-
-
-def _no_file(file_id: str) -> Problem:
-    return Problem(
-        Kind.NOT_FOUND, f"file {file_id!r:.100}: no such file", code=FILE_NOT_FOUND, param="id"
-    )

@@ -1,20 +1,11 @@
-"""Batches of the gateway's callers: their records in Redis, what they compute in a store.
+"""Batches of the gateway's callers: what clients see of them, and what is kept of each in Redis."""
 
-    batch:ID         the record, the number of its turn, and who has that turn
-    batches:OWNER    ids of an owner's batches
-    open:OWNER       those of them that are not over
-    pieces:ID        names and bytes of its pieces, in the store's folder OWNER/pieces/ID
-
-A turn is a job of the queue. Whoever begins it writes a token into the batch, and can save as long
-as the token is there: a process that comes late spoils nothing.
-"""
-
-import json
 import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -31,7 +22,7 @@ from batchery_producer.gateway.batches.files import (
 )
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import BATCH, LOST_S, JobQueue, Store
+from batchery_producer.gateway.store import BATCH, Store
 
 # Batches as OpenAI's clients see them, and what else is kept of one
 
@@ -65,17 +56,8 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-#: Statuses that a batch can have next; those without any are final.
-NEXT: dict[Status, tuple[Status, ...]] = {
-    Status.VALIDATING: (Status.IN_PROGRESS, Status.FAILED, Status.CANCELLING),
-    Status.IN_PROGRESS: (Status.FINALIZING, Status.FAILED, Status.CANCELLING),
-    Status.FINALIZING: (Status.COMPLETED, Status.EXPIRED, Status.FAILED),
-    Status.CANCELLING: (Status.CANCELLED,),
-    Status.FAILED: (),
-    Status.COMPLETED: (),
-    Status.EXPIRED: (),
-    Status.CANCELLED: (),
-}
+#: Statuses of a batch to which nothing more will happen.
+OVER = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
 
 
 class BatchError(BaseModel):
@@ -138,31 +120,9 @@ class BatchObject(BaseModel):
     usage: BatchUsage | None = None
     metadata: Metadata | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will happen to it."""
-        return not NEXT[self.status]
-
-    @property
-    def can_be_cancelled(self) -> bool:
-        """Whether it is still time."""
-        return Status.CANCELLING in NEXT[self.status] or self.status is Status.CANCELLING
-
-    def moved(self, status: Status, at_s: float, **changes: Any) -> "BatchObject":
-        """The batch in its next status.
-
-        Raises:
-            ValueError: It cannot have this status next.
-        """
-        if status not in NEXT[self.status]:
-            raise ValueError(f"a batch that is {self.status} cannot become {status}")
-        return self.model_copy(
-            update={"status": status, f"{status.value}_at": int(at_s), **changes}
-        )
-
 
 class Slice(NamedTuple):
-    """Where a part of a file begins: some requests, so few that a turn reads them in no time.
+    """Where a part of a file begins: some hundred requests, which one job sends and awaits.
 
     Attributes:
         offset: Bytes of the file before it.
@@ -171,6 +131,30 @@ class Slice(NamedTuple):
 
     offset: int
     lines: int
+
+
+class Piece(NamedTuple):
+    """The answers of a slice, in a file of the store.
+
+    Attributes:
+        name: In the folder of the batch; whoever writes it makes one up.
+        bytes: How long it is.
+    """
+
+    name: str
+    bytes: int
+
+
+class SliceEnd(BaseModel):
+    """What has become of a slice, by a time in Unix seconds."""
+
+    at_s: float = Field(default_factory=time.time)
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    output: Piece | None = None
+    errors: Piece | None = None
 
 
 Kept = TypeVar("Kept", FileObject, BatchObject)
@@ -186,17 +170,16 @@ class ObjectPage(BaseModel, Generic[Kept]):
     has_more: bool
 
     @classmethod
-    def of(cls, data: list[Kept], *, has_more: bool) -> Self:
+    def of(cls, data: Sequence[Kept], *, has_more: bool) -> Self:
         """The page with these."""
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+        return cls(data=list(data), first_id=first_id, last_id=last_id, has_more=has_more)
 
 
-class BatchRecord(BaseModel):
-    """What is kept of a batch.
+class BatchRecord(BatchObject):
+    """What is kept of a batch, besides what clients see.
 
     Attributes:
-        batch: What clients see.
         owner: Whose it is.
         tenant: For whom its jobs run; None for nobody in particular.
         priority: Celery's priority of its jobs.
@@ -205,17 +188,13 @@ class BatchRecord(BaseModel):
         max_chars: Characters of all texts of one request.
         output_expires_s: How long its files are kept, in seconds; None for ever.
         slices: The parts of its file.
-        ended_slices: How many of these have ended.
-        ended_lines: Lines of later slices that have ended.
-        sending: How many slices an attempt has begun to send.
-        sent: How many slices were sent.
-        progress_at: When the last result came, in Unix seconds.
-        ending: Status that a batch which is finalizing will have; None before.
+        ends: Those of them whose answers its files have, once it is known.
+        ending: Status that it will have when its files are made; None before that is known.
+        version: How often it was saved.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    batch: BatchObject
     owner: str
     tenant: str | None
     priority: int
@@ -224,65 +203,74 @@ class BatchRecord(BaseModel):
     max_chars: int
     output_expires_s: int | None = None
     slices: list[Slice] = []
-    ended_slices: int = 0
-    ended_lines: list[int] = []
-    sending: int = 0
-    sent: int = 0
-    progress_at: float = 0.0
+    ends: list[SliceEnd] = []
     ending: Status | None = None
+    version: int = 0
 
     @property
-    def id(self) -> str:
-        """Its id."""
-        return self.batch.id
+    def is_over(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.status in OVER
 
-    def with_batch(self, batch: BatchObject) -> "BatchRecord":
-        """The record, with what clients see now."""
-        return self.model_copy(update={"batch": batch})
+    @property
+    def folder(self) -> str:
+        """Where the answers of its slices are in the store of files."""
+        return f"{self.owner}/pieces/{self.id}"
+
+    @property
+    def member(self) -> str:
+        """How lists of all owners name it."""
+        return f"{self.owner}/{self.id}"
+
+    def moved(self, status: Status, **changes: Any) -> Self:
+        """The batch in another status, with other changes."""
+        at = {f"{status.value}_at": getattr(self, f"{status.value}_at", None) or int(time.time())}
+        return self.model_copy(update={**changes, **at, "status": status})
+
+    def counted(self, ends: Iterable[SliceEnd]) -> Self:
+        """The batch with the counts of some slices."""
+        ends = list(ends)
+        completed, failed, read, written = (
+            sum(getattr(each, name) for each in ends)
+            for name in ("completed", "failed", "input_tokens", "output_tokens")
+        )
+        counts = RequestCounts(total=self.request_counts.total, completed=completed, failed=failed)
+        usage = BatchUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+        return self.model_copy(update={"request_counts": counts, "usage": usage})
 
 
-# Turns, and what they save
+# Where they are kept
 
 
 #: How long a batch is known after its end, in seconds.
 KEPT_S = 30 * 86_400.0
 
+#: After so long without a sign of life, in seconds, a batch is taken up again: its message was
+#: lost, or whoever ran it was killed between two steps.
+LIFE_S = 60.0
+
+#: How many batches are taken up at a time.
+MAX_LOST = 100
+
 
 class Superseded(BatcheryError):
-    """Another attempt has the turn of a batch, so this one changes nothing more."""
-
-
-class Turn(NamedTuple):
-    """The right to save a batch.
-
-    Attributes:
-        number: How many turns came before.
-        token: What the batch has, too, as long as nobody else has begun.
-    """
-
-    number: int
-    token: str
-
-
-class Piece(NamedTuple):
-    """Lines of the output or error file, in a file of the store.
-
-    Attributes:
-        name: In the folder of the batch's pieces; begins with the kind, `output` or `error`.
-        bytes: How long it is.
-    """
-
-    name: str
-    bytes: int
+    """Another process has saved the batch, so this one changes nothing."""
 
 
 class BatchStore:
-    """The batches."""
+    """The batches: their records in Redis, the answers of their slices in the store of files.
 
-    def __init__(self, store: Store, files: FileStore, jobs: JobQueue) -> None:
+    batch:ID         HASH: the record, and its version
+    slices:ID        HASH: how far each slice is, while the batch is open
+    batches:OWNER    ZSET: ids of an owner's batches
+    open:OWNER       SET: ids of those of them that are not over
+    open             ZSET: all that are not over, by when they are taken up without a sign of life
+    """
+
+    def __init__(self, store: Store, files: FileStore) -> None:
         self._store = store
         self._files = files
-        self._jobs = jobs
+        self._open_key = store.key("open")
 
     def create(
         self,
@@ -307,30 +295,19 @@ class BatchStore:
             Problem: There is no such file, it will be gone before the batch is over, or the
                 caller has too many open batches.
         """
-        owner = get_owner(caller)
-        file = self._files.get(owner, input_file_id)
+        owner, now_s = get_owner(caller), int(time.time())
+        file, wrong = self._files.get(owner, input_file_id), ""
         if file.purpose != INPUT_PURPOSE:
-            raise Problem(
-                Kind.INVALID,
-                f"file {file.id}: its purpose is {file.purpose}, and must be {INPUT_PURPOSE}",
-                param="input_file_id",
-            )
-        now_s = int(time.time())
-        if file.expires_at is not None and file.expires_at < now_s + window_s:
-            raise Problem(
-                Kind.INVALID,
-                f"file {file.id} expires before the completion window of the batch is over;"
-                " give the file more time, or the batch less",
-                param="input_file_id",
-            )
+            wrong = f"its purpose is {file.purpose}, and must be {INPUT_PURPOSE}"
+        elif file.expires_at is not None and file.expires_at < now_s + window_s:
+            wrong = "expires before the completion window of the batch is over"
+        if wrong:
+            raise Problem(Kind.INVALID, f"file {file.id}: {wrong}", param="input_file_id")
         record = BatchRecord(
-            batch=BatchObject(
-                id=new_id("batch_"),
-                input_file_id=file.id,
-                created_at=now_s,
-                expires_at=now_s + window_s,
-                **said,
-            ),
+            id=new_id("batch_"),
+            input_file_id=file.id,
+            created_at=now_s,
+            expires_at=now_s + window_s,
             owner=owner,
             tenant=caller.tenant,
             priority=priority if caller.priority is None else caller.priority,
@@ -338,13 +315,17 @@ class BatchStore:
             max_items=caller.max_items,
             max_chars=caller.max_chars,
             output_expires_s=expires_s,
+            **said,
         )
         self.add(record, caller.max_open_batches)
+        self._advance(record)
+        return record
+
+    def _advance(self, record: BatchRecord) -> None:
         try:
-            self._jobs.send(build_work_name(record), 0, tenant=record.tenant)
+            self._store.send(BATCH, record.id, tenant=record.tenant)
         except OperationalError as error:
-            logger.warning("batch %s: begins as soon as the broker is back: %s", record.id, error)
-        return record.batch
+            logger.warning("batch %s: waits until the broker is back: %s", record.id, error)
 
     def add(self, record: BatchRecord, max_open: int) -> None:
         """Keeps a new batch, which is open.
@@ -353,16 +334,10 @@ class BatchStore:
             Problem: Its owner has too many open ones.
         """
         owner, id_ = record.owner, record.id
-        keys = [
-            self._key(id_),
-            self._store.key("batches", owner),
-            self._store.key("open", owner),
-            self._jobs.due_key,
-        ]
-        text, due_s = record.model_dump_json(), time.time() + LOST_S
-        if not self._store.script(
-            "add_batch", keys, max_open, id_, owner, text, build_work_name(record), due_s
-        ):
+        lists = [self._store.key("batches", owner), self._store.key("open", owner)]
+        keys = [self._key(id_), *lists, self._open_key]
+        args = (max_open, id_, record.model_dump_json(), record.member, time.time() + LIFE_S)
+        if not self._store.script("add_batch", keys, *args):
             raise Problem(
                 Kind.OVERLOADED,
                 f"{max_open} batches are open, and gateway.max_open_batches allows no more;"
@@ -370,106 +345,82 @@ class BatchStore:
                 retry_after_s=60,
             )
 
-    def begin(self, batch_id: str, number: int) -> tuple[BatchRecord, Turn] | None:
-        """Begins a turn; None if it is over.
+    def save(self, record: BatchRecord, files: Sequence[FileObject] = ()) -> BatchRecord:
+        """Keeps what has become of a batch, and makes files known; all of it or nothing.
 
-        Args:
-            batch_id: The batch.
-            number: Of the turn; -1 for the next one.
+        Raises:
+            Superseded: Somebody else has saved it meanwhile.
         """
-        token = secrets.token_hex(8)
-        work, due_s = f"{BATCH} {batch_id}", time.time() + LOST_S
-        keys = [self._key(batch_id), self._jobs.due_key]
-        found = self._store.script("claim_batch", keys, number, token, work, due_s)
-        if not found:
-            return None
-        return BatchRecord.model_validate_json(found[0]), Turn(int(found[1]), token)
-
-    def save(
-        self,
-        record: BatchRecord,
-        turn: Turn,
-        *,
-        pieces: Sequence[Piece] = (),
-        files: Sequence[FileObject] = (),
-    ) -> None:
-        """Keeps what has become of a batch, and makes files known; all of it or nothing."""
-        encoded = [json.dumps(piece) for piece in pieces]
+        saved = record.model_copy(update={"version": record.version + 1})
+        keys = [self._key(record.id), self._files.get_key(record.owner), self._files.removals_key]
         published = [part for each in files for part in self._files.publishing(record.owner, each)]
-        self._save(record, turn, record.model_dump_json(), [len(encoded), *encoded, *published])
+        args = (record.version, saved.model_dump_json(), *published)
+        if not self._store.script("save_batch", keys, *args):
+            raise Superseded(f"batch {record.id}: another process goes on with it")
+        logger.info("batch %s: %s", record.id, record.status)
+        return saved
 
-    def touch(self, record: BatchRecord, turn: Turn) -> None:
-        """Shows that a turn goes on."""
-        self._save(record, turn, "", [0])
-
-    def _save(self, record: BatchRecord, turn: Turn, text: str, rest: Sequence[Any]) -> None:
-        keys = [
-            self._key(record.id),
-            self._jobs.due_key,
-            self._pieces_key(record.id),
-            self._files.get_key(record.owner),
-            self._files.removals_key,
-        ]
-        due_s = time.time() + LOST_S
-        head = (turn.token, build_work_name(record), due_s, text, turn.number)
-        if not self._store.script("save_batch", keys, *head, *rest):
-            raise Superseded(f"batch {record.id}: another attempt goes on with it")
+    def load(self, batch_id: str) -> BatchRecord | None:
+        """A batch, with its counts as they are now; None if there is none."""
+        return next(iter(self._read([batch_id])), None)
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
-        """A batch, as clients see it: it may be about to be cancelled.
+        """A batch of an owner.
 
         Raises:
             Problem: There is none.
         """
-        records = self._read([batch_id]) if re.fullmatch(BATCH_ID, batch_id) else []
-        if not records or records[0].owner != owner:
+        record = self.load(batch_id) if re.fullmatch(BATCH_ID, batch_id) else None
+        if record is None or record.owner != owner:
             raise Problem(Kind.NOT_FOUND, f"batch {batch_id!r:.100}: no such batch", param="id")
-        return records[0]
+        return record
 
-    def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchObject], bool]:
+    def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Some batches, the newest first, and whether there are more."""
-        key = self._store.key("batches", owner)
-        start = f"({after}" if after else "+"
+        key, start = self._store.key("batches", owner), f"({after}" if after else "+"
         found = self._store.call(
             lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
         )
-        records = self._read([each.decode() for each in found[:limit]])
-        return [each.batch for each in records], len(found) > limit
+        return self._read([each.decode() for each in found[:limit]]), len(found) > limit
 
     def _read(self, ids: Sequence[str]) -> list[BatchRecord]:
         with self._store.client() as client, client.pipeline(transaction=False) as pipe:
             for each in ids:
-                pipe.hmget(self._key(each), "record", "cancelled_at")
-            found: list[list[bytes | None]] = pipe.execute()
-        return [
-            _seen(BatchRecord.model_validate_json(text), at)
-            for text, at in found
-            if text is not None
-        ]
+                pipe.hget(self._key(each), "record")
+                pipe.hgetall(self._slices_key(each))
+            found = pipe.execute()
+        records = []
+        for text, slices in zip(found[::2], found[1::2], strict=True):
+            if text is not None:
+                record = BatchRecord.model_validate_json(text)
+                ends = {**_read_ends(slices, b"now"), **_read_ends(slices, b"end")}
+                is_running = record.status is Status.IN_PROGRESS
+                records.append(record.counted(ends.values()) if is_running else record)
+        return records
 
     def uses(self, owner: str, file_id: str) -> str | None:
         """Id of a batch that still reads a file."""
         key = self._store.key("open", owner)
         ids = [each.decode() for each in self._store.call(lambda client: client.smembers(key))]
         for record in self._read(ids):
-            if record.batch.input_file_id == file_id and not record.batch.is_over:
+            if record.input_file_id == file_id and not record.is_over:
                 return record.id
         return None
 
     def cancel(self, owner: str, batch_id: str) -> BatchObject:
-        """Has a batch cancelled by whoever has its turn; what has come back by then is kept.
+        """Has a batch cancelled; what has come back by then is kept.
 
         Raises:
             Problem: There is no such batch, or it is too late.
         """
-        batch = self.get(owner, batch_id).batch
-        if not batch.can_be_cancelled:
-            raise Problem(
-                Kind.CONFLICT, f"batch {batch_id} is {batch.status}: too late to cancel it"
-            )
-        now_s, key = int(time.time()), self._key(batch_id)
-        self._store.call(lambda client: client.hsetnx(key, "cancelled_at", now_s))
-        return self.get(owner, batch_id).batch
+        while (record := self.get(owner, batch_id)).status is not Status.CANCELLING:
+            if record.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+                text = f"batch {batch_id} is {record.status}: too late to cancel it"
+                raise Problem(Kind.CONFLICT, text)
+            with suppress(Superseded):
+                self.save(record.moved(Status.CANCELLING))
+        self._advance(record)
+        return record
 
     def delete_file(self, owner: str, file_id: str) -> None:
         """Removes a file.
@@ -485,58 +436,82 @@ class BatchStore:
             )
         self._files.remove(owner, file_id)
 
-    def cancelled_at(self, record: BatchRecord) -> int | None:
-        """When a batch was to be cancelled, in seconds; None if it was not."""
-        key = self._key(record.id)
-        found = self._store.call(lambda client: client.hget(key, "cancelled_at"))
-        return None if found is None else int(found)
+    # Steps
 
-    def pieces(self, record: BatchRecord) -> list[Piece]:
-        """What has come back, in the order in which it did."""
-        key = self._pieces_key(record.id)
-        found = self._store.call(lambda client: client.lrange(key, 0, -1))
-        return [Piece(*json.loads(each)) for each in found]
+    @contextmanager
+    def attempt(self, record: BatchRecord, step: str) -> Iterator[int]:
+        """A step of a batch; says how many attempts at it in a row were killed."""
+        key, field = self._slices_key(record.id), f"lost {step}"
+        count = self._store.call(lambda client: client.hincrby(key, field, 1))
+        self.show_life(record)
+        try:
+            yield count - 1
+        finally:
+            self._store.call(lambda client: client.hdel(key, field))
 
-    def close(self, record: BatchRecord) -> None:
-        """Tidies up behind a batch that is over."""
-        self._files.storage.remove_folder(build_folder_name(record.owner, record.id))
+    def show_life(self, record: BatchRecord) -> bool:
+        """Shows that somebody is at work on a batch; False if it was saved by somebody else."""
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            pipe.zadd(self._open_key, {record.member: time.time() + LIFE_S}, xx=True)
+            pipe.hget(self._key(record.id), "version")
+            return bool(pipe.execute()[1] == b"%d" % record.version)
+
+    def find_lost(self) -> list[str]:
+        """Ids of open batches that have shown no sign of life; they count as taken up."""
+        due = self._store.take_due(self._open_key, MAX_LOST, LIFE_S)
+        return [each.partition("/")[2] for each in due]
+
+    def ends(self, record: BatchRecord) -> dict[int, SliceEnd]:
+        """The slices that have ended, by number."""
+        slices = self._store.call(lambda client: client.hgetall(self._slices_key(record.id)))
+        return _read_ends(slices, b"end")
+
+    def begins(self, record: BatchRecord, number: int) -> bool:
+        """Whether nobody has begun to send a slice before."""
+        key, field = self._slices_key(record.id), f"begun {number}"
+        return bool(self._store.call(lambda client: client.hsetnx(key, field, b"")))
+
+    def progress(self, record: BatchRecord, number: int) -> SliceEnd | None:
+        """How far a slice was when its last result came; None if it was not sent yet."""
+        key, field = self._slices_key(record.id), f"now {number}"
+        now = self._store.call(lambda client: client.hget(key, field))
+        return SliceEnd.model_validate_json(now) if now else None
+
+    def show_progress(self, record: BatchRecord, number: int, now: SliceEnd) -> None:
+        """Keeps how far a slice is that was sent."""
+        key, text = self._slices_key(record.id), now.model_dump_json()
+        self._store.call(lambda client: client.hset(key, f"now {number}", text))
+
+    def end_slice(self, record: BatchRecord, number: int, end: SliceEnd) -> bool:
+        """Keeps what has become of a slice; False if somebody else has done so."""
+        key, field, text = self._slices_key(record.id), f"end {number}", end.model_dump_json()
+        return bool(self._store.call(lambda client: client.hsetnx(key, field, text)))
+
+    def close(self, record: BatchRecord, *, is_forgotten: bool = False) -> None:
+        """Tidies up behind a batch that is over; forgets it now, or when its time has come."""
+        self._files.storage.remove(record.folder)
         with self._store.client() as client, client.pipeline() as pipe:
-            pipe.zrem(self._jobs.due_key, build_work_name(record))
+            pipe.zrem(self._open_key, record.member)
             pipe.srem(self._store.key("open", record.owner), record.id)
-            pipe.delete(self._pieces_key(record.id))
-            member = f"{record.owner}/{record.id}"
-            pipe.zadd(self._files.removals_key, {member: time.time() + KEPT_S})
-            pipe.execute()
-
-    def remove(self, owner: str, batch_id: str) -> None:
-        """Forgets a batch, and what a late process may have left of it."""
-        self._files.storage.remove_folder(build_folder_name(owner, batch_id))
-        with self._store.client() as client, client.pipeline() as pipe:
-            pipe.zrem(self._store.key("batches", owner), batch_id)
-            pipe.delete(self._key(batch_id))
-            pipe.zrem(self._files.removals_key, f"{owner}/{batch_id}")
+            pipe.delete(self._slices_key(record.id))
+            pipe.zadd(self._files.removals_key, {record.member: time.time() + KEPT_S})
+            if is_forgotten:
+                pipe.zrem(self._store.key("batches", record.owner), record.id)
+                pipe.delete(self._key(record.id))
+                pipe.zrem(self._files.removals_key, record.member)
             pipe.execute()
 
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)
 
-    def _pieces_key(self, batch_id: str) -> bytes:
-        return self._store.key("pieces", batch_id)
+    def _slices_key(self, batch_id: str) -> bytes:
+        return self._store.key("slices", batch_id)
 
 
-def build_work_name(record: BatchRecord) -> str:
-    """The work of a batch, for the queue."""
-    return f"{BATCH} {record.id}"
-
-
-def build_folder_name(owner: str, batch_id: str) -> str:
-    """The folder of a batch's pieces."""
-    return f"{owner}/pieces/{batch_id}"
-
-
-def _seen(record: BatchRecord, cancelled_at: bytes | None) -> BatchRecord:
-    batch = record.batch
-    if cancelled_at is None or not batch.can_be_cancelled:
-        return record
-    changes = {"status": Status.CANCELLING, "cancelling_at": int(cancelled_at)}
-    return record.with_batch(batch.model_copy(update=changes))
+def _read_ends(slices: Mapping[bytes, bytes], kind: bytes) -> dict[int, SliceEnd]:
+    return {
+        int(number): SliceEnd.model_validate_json(text)
+        for field, text in slices.items()
+        for name, _, number in [field.partition(b" ")]
+        if name == kind
+    }

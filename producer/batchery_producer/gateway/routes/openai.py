@@ -440,7 +440,7 @@ def list_batches(
 @router.get("/v1/batches/{batch_id}")
 def get_batch(request: Request, batch_id: str) -> BatchObject:
     """A batch, as it is now."""
-    return get_gateway(request).batches.get(get_owner(request.state.caller), batch_id).batch
+    return get_gateway(request).batches.get(get_owner(request.state.caller), batch_id)
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses={409: {"description": "It is too late."}})

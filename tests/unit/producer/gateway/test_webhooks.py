@@ -1,42 +1,24 @@
 """Where webhooks may go, and how they are posted."""
 
-import hashlib
-
 import pytest
+from httpcore2 import URL
 
-from batchery_producer.gateway.callers import hash_key
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.webhooks import (
-    WebhookTarget,
-    derive_secret,
-    may_connect,
-    resolve_target,
-    signature,
-)
+from batchery_producer.gateway.webhooks import find_target, may_connect
 
 HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8", "fec0:1::/32"]
 
 
 @pytest.mark.parametrize(
-    ("url", "target", "header"),
+    ("url", "target"),
     [
-        (
-            "https://hooks.example.com/a/b?c=d#e",
-            WebhookTarget("https", "hooks.example.com", 443, "/a/b?c=d"),
-            "hooks.example.com",
-        ),
-        (
-            "http://HOOKS.example.com:8080",
-            WebhookTarget("http", "hooks.example.com", 8080, "/"),
-            "hooks.example.com:8080",
-        ),
-        ("http://10.1.2.3/x", WebhookTarget("http", "10.1.2.3", 80, "/x"), "10.1.2.3"),
-        ("http://[fd00::1]:81/", WebhookTarget("http", "fd00::1", 81, "/"), "[fd00::1]:81"),
+        ("https://hooks.example.com/a/b?c=d#e", "https://hooks.example.com:443/a/b?c=d"),
+        ("http://HOOKS.example.com:8080", "http://hooks.example.com:8080/"),
+        ("http://10.1.2.3/x", "http://10.1.2.3:80/x"),
     ],
 )
-def test_url_of_a_listed_host(url: str, target: WebhookTarget, header: str) -> None:
-    found = resolve_target(url, HOSTS)
-    assert (found, found.host_header) == (target, header)
+def test_url_of_a_listed_host(url: str, target: str) -> None:
+    assert find_target(url, HOSTS) == URL(target)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +49,12 @@ def test_url_of_a_listed_host(url: str, target: WebhookTarget, header: str) -> N
 )
 def test_any_other_url_is_refused(url: str) -> None:
     with pytest.raises(Problem, match="webhook: "):
-        resolve_target(url, HOSTS)
+        find_target(url, HOSTS)
 
 
 def test_without_hosts_none_is_allowed() -> None:
     with pytest.raises(Problem, match="webhook_hosts"):
-        resolve_target("https://hooks.example.com/", [])
+        find_target("https://hooks.example.com/", [])
 
 
 @pytest.mark.parametrize(
@@ -108,14 +90,3 @@ def test_without_hosts_none_is_allowed() -> None:
 )
 def test_private_address_must_be_listed(address: str, may: bool) -> None:
     assert may_connect(address, HOSTS) is may
-
-
-def test_signature_is_the_hmac_that_openssl_computes() -> None:
-    # printf ID.TIME.BODY | openssl dgst -sha256 -hmac SECRET -binary | base64
-    wanted = "v1,MD1MPdHgvT7t00HqI0smnVTsEOlI81T0Q/7zk48bmFY="
-    secret = b"32 bytes that are a digest, too.."
-    assert signature(secret, "a-task", 1790000000, b'{"number": 7}') == wanted
-
-
-def test_secret_is_the_digest_of_the_key() -> None:
-    assert derive_secret(hash_key("sk-batchery-a")) == hashlib.sha256(b"sk-batchery-a").digest()

@@ -40,7 +40,9 @@ def test_good_file_has_a_model_and_no_errors() -> None:
         (b'"text"', "invalid_json_line", "expected an object"),
         (b"\xff\xfe", "invalid_json_line", "at byte 0; upload the file in UTF-8"),
         (b"1" * 5000, "invalid_json_line", "more than 4300 digits; send it as a string"),
-        (b"[" * 100_000, "invalid_json_line", "not JSON"),
+        (b"[" * 50_000, "invalid_json_line", "not JSON"),
+        (b"[" * 100_000, "too_large", "more than 300,000 values"),
+        (request("b", body={"model": "embed", "input": [[1]] * 60_000}), "too_large", "values"),
         (request(None), "missing_custom_id", "no custom_id"),
         (request(7), "missing_custom_id", "no custom_id"),
         (b'{"custom_id": "\\ud800"}', "invalid_custom_id", "half a character"),
@@ -91,3 +93,11 @@ def test_file_has_a_maximum_of_requests(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_so_many_errors_are_told() -> None:
     found = check(*[b"{"] * (MAX_ERRORS + 5))
     assert (len(found.errors), found.requests) == (MAX_ERRORS, MAX_ERRORS + 5)
+
+
+def test_line_of_15_mb_is_read_only_where_it_has_few_values() -> None:
+
+    text, lists = 'a,[{"' * 2_500_000, [[1]] * 2_900_000
+    assert check(request("a", body={"model": "embed", "input": text})).errors == []
+    found = check(request("a"), request("b", body={"model": "embed", "input": lists}))
+    assert [(each.line, each.code) for each in found.errors] == [(2, "too_large")]

@@ -1,17 +1,21 @@
-"""Webhooks as jobs: receivers that trickle, hosts that are busy, workers that are killed."""
+"""How webhooks are posted: over TLS, to receivers that trickle or are busy, by killed workers."""
 
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import pytest
 
 from batchery_producer.gateway import webhooks
-from batchery_producer.gateway.callers import make_key
-from batchery_producer.gateway.webhooks import MAX_PER_HOST, Undeliverable, post, resolve_target
+from batchery_producer.gateway.callers import make_key, make_webhook_secret
+from batchery_producer.gateway.webhooks import MAX_PER_HOST, Undeliverable, find_target, post
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, wait_for
@@ -71,7 +75,10 @@ def gateway(start_gateway: StartGateway, worker: Worker, redis_url: str) -> Gate
     settings = {
         "tasks": ["apps.shop.*"],
         "webhook_hosts": ["127.0.0.0/8"],
-        "keys": {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH}},
+        "keys": {
+            name: {"hash": hashed, "webhook_secret": make_webhook_secret()}
+            for name, hashed in (("shop", HASH), ("other", OTHER_HASH))
+        },
         "worker": True,
     }
     return start_gateway(
@@ -99,15 +106,6 @@ def trickling() -> Iterator[list[Trickling]]:
         yield [stack.enter_context(Trickling(host)) for host in hosts]
 
 
-def test_attempt_has_one_deadline_however_a_receiver_trickles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(webhooks, "DEADLINE_S", 1.0)
-    hosts = ("127.0.0.1",)
-    with Trickling() as receiver, pytest.raises(Undeliverable, match="no answer within 1 s"):
-        post(resolve_target(receiver.url, hosts), hosts, b"{}", "the-id", 1, None)
-
-
 def test_receivers_that_never_end_stop_nobody_else_s(
     gateway: GatewayProcess, trickling: list[Trickling]
 ) -> None:
@@ -130,12 +128,12 @@ def test_host_gets_a_few_at_once(gateway: GatewayProcess) -> None:
 
 
 def test_webhook_comes_though_its_worker_was_killed_while_it_was_posted(
-    gateway: GatewayProcess, store: Any
+    gateway: GatewayProcess,
 ) -> None:
     came = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        task_id = later(gateway, f"http://127.0.0.1:{port}")
+        later(gateway, f"http://127.0.0.1:{port}")
         connection, _ = silent.accept()
         came.append(connection)
         for each in psutil.Process(gateway.process.pid).children(recursive=True):
@@ -149,4 +147,86 @@ def test_webhook_comes_though_its_worker_was_killed_while_it_was_posted(
         connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
         connection.close()
         came[0].close()
-        wait_for(lambda: not store.exists(f"batchery:http:webhook:{task_id}"), "it is over", 60)
+
+
+# One attempt
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """A certificate for a host name that has signed itself, with its key in the same file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    path = folder / f"{name}.pem"
+    new = folder / "certificate"
+    options = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}")
+    files = ("-addext", f"subjectAltName=DNS:{name}", "-keyout", str(path), "-out", str(new))
+    subprocess.run(["openssl", "req", *options, *files], check=True, capture_output=True)
+    path.write_bytes(path.read_bytes() + new.read_bytes())
+    return path
+
+
+def receiver(path: Path) -> WebhookReceiver:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(path)
+    return WebhookReceiver(tls=tls)
+
+
+def send(url: str) -> None:
+    post(find_target(f"{url}/done?a=b", LOOPBACK), LOOPBACK, b"{}", "the-id", None)
+
+
+def test_webhook_arrives_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = certificate(tmp_path, "localhost")
+    # As an operator names the authority of an own network.
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    with receiver(path) as listening:
+        send(listening.url)
+    (received,) = listening.received
+    assert (received.path, received.body) == ("/done?a=b", b"{}")
+    assert received.headers["Host"] == listening.url.removeprefix("https://")
+
+
+def test_webhook_goes_to_the_next_address_where_nobody_listens_at_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def find(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        names = ("10.0.0.1", "127.0.0.2", "127.0.0.1") if host == "hooks.example" else (host,)
+        return [found for each in names for found in look_up(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    hosts = ("hooks.example", "127.0.0.0/8")
+    with WebhookReceiver() as listening:
+        url = listening.url.replace("127.0.0.1", "hooks.example")
+        post(find_target(url, hosts), hosts, b"{}", "the-id", None)
+    assert len(listening.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_trusted", "why"),
+    [("localhost", False, "self-signed certificate"), ("elsewhere", True, "Hostname mismatch")],
+)
+def test_receiver_whose_certificate_does_not_hold_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_trusted: bool, why: str
+) -> None:
+    path = certificate(tmp_path, name)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    with receiver(path) as listening, pytest.raises(Undeliverable, match=why) as raised:
+        send(listening.url)
+    # It may be mended before the next attempt.
+    assert not raised.value.is_final
+    assert listening.received == []
+
+
+def test_attempt_has_one_deadline_however_a_receiver_trickles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhooks, "DEADLINE_S", 1.0)
+    hosts = ("127.0.0.1",)
+    with Trickling() as receiver, pytest.raises(Undeliverable, match="no answer within 1 s"):
+        post(find_target(receiver.url, hosts), hosts, b"{}", "the-id", None)
