@@ -37,12 +37,6 @@ def worker(
     return start_module_worker("apps.shop", cwd=folder).wait_answers(shop.app)
 
 
-def known(task_id: str) -> Any:
-    """What is known of a job; None if nothing is."""
-    found = find(shop.app, task_id)
-    return None if found.state == "UNKNOWN" else found
-
-
 def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
     code, out, err = run(redis_url, "batchery", "explain", task_id, "-A", "apps.shop", "--json")
     assert out, err
@@ -219,7 +213,7 @@ def test_a_job_without_a_result_is_looked_for_in_the_workers(
         scheduled = shop.shout.apply_async(("later",), countdown=600)
         wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
         for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
-            found = wait_for(partial(known, job.id), "the worker answers in time")
+            found = find(shop.app, job.id)
             assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
     waiting.get(timeout=TIMEOUT_S)
 

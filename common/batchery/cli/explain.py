@@ -12,6 +12,13 @@ from celery.app.control import flatten_reply
 
 from batchery.cli.app import check_backend, check_broker, timeout_option, with_app
 from batchery.cli.console import AWAY, broker_errors, printable
+from batchery.cli.survey import (
+    DISCOVERY_S,
+    PATIENCE_S,
+    ask_workers,
+    find_workers,
+    registered_workers,
+)
 from batchery.errors import StartError, counted
 from batchery.transport.dead_letters import DeadLetters
 
@@ -43,9 +50,6 @@ Exit codes:
   3  it is not finished
   4  nothing is known of it
 """
-
-#: How long workers may take to say whether they have the job, in seconds.
-ANSWER_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def format_error(error: BaseException) -> str:
 @click.command(help=HELP)
 @click.argument("task_id")
 @with_app
-@timeout_option(ANSWER_TIMEOUT_S, "How long to wait for the workers' answers.")
+@timeout_option(PATIENCE_S, "How long to wait for a worker that lives and does not answer.")
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.pass_context
 def explain(
@@ -163,13 +167,13 @@ def explain(
     context.exit(found.exit_code)
 
 
-def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobStatus:
+def find(app: Celery, task_id: str, timeout_s: float = PATIENCE_S) -> JobStatus:
     """Looks for a job: first in the result backend, then in the workers.
 
     Args:
         app: The app whose backend and workers are asked.
         task_id: Id of the job.
-        timeout_s: How long workers may take to answer, in seconds. If there is a result, nobody
+        timeout_s: How long workers are awaited that live, in seconds. If there is a result, nobody
             asks them.
     """
     check_backend(app)
@@ -179,10 +183,15 @@ def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobS
             job = from_result(task_id, stored)
             return _with_dead_letter(app, job) if job.exit_code == FAILED else job
         check_broker(app)
-        replies = app.control.broadcast(
-            "query_task", arguments={"ids": [task_id]}, reply=True, timeout=timeout_s
-        )
-        job = from_workers(task_id, flatten_reply(replies or []))
+        live = find_workers(app, registered_workers(app))
+        answers = ask_workers(app, "query_task", timeout_s, live, ids=[task_id])
+        job = from_workers(task_id, answers)
+        if job.state == "UNKNOWN":
+            # Of plain workers Redis knows nothing.
+            replies = app.control.broadcast(
+                "query_task", arguments={"ids": [task_id]}, reply=True, timeout=DISCOVERY_S
+            )
+            job = from_workers(task_id, {**answers, **flatten_reply(replies or [])})
         # Its result may be ignored, or gone.
         return _with_dead_letter(app, job) if job.exit_code == UNKNOWN else job
 
