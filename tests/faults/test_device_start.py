@@ -2,14 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from apps import slow_start
+from batchery_worker.devstack.stack import READY, WORKER
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import PYTHONPATH, Worker, kill_all, wait_for
 from support.patience import patient
 from support.redis_places import with_password
 
@@ -89,6 +92,26 @@ def test_all_but_models_need_not_wait_for_models(
     assert job.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
     assert worker.log.count("models are ready after ") == 1
     assert worker.stop() == 0
+
+
+def test_worker_of_up_is_ready_with_its_models(tmp_path: Path, redis_url: str) -> None:
+    env = {"GATE_FOLDER": str(tmp_path), "ORDINARY": "1", "PYTHONPATH": PYTHONPATH}
+    env |= {"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url}
+    command = [sys.executable, "-m", WORKER, "-A", "apps.slow_start", "worker", "-c", "1"]
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        app = slow_start.app
+        app.conf.update(broker_url=redis_url, result_backend=redis_url)
+        assert app.send_task("plain").get(timeout=TIMEOUT_S) == "done"
+        assert READY not in said.read_text()
+        (tmp_path / "gate").touch()
+        wait_for(lambda: READY in said.read_text(), "it is ready", TIMEOUT_S)
+    finally:
+        kill_all(process)
 
 
 def test_wrong_password_is_logged_before_models_are_loaded(

@@ -6,6 +6,8 @@ several says what each one serves. `up` runs one, and what it left out nobody wo
 
 import logging
 import os
+import threading
+import time
 from typing import Any
 
 from celery.__main__ import main
@@ -16,6 +18,9 @@ from batchery_worker.devstack.stack import READY
 
 #: To print would not do: Celery makes a record of its log of that.
 STDOUT = 1
+
+#: How often it is looked whether devices are ready, in seconds.
+LOOK_S = 0.05
 
 #: They log two lines for each job, with its whole result.
 LOGGERS_OF_JOBS = ("celery.worker.strategy", "celery.app.trace")
@@ -38,8 +43,14 @@ def leave_jobs_out(loglevel: int, **_: Any) -> None:
 
 
 @worker_ready.connect
-def say_ready(**_: Any) -> None:
-    """Tells `up`."""
+def say_ready(sender: Any, **_: Any) -> None:
+    """Tells `up`, once models are there: a worker with ordinary tasks does not wait for them."""
+    threading.Thread(target=_await_devices, args=(sender.pool,), daemon=True).start()
+
+
+def _await_devices(pool: Any) -> None:
+    while not all(device.ready_s for device in getattr(pool, "devices", None) or ()):
+        time.sleep(LOOK_S)
     os.write(STDOUT, f"{READY}\n".encode())
 
 
