@@ -13,6 +13,9 @@ TORCH_INDEX ?=
 TESTS ?=
 ARGS ?=
 
+# In which order `make test-all` runs: the seed that an earlier run has printed.
+SEED ?=
+
 # How many test processes at a time: more than processors, as most tests wait for processes that they
 # have started. Each takes 0.8 GB, and what it starts about as much.
 PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
@@ -73,7 +76,7 @@ test: $(INSTALLED) ## what is pure, and the main promises, in six minutes (TESTS
 	  --hypothesis-profile=fixed $(ARGS) $(or $(TESTS),$(FIRST_TESTS))
 
 test-all: test $(HELM_INSTALLED) ## then everything else, in random order, on each Redis there is
-	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PYTEST) $(ARGS) tests \
+	TEST_REDIS_SERVER="$(REDIS_SERVER)" $(PYTEST) $(if $(SEED),--randomly-seed=$(SEED)) $(ARGS) tests \
 	  $(addprefix --ignore=,$(filter-out tests/servers,$(FIRST_TESTS)))
 
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
