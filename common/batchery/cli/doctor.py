@@ -9,13 +9,12 @@ import platform
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import click
 import redis
@@ -155,15 +154,9 @@ class Deployment:
         return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
 
 
-class Check(NamedTuple):
-    """What is looked for, why it matters, and a line to copy; words in capitals are the user's."""
-
-    name: str
-    severity: str
-    why: str
-    fix: str
-    find: Callable[[Deployment], Iterable[str]]
-
+#: A check: its name, its severity, why it matters, a line to copy, and what finds it. Words in
+#: capitals of the line are the user's to fill in.
+Check = tuple[str, str, str, str, Callable[[Deployment], Iterable[str]]]
 
 CHECKS: list[Check] = []
 
@@ -172,7 +165,7 @@ def check(name: str, severity: str, why: str, fix: str) -> Callable[..., Any]:
     """Registers a check."""
 
     def register(find: Callable[[Deployment], Iterable[str]]) -> Any:
-        CHECKS.append(Check(name, severity, why, fix, find))
+        CHECKS.append((name, severity, why, fix, find))
         return find
 
     return register
@@ -412,47 +405,36 @@ def find_open_flower(on: Deployment) -> Iterator[str]:
 # What was found
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, and what to do."""
+def diagnose(on: Deployment, path: str) -> dict[str, Any]:
+    """Makes all checks.
 
-    check: str
-    severity: str
-    found: str
-    why: str
-    fix: str
+    Args:
+        on: The deployment.
+        path: That of its app, as for `celery -A`.
 
-
-@dataclass
-class Diagnosis:
-    """What was found, errors first; why a check could not be made; and how many found nothing."""
-
-    findings: list[Finding] = field(default_factory=list)
-    unchecked: dict[str, str] = field(default_factory=dict)
-    passed: int = 0
-
-    @property
-    def exit_code(self) -> int:
-        """0 for no finding, 1 for warnings, 2 for errors; what is unchecked does not count."""
-        return max((SEVERITIES[each.severity] for each in self.findings), default=0)
-
-
-def diagnose(on: Deployment, path: str) -> Diagnosis:
-    """Makes all checks; `path` is the app's, as for `celery -A`."""
-    diagnosis = Diagnosis()
-    for each in CHECKS:
+    Returns:
+        `findings`, errors first, each with `check`, `severity`, `found`, `why` and `fix`; why
+        checks are `unchecked`, by name; the number that `passed`; and the `exit_code`: that of the
+        worst finding.
+    """
+    findings: list[dict[str, str]] = []
+    unchecked: dict[str, str] = {}
+    passed = 0
+    for name, severity, why, fix, find in CHECKS:
         try:
-            found = list(each.find(on))
+            found = list(find(on))
         except Exception as error:  # noqa: BLE001 (an app's code, and a system, may raise anything)
-            diagnosis.unchecked[each.name] = _explain(on, error)
+            unchecked[name] = _explain(on, error)
             continue
-        diagnosis.passed += not found
-        fix = each.fix.replace("APP", path)
-        diagnosis.findings += [
-            Finding(each.name, each.severity, text, each.why, fix) for text in found
+        passed += not found
+        texts = {"why": why, "fix": fix.replace("APP", path)}
+        findings += [
+            {"check": name, "severity": severity, "found": each, **texts} for each in found
         ]
-    diagnosis.findings.sort(key=lambda each: -SEVERITIES[each.severity])
-    return diagnosis
+    findings.sort(key=lambda each: -SEVERITIES[each["severity"]])
+    worst = SEVERITIES[findings[0]["severity"]] if findings else 0
+    known = {"findings": findings, "unchecked": unchecked, "passed": passed}
+    return {**known, "exit_code": worst}
 
 
 def _explain(on: Deployment, error: Exception) -> str:
@@ -461,7 +443,7 @@ def _explain(on: Deployment, error: Exception) -> str:
         return f"Redis refuses it: {error}"
     if isinstance(error, (*AWAY, StartError)):
         on.redis_problem = str(error)
-    return str(error) if isinstance(error, (Unchecked, *AWAY, StartError)) else f"{error!r}"
+    return str(error) if isinstance(error, (Unchecked, *AWAY, StartError)) else repr(error)
 
 
 @click.command(help=HELP)
@@ -486,23 +468,22 @@ def doctor(
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path, redis_url)
-    found = diagnose(Deployment(app, timeout_s, flower_url), app_path)
-    if as_json:
-        click.echo(json.dumps({**asdict(found), "exit_code": found.exit_code}))
-    else:
-        click.echo(draw(found))
-    context.exit(found.exit_code)
+    report = diagnose(Deployment(app, timeout_s, flower_url), app_path)
+    click.echo(json.dumps(report) if as_json else draw(**report))
+    context.exit(report["exit_code"])
 
 
-def draw(diagnosis: Diagnosis) -> str:
+def draw(
+    findings: Sequence[Mapping[str, str]], unchecked: Mapping[str, str], passed: int, **_: Any
+) -> str:
     """A row for each finding, and for each reason why checks could not be made."""
     table = Table(box=box.SIMPLE, show_header=False)
-    for each in diagnosis.findings:
-        table.add_row(each.severity, each.check, f"{each.found}\n{each.why}\n{each.fix}")
-    for why in dict.fromkeys(diagnosis.unchecked.values()):
-        names = [name for name, each in diagnosis.unchecked.items() if each == why]
+    for each in findings:
+        text = "\n".join(each[name] for name in ("found", "why", "fix"))
+        table.add_row(each["severity"], each["check"], text)
+    for why in dict.fromkeys(unchecked.values()):
+        names = [name for name, each in unchecked.items() if each == why]
         table.add_row("unchecked", counted(len(names), "check"), f"{why}\n{', '.join(names)}")
-    wrong, unchecked = counted(len(diagnosis.findings), "finding"), len(diagnosis.unchecked)
-    passed = f"{counted(diagnosis.passed, 'check')} found nothing wrong, {wrong}"
-    end = f"{passed}; {counted(unchecked, 'check')} could not be made"
+    wrong, unmade = counted(len(findings), "finding"), counted(len(unchecked), "check")
+    end = f"{counted(passed, 'check')} found nothing wrong, {wrong}; {unmade} could not be made"
     return f"{render(table, MIN_WIDTH)}\n\n{end}" if table.row_count else end

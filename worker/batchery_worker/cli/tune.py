@@ -4,9 +4,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any, TextIO
 
@@ -74,32 +73,6 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(piece for piece in pieces if any(map(str.isalnum, piece))))
 
 
-@dataclass(slots=True)
-class Trials:
-    """What was measured with one size."""
-
-    max_batch_size: int
-    #: Items per second, of each trial.
-    rates: list[float] = field(default_factory=list)
-    #: Tokens of the items, and the same with padding.
-    tokens: int = 0
-    computed_tokens: int = 0
-
-    @property
-    def items_per_s(self) -> float:
-        """Median of all trials."""
-        return statistics.median(self.rates)
-
-    def row(self) -> dict[str, Any]:
-        """The same in JSON."""
-        return {
-            "max_batch_size": self.max_batch_size,
-            "items_per_s": round(self.items_per_s, 1),
-            "spread": [round(min(self.rates), 1), round(max(self.rates), 1)],
-            "padding_waste": round(1 - self.tokens / max(1, self.computed_tokens), 3),
-        }
-
-
 class Bench:
     """Measures one model over the same items."""
 
@@ -132,21 +105,22 @@ class Bench:
         self._memory = memory
         self._clock = clock
 
-    def run(self, trials: Trials, limit_s: float) -> None:
-        """Computes all items, or as many as there is time for, but at least one batch."""
-        size, start, needed = trials.max_batch_size, 0, 0
+    def run(self, size: int, limit_s: float) -> tuple[float, float]:
+        """Computes all items, or as many as there is time for, but at least one batch.
+
+        Returns:
+            Items per second, and the share of padding in the computed tokens.
+        """
+        start = tokens = computed = 0
         self._memory.wait()
         began_s = self._clock()
         while start == 0 or (start < len(self._items) and self._clock() < began_s + limit_s):
-            tokens, computed = self.compute(self._items[start : start + size], size)
-            needed += tokens
-            trials.computed_tokens += computed
-            start += size
+            done = self.compute(self._items[start : start + size], size)
+            tokens, computed, start = tokens + done[0], computed + done[1], start + size
         self._memory.wait()
-        trials.tokens += needed
         # By tokens, because the items of one trial may be longer than those of another.
-        took_s = max(self._clock() - began_s, 1e-9)
-        trials.rates.append(needed / self.mean_tokens / took_s)
+        rate = tokens / self.mean_tokens / max(self._clock() - began_s, 1e-9)
+        return rate, 1 - tokens / max(1, computed)
 
     def compute(self, items: Sequence[Any], size: int) -> tuple[int, int]:
         """Computes one batch; returns its tokens, and the same with padding."""
@@ -165,23 +139,28 @@ class Bench:
         keywords = sample_keywords(self._model)
         return compute(self._model, items, keywords, cut, memory=self._budget)[1:]
 
-    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[Trials]:
+    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[dict[str, Any]]:
         """Measures each size `ROUNDS` times, however slow the model: at least a batch each time."""
         self.compute(self._items[:WARM_UP_ITEMS], WARM_UP_ITEMS)
-        every = [Trials(size) for size in SIZES]
+        trials: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
         for number in range(ROUNDS):
-            for trials in every:
-                self.run(trials, limit_s / (ROUNDS * len(SIZES)))
-                rate = f"{trials.rates[-1]:,.1f} items/s"
-                report(f"{number + 1} of {ROUNDS}: batches of {trials.max_batch_size}: {rate}")
-        return every
+            for size, each in trials.items():
+                each.append(self.run(size, limit_s / (ROUNDS * len(SIZES))))
+                report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
+        rows = []
+        for size, each in trials.items():
+            rates = sorted(rate for rate, _ in each)
+            spread = [round(rates[0], 1), round(rates[-1], 1)]
+            rate, waste = round(statistics.median(rates), 1), round(each[-1][1], 3)
+            rows.append({"max_batch_size": size, "items_per_s": rate, "spread": spread})
+            rows[-1]["padding_waste"] = waste
+        return rows
 
 
-def recommend(every: Sequence[Trials]) -> int:
+def recommend(rows: Sequence[Mapping[str, Any]]) -> int:
     """The smallest size whose rate is about as good as the best."""
-    best = max(trials.items_per_s for trials in every)
-    good = [trials for trials in every if trials.items_per_s >= (1 - SPARED_SHARE) * best]
-    return min(trials.max_batch_size for trials in good)
+    enough = (1 - SPARED_SHARE) * max(row["items_per_s"] for row in rows)
+    return min(int(row["max_batch_size"]) for row in rows if row["items_per_s"] >= enough)
 
 
 @click.command(help=HELP)
@@ -218,16 +197,16 @@ def tune(
     default = DEFAULT_MAX_BATCH_TOKENS[device_type(device)]
     budget = TokenBudget(task.max_batch_tokens or settings.max_batch_tokens or default)
     bench = Bench(model, items, device, budget, find_memory(device))
-    every = bench.run_all(seconds, lambda line: click.echo(line, err=True))
+    rows = bench.run_all(seconds, lambda line: click.echo(line, err=True))
     learned = budget.allows()
     report = {
         "model": name,
         "device": device,
         "items": len(items),
         "mean_tokens": round(bench.mean_tokens, 1),
-        "rows": [trials.row() for trials in every],
+        "rows": rows,
         "recommended": {
-            "max_batch_size": recommend(every),
+            "max_batch_size": recommend(rows),
             "max_batch_tokens": learned if learned < budget.ceiling else None,
         },
     }

@@ -1,7 +1,6 @@
 """`batchery tune`, with models that need no torch, on a clock of their own."""
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from click.testing import CliRunner
 from batchery import Failed, InvalidItem, Model, StartError, install, register
 from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.cli import tune as command
-from batchery_worker.cli.tune import ROUNDS, SIZES, Bench, Trials, recommend, tune
+from batchery_worker.cli.tune import ROUNDS, SIZES, Bench, recommend, tune
 from batchery_worker.memory import Memory
 
 app = install(Celery("tuned", broker="memory://", set_as_current=False))
@@ -51,8 +50,8 @@ ITEMS = [10 + (number * 37) % 90 for number in range(512)]
 
 def measure(
     limit_s: float = 600.0, items: Sequence[int] = ITEMS, **price: Any
-) -> tuple[list[Trials], TokenBudget, float]:
-    """The trials, what the budget has learned, and how long it took."""
+) -> tuple[list[dict[str, Any]], TokenBudget, float]:
+    """The rows, what the budget has learned, and how long it took."""
     clock = Clock()
     budget = TokenBudget(8192)
     bench = Bench(Priced(clock, **price), items, "cpu", budget, Memory(), clock)
@@ -60,43 +59,42 @@ def measure(
 
 
 def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
-    every, budget, _ = measure()
-    assert [trials.max_batch_size for trials in every] == list(SIZES)
-    assert {len(trials.rates) for trials in every} == {ROUNDS}
-    single = every[0].row()
-    assert (single["max_batch_size"], single["padding_waste"]) == (1, 0.0)
+    rows, budget, _ = measure()
+    assert [row["max_batch_size"] for row in rows] == list(SIZES)
+    assert all(row["spread"][0] <= row["items_per_s"] <= row["spread"][1] for row in rows)
+    single = rows[0]
+    assert single["padding_waste"] == 0
     assert single["items_per_s"] == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
-    assert every[-1].items_per_s > 1.5 * every[0].items_per_s
+    assert rows[-1]["items_per_s"] > 1.5 * single["items_per_s"]
     assert budget.allows() == 8192
 
 
 @pytest.mark.parametrize("slowness", [1, 100, 10_000])
 def test_slow_machine_ends_in_time_and_measures_each_size(slowness: int) -> None:
-    every, _, took_s = measure(30.0, slowness=slowness)
-    assert all(trials.rates for trials in every)
+    rows, _, took_s = measure(30.0, slowness=slowness)
+    assert len(rows) == len(SIZES)
     # One batch of each size in each round is the least, and the last one may have just begun.
     assert took_s <= 30 + ROUNDS * len(SIZES) * slowness * (1e-5 * sum(ITEMS) + 2e-3)
 
 
 def test_trials_over_some_of_the_items_are_compared_by_tokens() -> None:
     items = [10] * 256 + [90] * 256
-    every, _, _ = measure(0.5, items)
-    for rate in every[0].rates:
+    rows, _, _ = measure(0.5, items)
+    for rate in rows[0]["spread"]:
         assert rate == pytest.approx(1 / (1e-3 + 1e-5 * 50), rel=0.4)
 
 
 def test_memory_that_runs_out_teaches_the_budget() -> None:
-    every, budget, _ = measure(items=[50] * 512, fits=2000)
+    rows, budget, _ = measure(items=[50] * 512, fits=2000)
     assert 1000 <= budget.allows() <= 2000
-    assert all(trials.items_per_s > 0 for trials in every)
+    assert all(row["items_per_s"] > 0 for row in rows)
 
 
 def test_smallest_size_within_5_percent_of_the_best_is_recommended() -> None:
-    every = [Trials(16, [95.1]), Trials(64, [100.0, 1.0, 101.0]), Trials(128, [99.0])]
-    random.Random(1).shuffle(every)
-    assert recommend(every) == 16
-    every.append(Trials(32, [102.0]))
-    assert recommend(every) == 32
+    rates = {128: 99.0, 16: 95.1, 64: 100.0}
+    rows = [{"max_batch_size": size, "items_per_s": rate} for size, rate in rates.items()]
+    assert recommend(rows) == 16
+    assert recommend([*rows, {"max_batch_size": 32, "items_per_s": 102.0}]) == 32
 
 
 class Lengths(Model):
@@ -143,7 +141,8 @@ def test_report_is_one_json_object_and_progress_goes_to_stderr(texts: str, name:
     assert [row["max_batch_size"] for row in report["rows"]] == list(SIZES)
     assert report["recommended"]["max_batch_size"] in SIZES
     learned = report["recommended"]["max_batch_tokens"]
-    assert (learned is None) if name == "lengths" else (40 <= learned <= 100)
+    # Less than the 1,024 of a CPU, however few trials there was time for.
+    assert (learned is None) if name == "lengths" else (1 <= learned < 1024)
     lines = done.stderr.splitlines()
     assert lines[0] == f"loading {name} on cpu"
     assert len(lines) == 1 + ROUNDS * len(SIZES)
