@@ -5,9 +5,8 @@ import copy
 import gc
 import pickle
 import threading
-import traceback
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,18 +338,6 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
         deep(1)
 
 
-def test_a_generator_that_waits_for_its_own_batcher_is_told() -> None:
-    @batched
-    def deep(items: list[int]) -> Iterator[int]:
-        for item in items:
-            yield deep.submit(item - 1).result(60) if item else item
-
-    assert deep(0) == 0
-    with pytest.raises(BatchArgumentError, match="would wait for itself") as caught:
-        deep(1)
-    assert "deep.submit(item - 1)" in "".join(traceback.format_exception(caught.value))
-
-
 def test_a_coroutine_that_waits_for_its_own_batcher_is_told() -> None:
     @batched
     async def deep(items: list[int]) -> list[int]:
@@ -376,16 +363,6 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         return [word.upper() for word in words]
 
     assert spell(["one", "two"]) == answer_at_the_end(["one", "two"]) == ["ONE", "TWO"]
-
-
-def test_an_async_generator_is_told_that_it_gives_no_list() -> None:
-    @batched
-    async def deep(items: list[int]) -> AsyncIterator[int]:
-        for item in items:
-            yield deep(item - 1)
-
-    with pytest.raises(WrongLength, match="returned a async_generator"):
-        deep(1)
 
 
 @pytest.mark.parametrize(

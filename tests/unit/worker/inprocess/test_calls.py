@@ -10,7 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from batchery import Failed, ItemFailed, batched
+from batchery import Failed, batched
 from batchery_worker.inprocess.calls import copy_exception
 
 
@@ -97,17 +97,6 @@ def test_callers_that_share_a_batch_or_an_object_share_no_traceback() -> None:
         assert names.count("call_from_a_thread") <= 1
 
 
-def test_an_exception_of_one_item_shows_where_it_was_raised() -> None:
-    @batched(max_batch_size=8)
-    def divide(numbers: list[int]) -> list[float]:
-        return [1 / number for number in numbers]
-
-    errors: list[Any] = divide.options(return_exceptions=True)([0, 0])
-    assert errors[0] is not errors[1]
-    for error in errors:
-        assert "return [1 / number" in "".join(traceback.format_exception(error))
-
-
 def test_fields_of_pythons_own_classes_are_kept() -> None:
     missing = FileNotFoundError(2, "No such file", "a.txt")
     made = copy_exception(missing)
@@ -157,12 +146,3 @@ def test_an_exception_that_refuses_attributes_reaches_its_caller() -> None:
 
     errors: list[Any] = refuse.options(return_exceptions=True)([0, 7])
     assert errors == [Frozen(0), Frozen(7)]
-
-
-def test_a_failure_without_an_error_fails_its_item_alone() -> None:
-    @batched(max_batch_size=8)
-    def refuse(items: list[Any]) -> list[Any]:
-        return [Failed(item) for item in items]
-
-    errors: list[Any] = refuse.options(return_exceptions=True)(["text", None])
-    assert list(map(type, errors)) == [ItemFailed, TypeError]

