@@ -1,10 +1,14 @@
-"""What a program's end, and Ctrl-C, do to a batcher: what waits is answered."""
+"""What a program's end, Ctrl-C and a fork do to a batcher, and that it sleeps meanwhile."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from batchery import BatcherClosed, batched
+from support.gate import batcher_threads
 from support.harness import START_S, wait_for
 
 ENDS = """
@@ -88,3 +92,45 @@ def test_ctrl_c_ends_the_wait_and_drops_the_call(tmp_path: Path) -> None:
     assert lines.count("begun") == 1
     assert "runs" in lines
     assert lines[-1] == "runs" or "KeyboardInterrupt" in lines
+
+
+def test_a_forked_process_is_told() -> None:
+    used, unused = batched(lambda items: items), batched(lambda items: items)
+    assert used("a") == "a"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            used("a")
+        except BatcherClosed as error:
+            os.write(writer, f"{error} {unused('b')}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert (status, text.endswith("make it after the fork b")) == (0, True), text
+    assert used("a") == "a"
+
+
+def test_nothing_wakes_up_while_nothing_is_called() -> None:
+    before_it = set(batcher_threads())
+    function = batched(lambda items: items)
+    assert function("a") == "a"
+    (thread,) = set(batcher_threads()) - before_it
+    switches = f"/proc/self/task/{thread.native_id}/status"
+
+    def count() -> list[str]:
+        with open(switches) as status:
+            return [line for line in status if "ctxt_switches" in line]
+
+    def is_asleep() -> bool:
+        before = count()
+        time.sleep(0.05)
+        return count() == before
+
+    wait_for(is_asleep, "it sleeps")
+    before = count()
+    time.sleep(0.5)  # What must not happen takes a while not to happen.
+    assert count() == before

@@ -1,17 +1,15 @@
 """The thread of a batcher: what waits there, who gives up, and how it ends."""
 
 import asyncio
-import os
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 import pytest
 
 from batchery import BatchArgumentError, BatcherClosed, NoResult, QueueFull, batched
-from support.gate import WAIT_S, Gate, batcher_threads
+from support.gate import WAIT_S, Gate
 from support.harness import wait_for
 
 
@@ -270,49 +268,3 @@ def test_no_time_is_too_long_to_wait_for() -> None:
         first = function.submit(1)
         assert function.options(timeout_s=1e300)(2) == 2
         assert first.result(WAIT_S) == 1
-
-
-def test_a_forked_process_is_told(gate: Gate) -> None:
-    used, unused = batched(lambda items: items), batched(lambda items: items)
-    assert used("a") == "a"
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            used("a")
-        except BatcherClosed as error:
-            os.write(writer, f"{error} {unused('b')}".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(reader) as said:
-        text = said.read()
-    assert (status, text.endswith("make it after the fork b")) == (0, True), text
-    assert used("a") == "a"
-
-
-def test_nothing_wakes_up_while_nothing_is_called() -> None:
-    function = batched(lambda items: items)
-    assert function("a") == "a"
-    (thread,) = [each for each in batcher_threads() if each.ident == _ident(function)]
-    switches = f"/proc/self/task/{thread.native_id}/status"
-
-    def count() -> list[str]:
-        with open(switches) as status:
-            return [line for line in status if "ctxt_switches" in line]
-
-    def is_asleep() -> bool:
-        before = count()
-        time.sleep(0.05)
-        return count() == before
-
-    wait_for(is_asleep, "it sleeps")
-    before = count()
-    time.sleep(0.5)  # What must not happen takes a while not to happen.
-    assert count() == before
-
-
-def _ident(function: Any) -> int | None:
-    thread = function._thread._thread
-    return thread.ident if thread else None
