@@ -46,6 +46,15 @@ OPTIONS: Mapping[str, Any] = {
 }
 
 
+#: Maximum characters of a text before which answers end: each token that is written is compared.
+MAX_STOP_CHARS = 1_000
+
+#: Maximum messages of a chat, which a template writes one by one; and tokens with a bias.
+MAX_MESSAGES, MAX_BIASES = 2_000, 1_000
+
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+
+
 class StreamOptions(RequestBody):
     """What a stream has besides its text."""
 
@@ -77,8 +86,8 @@ class GenerationRequest(ForwardedFields):
     n: Annotated[int | None, Field(ge=1, le=128, description="Texts for each prompt.")] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=16)] | None,
-        expected("a text, or a list of up to 16 texts"),
+        StopText | Annotated[list[StopText], Field(max_length=16)] | None,
+        expected(f"a text, or a list of up to 16 texts, of up to {MAX_STOP_CHARS} characters"),
         Field(description="Texts before which the answer ends."),
     ] = None
     max_tokens: Annotated[
@@ -88,7 +97,7 @@ class GenerationRequest(ForwardedFields):
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_BIASES)] = None
     response_format: dict[str, Any] | None = None
     top_k: Annotated[int | None, Field(ge=-1, description="vLLM's; -1 and 0 are no limit.")] = None
     min_p: Annotated[float | None, Field(ge=0, le=1, description="vLLM's.")] = None
@@ -151,7 +160,7 @@ class ChatMessage(RequestBody):
 class ChatRequest(GenerationRequest):
     """A conversation that wants an answer."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[
         int | None, Field(ge=1, description="The newer name of `max_tokens`.")
     ] = None
@@ -255,16 +264,32 @@ def count_texts(item: Any) -> int:
     return int(item["options"].get("n", 1)) if isinstance(item, Mapping) else 1
 
 
-def count_item_chars(item: Any) -> int:
-    """Characters or token ids of a text; characters of a chat, with its tools, as JSON."""
+def count_chars(items: Sequence[Any]) -> int:
+    """Characters of all items of a request as they are sent, each with what all of them share.
+
+    Of a text those are its characters or token ids, of a chat and of long options those of JSON.
+    """
+    # What they share is the same in each, so it is looked at once.
+    return sum(map(_count_own_chars, items)) + len(items) * _count_shared_chars(items[0])
+
+
+def _count_own_chars(item: Any) -> int:
     if not isinstance(item, Mapping):
         return len(item)
-    extra = item.get("extra_body")
-    extra_chars = len(json.dumps(extra, ensure_ascii=False)) if extra else 0
     if "prompt" in item:
-        return len(item["prompt"]) + extra_chars
-    messages = [item["messages"], item.get("tools")]
-    return len(json.dumps(messages, ensure_ascii=False)) + extra_chars
+        return len(item["prompt"])
+    return _count_json_chars([item["messages"], item.get("tools")])
+
+
+def _count_shared_chars(item: Any) -> int:
+    if not isinstance(item, Mapping):
+        return 0
+    long = [each for each in item["options"].values() if isinstance(each, str | list | dict)]
+    return sum(map(_count_json_chars, filter(None, [*long, item.get("extra_body")])))
+
+
+def _count_json_chars(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False))
 
 
 # Answers

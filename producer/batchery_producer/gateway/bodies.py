@@ -82,7 +82,9 @@ def _check_headers(request: Request) -> None:
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        found = await parse(await self.body())
+        body = await self.body()
+        self.state.body_bytes = len(body)
+        found = await parse(body)
         model = self.query_params.get("model")
         # Bodies of OpenAI's API always name a model, if only as "dummy".
         if model and isinstance(found, dict) and self.url.path.startswith("/v1/"):

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from batchery_producer.answers import Outcome
 from batchery_producer.gateway.inference import (
     check_all,
+    check_copies,
     choose_task,
     read_timeout_s,
     run_outcomes,
@@ -27,7 +28,7 @@ from batchery_producer.gateway.problems import (
 )
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.task_records import TaskRecord
-from batchery_producer.openai_generation import count_item_chars
+from batchery_producer.openai_generation import count_chars
 
 #: Kinds of models that write.
 KINDS = ("generation",)
@@ -45,7 +46,9 @@ def check_prompts(request: Request, items: Sequence[Mapping[str, Any]], texts: i
     Raises:
         Problem: It is not.
     """
-    request.state.caller.check(len(items) * texts, sum(map(count_item_chars, items)))
+    chars = count_chars(items)
+    request.state.caller.check(len(items) * texts, chars)
+    check_copies(request, chars)
 
 
 async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -> list[Any]:

@@ -64,11 +64,37 @@ def check_growth(chars: int) -> None:
         )
 
 
+#: How many characters a request may make of each byte of its body, by what goes with each of its
+#: items, such as a query or options; and as many as any request may.
+MAX_COPIES, COPIED_CHARS = 8, 250_000
+
+
+def check_copies(request: Request, chars: int) -> None:
+    """Makes sure that a small request does not make a large one of itself.
+
+    Args:
+        request: Whose items they are.
+        chars: Of all items, as they are sent.
+
+    Raises:
+        Problem: It does.
+    """
+    longest = max(COPIED_CHARS, MAX_COPIES * request.state.body_bytes)
+    if chars > longest:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"what all items share goes with each of them, which makes {chars} characters, more"
+            f" than {longest}; send several requests, or shorter options",
+        )
+
+
 async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
     """The result of each item, in order, within the caller's limits."""
-    request.state.caller.check(len(items), count_chars(items))
+    chars = count_chars(items)
+    request.state.caller.check(len(items), chars)
+    check_copies(request, chars)
     outcomes = check_all(await run_outcomes(request, model, items, keywords))
     return [outcome.value for outcome in outcomes]
 
@@ -285,7 +311,7 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
     """Awaits a call, and cancels it when its caller hangs up.
 
     Raises:
-        Problem: The caller has gone, so nobody reads an answer; or the process ends.
+        Problem: The caller has gone, so nobody reads an answer.
     """
     answer = asyncio.ensure_future(call)
     gone = asyncio.ensure_future(wait_gone(request))
@@ -300,11 +326,8 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
 
 
 async def wait_gone(request: Request) -> Problem:
-    """Returns why nobody waits for an answer any more, as soon as that is so."""
+    """Returns as soon as nobody waits for an answer any more."""
     # A body that no route wanted may be there still.
-    try:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-    except Problem as problem:
-        return problem
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
     return Problem(Kind.GONE, "the caller has hung up")

@@ -13,7 +13,7 @@ from batchery_producer.openai_generation import (
     CompletionRequest,
     TextForm,
     build_completion,
-    count_item_chars,
+    count_chars,
     read_line,
 )
 
@@ -56,7 +56,7 @@ def test_fields_that_only_a_server_knows_go_to_it_as_they_came() -> None:
     assert item(max_completion_tokens=5, max_tokens=9)["extra_body"]["max_tokens"] == 9
     (text,) = CompletionRequest(prompt="abc", user="me").items()
     assert text["extra_body"] == {"user": "me"}
-    assert count_item_chars(text) == len('abc{"user": "me"}')
+    assert count_chars([text]) == len('abc{"user": "me"}')
 
 
 def test_tools_go_to_the_template_unless_none_may_be_called() -> None:
@@ -104,13 +104,16 @@ def test_line_that_is_wrong_says_why(url: str, body: dict[str, Any], text: str) 
 
 
 def test_characters_are_those_of_prompts_and_of_chats_with_their_tools() -> None:
-    assert count_item_chars("abc") == count_item_chars({"prompt": [1, 2, 3]}) == 3
-    assert count_item_chars(item(tools=TOOLS)) > count_item_chars(item()) > len("the cat")
+    assert count_chars(["abc"]) == count_chars([{"prompt": [1, 2, 3], "options": {}}]) == 3
+    assert count_chars([item(tools=TOOLS)]) > count_chars([item()]) > len("the cat")
+    # What all share goes with each.
+    many = CompletionRequest(prompt=["ab"] * 3, stop="x" * 8, user="me").items()
+    assert count_chars(many) == 3 * len('ab"xxxxxxxx"{"user": "me"}')
     # Whatever the alphabet.
     ascii_, other = (
         [{"role": "user", "content": text * 100}] for text in "a\N{CJK UNIFIED IDEOGRAPH-732B}"
     )
-    assert count_item_chars(item(messages=ascii_)) == count_item_chars(item(messages=other))
+    assert count_chars([item(messages=ascii_)]) == count_chars([item(messages=other)])
 
 
 LOGPROBS = [

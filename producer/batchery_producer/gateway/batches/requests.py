@@ -30,7 +30,7 @@ from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, Ba
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, numbers
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
-from batchery_producer.openai_generation import REQUESTS, count_item_chars, count_texts
+from batchery_producer.openai_generation import REQUESTS, count_chars, count_texts
 
 #: Maximum values of a line, and as how many a list or an object counts: as of a body of the route.
 MAX_VALUES = 300_000
@@ -302,7 +302,7 @@ class BatchRequests:
         items = row.item if row.item_count else [row.item]
         limits = Caller("", None, None, 0, self._record.max_items, self._record.max_chars)
         try:
-            limits.check(sum(map(count_texts, items)), sum(map(count_item_chars, items)))
+            limits.check(sum(map(count_texts, items)), count_chars(items))
         except Problem as problem:
             return Request(Broken(row.line, row.id, problem.message), [])
         if not row.item_count:

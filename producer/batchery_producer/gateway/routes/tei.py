@@ -411,7 +411,7 @@ async def find_entities(request: Request, body: TokenRequest, model: str | None)
     served = get_gateway(request).models.find(body.model or model, ("token_classification",))
     texts = read_items(request, "inputs", body.inputs)
     strategy = body.parameters.aggregation_strategy
-    ignored = body.parameters.ignore_labels or ()
+    ignored = frozenset(body.parameters.ignore_labels or ())
     results = await run_items(request, served, texts, {"aggregation": strategy})
     name = "entity" if strategy == "none" else "entity_group"
     answers: list[list[dict[str, Any]]] = [
