@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Send
-
-from batchery_producer.gateway.problems import Problem
+from starlette.types import Message, Send
 
 #: Type of server-sent events.
 SSE_TYPE = "text/event-stream"
@@ -48,13 +46,6 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type=media_type, headers=HEADERS)
         self._ping: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._stop = stop
-
-    async def listen_for_disconnect(self, receive: Receive) -> None:
-        """Returns when the caller has hung up; where the process ends, the events say so."""
-        try:
-            await super().listen_for_disconnect(receive)
-        except Problem:
-            await asyncio.Future()
 
     async def stream_response(self, send: Send) -> None:
         """Sends all events, and a ping wherever none comes for long."""

@@ -1,23 +1,20 @@
-"""What every request passes first: its key, its size, its time, and how many run at once."""
+"""What every request passes first: its name, its key, its size, its time, and how many run."""
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import Callable
+import re
+import uuid
 from contextlib import suppress
-from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery_producer.gateway.callers import Caller, Callers
-from batchery_producer.gateway.connection import (
-    HEAD_TOO_LARGE,
-    MAX_HEAD_BYTES,
-    Connection,
-    get_connection,
-)
+from batchery_producer.gateway.connection import Connection, get_connection
 from batchery_producer.gateway.problems import Kind, Problem, answer
+
+#: Names that callers may give their requests: fit for a header and a line of a log.
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID_HEADER = b"x-request-id"
 
 #: Paths that need no key: probes, and the page, which asks for one.
 OPEN_PATHS = frozenset({"/health", "/", "/favicon.ico"})
@@ -34,9 +31,6 @@ MAX_BUFFERED_BYTES = 512 << 20
 
 #: What each caller may have of them in any case.
 MIN_SHARE_BYTES = 1 << 20
-
-#: Minimum mean rate of the upload of a file, after the first `body_timeout_s`.
-MIN_UPLOAD_BYTES_PER_S = 32_768
 
 
 class Guard:
@@ -57,37 +51,44 @@ class Guard:
         if scope["method"] == "HEAD":
             # The server drops the body of the answer.
             scope = {**scope, "method": "GET"}
+        headers = dict(scope["headers"])
+        given = headers.get(REQUEST_ID_HEADER, b"")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["state"]["request_id"] = request_id.decode()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = [*message["headers"], (REQUEST_ID_HEADER, request_id)]
+                message = {**message, "headers": named}
+            await send(message)
+
         try:
-            await self._pass(scope, receive, send)
+            await self._pass(scope, headers, receive, send_named)
         except Problem as problem:
-            await answer(scope["path"], problem)(scope, receive, send)
+            await answer(scope["path"], problem)(scope, receive, send_named)
         except asyncio.CancelledError:
             # Only the end of the process does that. An answer that has begun stays cut off.
             with suppress(RuntimeError):
-                await answer(scope["path"], stopping())(scope, receive, send)
+                await answer(scope["path"], _stopping())(scope, receive, send_named)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
         path = scope["path"]
-        check_head(scope)
-        headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         if needs_no_key(path) and scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         caller = self._callers.identify_caller(headers)
-        scope.setdefault("state", {})["caller"] = caller
-        connection = get_connection(scope)
-        body = Body(
-            connection,
-            receive,
-            headers,
-            self._settings,
-            partial(self._buffer.keep, caller),
-            is_file=path == FILES_PATH,
-        )
+        scope["state"]["caller"] = caller
+        is_file = path == FILES_PATH
+        settings = self._settings
+        max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
+        body = Body(receive, headers, max_bytes, settings.body_timeout_s)
+        kept = Kept(self._buffer, caller)
         try:
-            if not body.is_file:
-                await self._read(body, caller)
+            if not is_file:
+                await self._read(body, kept, caller)
             # Only now: slow callers must not take the place of others.
             if caller.in_flight >= caller.max_concurrency:
                 raise _busy(
@@ -96,34 +97,30 @@ class Guard:
             caller.in_flight += 1
             try:
                 await self._app(scope, body.receive, send)
+                await self._wait_read(get_connection(scope), kept, caller)
             finally:
-                self._end_when_read(connection, caller)
+                caller.in_flight -= 1
         finally:
-            self._buffer.release(caller, body.kept_bytes)
+            kept.release()
 
-    async def _read(self, body: "Body", caller: Caller) -> None:
+    async def _read(self, body: "Body", kept: "Kept", caller: Caller) -> None:
+        """Reads a body to its end, before anything else is done for the request."""
         if caller.open_bodies >= caller.max_concurrency:
-            raise _busy(
-                f"{caller.open_bodies} requests of {caller.name} are being sent, the maximum"
-            )
+            text = f"{caller.open_bodies} requests of {caller.name} are being sent, the maximum"
+            raise _busy(text)
         caller.open_bodies += 1
         try:
-            await body.read()
+            await body.read(kept)
         finally:
             caller.open_bodies -= 1
 
-    def _end_when_read(self, connection: Connection, caller: Caller) -> None:
-        """Has a request in flight until its answer is sent; the answer is in memory as long."""
-        unsent_bytes = connection.unsent_bytes
-        if not self._buffer.keep(caller, unsent_bytes) and caller.kept_bytes > unsent_bytes:
+    async def _wait_read(self, connection: Connection, kept: "Kept", caller: Caller) -> None:
+        """Has a request in flight until its answer is read, which is in memory as long."""
+        if unsent_bytes := connection.unsent_bytes:
             # Any caller may have one answer, however large.
-            connection.abort()
-
-        def end() -> None:
-            caller.in_flight -= 1
-            self._buffer.release(caller, unsent_bytes)
-
-        connection.when_flushed(end)
+            if not kept.add(unsent_bytes) and caller.kept_bytes > kept.size_bytes:
+                connection.transport.abort()
+            await connection.flow.drain()
 
     def _check_host(self, given: str) -> None:
         """Keeps web pages out that have a name for this machine's loopback address."""
@@ -143,30 +140,14 @@ def needs_no_key(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
-def check_head(scope: Scope) -> None:
-    """Makes sure that a head is no larger than one may be that comes in several parts.
-
-    Raises:
-        Problem: It is.
-    """
-    head_bytes = len(scope["path"]) + len(scope.get("query_string", b""))
-    head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
-    if head_bytes > MAX_HEAD_BYTES:
-        raise Problem(Kind.HEAD_TOO_LARGE, HEAD_TOO_LARGE, headers={"Connection": "close"})
-
-
 def _busy(message: str) -> Problem:
     return Problem(Kind.OVERLOADED, message, retry_after_s=BUSY_RETRY_S)
 
 
-def stopping() -> Problem:
-    """What calls are answered with that take longer than the process has."""
-    return Problem(
-        Kind.UNAVAILABLE,
-        "the gateway stops, and the call has not ended; send it again",
-        retry_after_s=BUSY_RETRY_S,
-        headers={"Connection": "close"},
-    )
+def _stopping() -> Problem:
+    text = "the gateway stops, and the call has not ended; send it again"
+    close = {"Connection": "close"}
+    return Problem(Kind.UNAVAILABLE, text, retry_after_s=BUSY_RETRY_S, headers=close)
 
 
 class Buffer:
@@ -180,106 +161,91 @@ class Buffer:
         self._free_bytes = max_bytes
 
     def keep(self, caller: Caller, more_bytes: int) -> bool:
-        """Counts bytes; returns whether the caller may have so many."""
+        """Counts bytes, or fewer if below 0; returns whether the caller may have so many."""
         caller.kept_bytes += more_bytes
         self._free_bytes -= more_bytes
         return caller.kept_bytes <= max(self._free_bytes, MIN_SHARE_BYTES)
 
-    def release(self, caller: Caller, fewer_bytes: int) -> None:
-        """Counts bytes that are gone."""
-        caller.kept_bytes -= fewer_bytes
-        self._free_bytes += fewer_bytes
+
+class Kept:
+    """What one request has of a buffer."""
+
+    def __init__(self, buffer: Buffer, caller: Caller) -> None:
+        self._buffer, self._caller = buffer, caller
+        self.size_bytes = 0
+
+    def add(self, more_bytes: int) -> bool:
+        """Counts more bytes; returns whether the caller may have so many."""
+        self.size_bytes += more_bytes
+        return self._buffer.keep(self._caller, more_bytes)
+
+    def release(self) -> None:
+        """Counts them as gone."""
+        self._buffer.keep(self._caller, -self.size_bytes)
 
 
 class Body:
     """The body of a request, of limited size, within limited time."""
 
     def __init__(
-        self,
-        connection: Connection,
-        receive: Receive,
-        headers: dict[bytes, bytes],
-        settings: GatewaySettings,
-        keep: Callable[[int], bool],
-        *,
-        is_file: bool,
+        self, receive: Receive, headers: dict[bytes, bytes], max_bytes: int, timeout_s: float
     ) -> None:
         """Looks at the length that the head tells.
 
         Raises:
             Problem: That is too much already.
         """
-        self.is_file = is_file
-        #: Bytes that `keep` has counted.
-        self.kept_bytes = 0
-        self._connection = connection
         self._receive = receive
-        self._max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
-        self._timeout_s = settings.body_timeout_s
-        self._began_s = time.monotonic()
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._received_bytes = 0
-        self._keep = keep
-        self._messages: deque[Message] = deque()
+        self._is_whole = False
+        self._content: bytes | None = None
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_bytes:
+        if length.isdigit() and int(length) > max_bytes:
             raise self._too_large()
 
-    async def read(self) -> None:
-        """Reads it to its end, before anything else is done for the request.
+    async def read(self, kept: Kept) -> None:
+        """Reads it to its end, into memory.
 
         Raises:
-            Problem: It is too large, or too slow.
+            Problem: It is too large or too slow, or the caller has hung up.
         """
         parts: list[bytes] = []
-        is_whole = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                while not is_whole:
-                    message = await self._next()
-                    part = message.get("body", b"")
-                    parts.append(part)
-                    self.kept_bytes += len(part)
-                    if not self._keep(len(part)):
-                        raise _busy("the bodies and answers of this key take its share of memory")
-                    is_whole = not message.get("more_body", False)
+                while not self._is_whole:
+                    parts.append((await self._next()).get("body", b""))
+                    if not kept.add(len(parts[-1])):
+                        raise _busy("bodies and answers of this key take its share of memory")
         except TimeoutError:
             raise self._too_slow() from None
-        self._messages.append({"type": "http.request", "body": b"".join(parts), "more_body": False})
+        self._content = b"".join(parts)
 
     async def receive(self) -> Message:
         """The next message for the application.
 
         Raises:
-            Problem: Nothing more is waited for: a file is too slow or cut off, or the process ends.
+            Problem: A file is too large, stops for too long, or is cut off.
         """
-        if self._messages:
-            return self._messages.popleft()
-        if not self.is_file:
-            message = await self._receive()
-            if self._connection.is_ending:
-                raise stopping()
-            return message
-        earned_s = self._received_bytes / MIN_UPLOAD_BYTES_PER_S
-        left_s = self._began_s + self._timeout_s + earned_s - time.monotonic()
+        if self._content is not None:
+            content, self._content = self._content, None
+            return {"type": "http.request", "body": content, "more_body": False}
+        if self._is_whole:
+            return await self._receive()
         try:
-            async with asyncio.timeout(min(left_s, self._timeout_s)):
-                message = await self._next()
+            async with asyncio.timeout(self._timeout_s):
+                return await self._next()
         except TimeoutError:
             raise self._too_slow() from None
-        if not message.get("more_body", False):
-            self.is_file = False  # What comes now says that the caller has gone.
-        return message
 
     async def _next(self) -> Message:
-        """The next part of it."""
         message = await self._receive()
-        if self._connection.is_ending:
-            raise stopping()
         if message["type"] != "http.request":
             raise Problem(Kind.GONE, "the caller has hung up")
         self._received_bytes += len(message.get("body", b""))
         if self._received_bytes > self._max_bytes:
             raise self._too_large()
+        self._is_whole = not message.get("more_body", False)
         return message
 
     def _too_large(self) -> Problem:
@@ -287,9 +253,5 @@ class Body:
         return Problem(Kind.TOO_LARGE, f"the body is larger than {self._max_bytes} bytes")
 
     def _too_slow(self) -> Problem:
-        return Problem(
-            Kind.TOO_SLOW,
-            f"the body did not come within {self._timeout_s:g} s"
-            + (f", or slower than {MIN_UPLOAD_BYTES_PER_S} bytes/s" if self.is_file else ""),
-            headers={"Connection": "close"},
-        )
+        text = f"nothing of the body, or not all of it, came within {self._timeout_s:g} s"
+        return Problem(Kind.TOO_SLOW, text, headers={"Connection": "close"})

@@ -83,7 +83,6 @@ class Kind(StrEnum):
     INVALID = "invalid", 422, "The request, or one of its items, is wrong."
     EMPTY = "empty", 422, "There is nothing to do."
     TOO_LARGE = "too_large", 413, "Too many items, characters or bytes."
-    HEAD_TOO_LARGE = "head_too_large", 431, "Its headers are too large."
     TOO_SLOW = "too_slow", 408, "The body did not come in time."
     NOT_JSON = "not_json", 415, "The headers say that the body is no JSON, or compressed."
     UNAUTHORIZED = "unauthorized", 401, "No key, or a wrong one."

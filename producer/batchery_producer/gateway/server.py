@@ -6,11 +6,12 @@ import os
 import resource
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,18 +19,15 @@ import uvicorn
 from celery import Celery
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
-from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
-from uvicorn.supervisors.multiprocess import Process
 
 from batchery.cli.app import load_app
-from batchery.cli.main import one_line_errors
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
 from batchery_producer.gateway.callers import Callers
-from batchery_producer.gateway.connection import GRACE_S, Connection
+from batchery_producer.gateway.connection import Connection
 from batchery_producer.gateway.jobs import app_settings, end_with_parent, worker_beside
 
 logger = logging.getLogger("uvicorn.error")
@@ -41,14 +39,14 @@ KEEP_ALIVE_S = 75
 #: Connections that the kernel holds for us: as many as come at once.
 BACKLOG = 4096
 
-#: Seconds that calls which were ended at a stop have to send why, before their tasks are cancelled.
-LAST_WORDS_S = 5
+#: How long requests may go on after a stop, in seconds.
+GRACE_S = 25
 
-#: Number of looks, two a second, after which a process that does not answer is replaced. The parent
-#: counts its own looks, because on a machine that stands still both of them do.
-STUCK_LOOKS = 240
+#: How long a process may take to answer its parent, in seconds, before another takes its place.
+STUCK_S = 30
 
-#: After how long a process that found a mistake as it started is tried again, in seconds.
+#: After how long a process that found a mistake as it started ends, in seconds; then it is tried
+#: again.
 START_AGAIN_S = 10.0
 
 
@@ -123,10 +121,14 @@ def application(
     return web
 
 
-@one_line_errors()
 def one_of_several(options: ServeOptions) -> FastAPI:
-    """As `application`, in a process of its own, which ends with one line where it cannot start."""
-    return application(options)
+    """As `application`, in a process of its own; the others go on where it cannot start."""
+    try:
+        return application(options)
+    except StartError as error:
+        logger.error("process %d cannot start; another one tries soon: %s", os.getpid(), error)
+        time.sleep(START_AGAIN_S)
+        sys.exit(StartError.exit_code)
 
 
 def read_anew(options: ServeOptions) -> Settings | None:
@@ -163,13 +165,12 @@ def serve(options: ServeOptions) -> None:
             config = configuration(partial(application, options, replace_worker), options, gateway)
             uvicorn.Server(config).run(sockets=[sock])
             return
+        # A mistake is found once, before there are processes.
+        make_app(options.load(with_tasks=True), options.settings())
         with metrics_folder() as folder:
             options = replace(options, metrics_folder=folder)
             config = configuration(partial(one_of_several, options), options, gateway)
-            processes = Processes(config, [sock], options, replace_worker)
-            processes.run()
-            if processes.cannot_start:
-                raise StartError("a process of the gateway cannot start; see what it said above")
+            Processes(config, [sock], options, replace_worker).run()
 
 
 def configuration(
@@ -193,8 +194,8 @@ def configuration(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_worker_healthcheck=STUCK_LOOKS // 2,
-        timeout_graceful_shutdown=GRACE_S + LAST_WORDS_S,
+        timeout_worker_healthcheck=STUCK_S,
+        timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )
 
@@ -209,7 +210,7 @@ def metrics_folder() -> Iterator[str]:
 
 
 class Processes(Multiprocess):
-    """Several processes; what is counted of the present goes with the one that it was about."""
+    """Uvicorn's processes, which take up new keys together."""
 
     def __init__(
         self,
@@ -221,65 +222,24 @@ class Processes(Multiprocess):
         super().__init__(config, sockets)
         self._options = options
         self._replace_worker = replace_worker
-        #: Whether the gateway stops because a process could not start.
-        self.cannot_start = False
-        self._has_served = False
-        self._retry_s = 0.0
-        #: Looks since a process was asked whether it lives, and has not answered; by its id.
-        self._unanswered: dict[int | None, int] = {}
 
     def keep_subprocess_alive(self) -> None:
-        """Starts others for those that have died or are stuck; waits for none of them.
-
-        Uvicorn's own replaces a process that is slower than a few seconds, though it works.
-        """
-        for index, process in enumerate(self.processes):
-            if self.should_exit.is_set():
-                return
-            if process.process.is_alive() and not self._is_stuck(process):
-                continue
-            found_mistake = process.exitcode == StartError.exit_code
-            if found_mistake and self._has_served:
-                # The others go on until somebody has mended it.
-                if time.monotonic() < self._retry_s:
-                    continue
-                self._retry_s = time.monotonic() + START_AGAIN_S
-            process.kill()
-            process.join()
-            self._unanswered.pop(process.pid, None)
+        """Replaces those that have died; what they counted of the present goes with them."""
+        before = {process.pid for process in self.processes}
+        super().keep_subprocess_alive()
+        for pid in before - {process.pid for process in self.processes}:
             folder = self._options.metrics_folder
-            mark_process_dead(process.pid, folder)  # type: ignore[no-untyped-call]
-            if process.exitcode == STARTUP_FAILURE or (found_mistake and not self._has_served):
-                logger.error("process %s cannot start, so the gateway stops", process.pid)
-                self.cannot_start = True
-                self.should_exit.set()
-                return
-            logger.warning("process %s ended (%s): replaced", process.pid, process.exitcode)
-            self.processes[index] = Process(self.config, self.sockets)
-            self.processes[index].start()
+            mark_process_dead(pid, folder)  # type: ignore[no-untyped-call]
 
     def handle_hup(self) -> None:
-        """Has others take the place of all processes, one after the other, with new settings.
-
-        Nothing ends before somebody can take its place, the worker beside last.
-        """
-        if read_anew(self._options) is None:
-            return
-        before = set(self.processes)
-        super().handle_hup()
-        if before.isdisjoint(self.processes):
+        """Has all processes read the keys anew, and the worker beside."""
+        if os.isatty(0):
+            self.should_exit.set()
+        elif read_anew(self._options) is not None:
+            for process in self.processes:
+                if process.pid is not None and process.process.is_alive():
+                    os.kill(process.pid, signal.SIGHUP)
             self._replace_worker()
-
-    def _is_stuck(self, process: Process) -> bool:
-        """Asks a process whether it lives, unless it owes an answer."""
-        with suppress(OSError, EOFError):  # It is ending, and then `is_alive` says so.
-            while process.parent_conn.poll():
-                self._has_served |= process.parent_conn.recv()
-                self._unanswered.pop(process.pid, None)
-            if process.pid not in self._unanswered:
-                process.parent_conn.send(b"ping")
-        looks = self._unanswered[process.pid] = self._unanswered.get(process.pid, 0) + 1
-        return looks > STUCK_LOOKS
 
 
 def _end(*_: object) -> None:

@@ -148,10 +148,10 @@ async def send_task(
         return pending
     try:
         state = await unless_gone(request, records.wait_for_end(record, wait_s))
-    except Problem as problem:
-        if problem.kind is not Kind.GONE:
-            # The gateway stops, and the task goes on: sent again, it would run twice.
-            return pending
+    except asyncio.CancelledError:
+        # The gateway stops, and the task goes on: sent again, it would run twice.
+        return pending
+    except Problem:
         # Nobody else can ask for it, or will be told.
         if idempotency_key is None and body.webhook is None:
             await _revoke(request, record)
