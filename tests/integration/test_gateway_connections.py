@@ -1,5 +1,6 @@
 """Callers who send slowly, read nothing or hang up: the guard before a small application."""
 
+import asyncio
 import json
 import re
 import select
@@ -42,11 +43,13 @@ BIG_BYTES = 16 << 20
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with how long the body is; on `/big` with much more."""
+    """Answers with how long the body is; on `/big` with much more, on `/hang` never."""
     size, more = 0, True
     while more:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    if scope["path"] == "/hang":
+        await asyncio.Event().wait()
     body = b"x" * BIG_BYTES if scope["path"] == "/big" else json.dumps(size).encode()
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -56,8 +59,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 class Door:
     """The guard's address, and calls to it."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, server: uvicorn.Server) -> None:
+        self.port, self.server = port, server
 
     def connect(self, *, narrow: bool = False) -> socket.socket:
         """A connection; a narrow one takes few bytes that nobody reads."""
@@ -93,9 +96,9 @@ def read_all(caller: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(**options: Any) -> Iterator[Door]:
+def serving(**wanted: Any) -> Iterator[Door]:
     """A guard with these settings, in a thread."""
-    gateway = GatewaySettings.model_validate({"keys": KEYS, **options})
+    gateway = GatewaySettings.model_validate({"keys": KEYS, **wanted})
     settings = Settings().model_copy(update={"gateway": gateway})
     web = Guard(application, callers=Callers(settings), settings=gateway)
     timeouts = {
@@ -103,7 +106,8 @@ def serving(**options: Any) -> Iterator[Door]:
         "send_timeout_s": gateway.send_timeout_s,
     }
     http: Any = partial(Connection, **timeouts)
-    config = uvicorn.Config(web, http=http, loop="uvloop", lifespan="off", log_config=None)
+    options: Any = {"loop": "uvloop", "lifespan": "off", "log_config": None}
+    config = uvicorn.Config(web, http=http, timeout_graceful_shutdown=1, **options)
     server = uvicorn.Server(config)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -111,7 +115,7 @@ def serving(**options: Any) -> Iterator[Door]:
         thread.start()
         try:
             wait_for(lambda: server.started, "it serves")
-            yield Door(listening.getsockname()[1])
+            yield Door(listening.getsockname()[1], server)
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
@@ -312,6 +316,16 @@ def test_each_answer_has_a_request_id(door: Door) -> None:
     assert told("order-7:a/b.c") == "order-7:a/b.c"
     for wrong in ("a b", 'a"b', "x" * 129, ""):
         assert re.fullmatch("[0-9a-f]{32}", told(wrong))
+
+
+def test_call_longer_than_the_grace_time_is_sent_elsewhere() -> None:
+    with serving() as door, closing(door.connect()) as caller:
+        caller.sendall(head("/hang", OTHER_KEY, 0))
+        wait_for(lambda: door.server.server_state.tasks, "it runs")
+        door.server.should_exit = True
+        answer = read_all(caller)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1\r\n" in answer
 
 
 def test_upload_that_stops_is_given_up(hasty: Door, sockets: ExitStack) -> None:

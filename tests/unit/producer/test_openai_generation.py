@@ -107,7 +107,8 @@ def test_characters_are_those_of_prompts_and_of_chats_with_their_tools() -> None
     assert count_chars(["abc"]) == count_chars([{"prompt": [1, 2, 3], "options": {}}]) == 3
     assert count_chars([item(tools=TOOLS)]) > count_chars([item()]) > len("the cat")
     # What all share goes with each.
-    many = CompletionRequest(prompt=["ab"] * 3, stop="x" * 8, user="me").items()
+    prompts: Any = ["ab"] * 3
+    many = CompletionRequest(prompt=prompts, stop="x" * 8, user="me").items()
     assert count_chars(many) == 3 * len('ab"xxxxxxxx"{"user": "me"}')
     # Whatever the alphabet.
     ascii_, other = (
