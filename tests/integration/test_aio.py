@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
-from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from celery import Celery, Signature
+from celery import Celery
 from kombu.exceptions import EncodeError
 
 from batchery import BrokerRefused, InvalidItem, ItemFailed, NoResult, QueueFull
@@ -203,23 +202,6 @@ def test_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
     assert mixed["tag"] == {"1": "e", "f": 2}
 
 
-def test_each_call_has_the_callback_that_it_names(play: Scene, store: Any) -> None:
-    """Signatures look alike that differ in their queues."""
-    seen = Signature("seen", args=(1,))
-
-    async def scene(client: AsyncClient) -> None:
-        links = [seen.clone().set(queue=queue) for queue in ("one", "two")]
-        calls = [asyncio.create_task(client.task("nobody", link=link)("item")) for link in links]
-        while store.llen("nobody") < len(calls):
-            await asyncio.sleep(0.01)
-
-    play(scene)
-    bodies = [json.loads(raw)["body"] for raw in store.lrange("nobody", 0, -1)]
-    links = [json.loads(b64decode(body))[2]["callbacks"] for body in bodies]
-    assert sorted(link["options"]["queue"] for (link,) in links) == ["one", "two"]
-    store.delete("nobody")
-
-
 def test_an_item_that_is_too_large_for_a_message_fails_alone(
     play: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,10 +319,3 @@ def test_silence_ends_a_stream(play: Scene, store: Any) -> None:
 
     play(scene)
     store.delete("nobody")
-
-
-def test_a_client_that_was_never_used_closes(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        return None
-
-    assert play(scene) is None

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from batchery_producer.publisher import Publisher
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.messages import CommitContext
 from support.harness import Worker, wait_for
-from support.own_redis import OwnRedis
 from support.patience import patient
 from support.publishing import bulk_app
 
@@ -112,17 +110,6 @@ def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
     assert not bare.hlen("lease")
 
 
-def test_only_what_was_committed_is_announced(
-    collector: Any, commit: Commits, bare: Any, app: Any
-) -> None:
-    collector.expect(["a", "b"])
-    bare.set(app.backend.get_key_for_task("a"), b"\x80 what the script cannot read")
-    statuses = commit(["a", "b"], {describe_function(collector): [0, 1]})
-    assert statuses == [CommitStatus.NEEDS_TRACER, CommitStatus.COMMITTED]
-    entries = bare.xrange(stream_key(app.backend, describe_function(collector)))
-    assert [json.loads(entry[b"ids"]) for _, entry in entries] == [[], ["b"]]
-
-
 def test_a_reply_expires_and_is_bounded_trimmed_and_removed(
     app: Any, collector: Any, commit: Commits, bare: Any
 ) -> None:
@@ -174,19 +161,6 @@ def test_commits_are_announced_when_redis_is_full(
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
-def test_a_reply_that_redis_has_no_memory_for_is_made_later(
-    collector: Any, commit: Commits, bare: Any
-) -> None:
-    bare.config_set("maxmemory", 1)
-    collector.expect(["a"])
-    assert list(collector.collect(0)) == []
-    bare.config_set("maxmemory", 0)
-    assert list(collector.collect(0)) == []
-    without_sweeps(collector)
-    commit(["a"], {describe_function(collector): [0]})
-    assert collect(collector, 1) == {"a": Answer("of a")}
-
-
 def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
     options = {"global_keyprefix": "mine"}
     with (
@@ -228,29 +202,6 @@ def test_a_job_that_is_dropped_is_not_awaited(app: Any, collector: Any, bare: An
     assert list(collector.poll_all()) == []
 
 
-def test_a_restart_of_redis_is_survived(own_redis: OwnRedis) -> None:
-    with (
-        bulk_app(own_redis.url) as app,
-        contextlib.closing(collector_for(app, RetryPolicy(away_s=60))) as collector,
-    ):
-        collector.expect(["a", "b"])
-        with redis.Redis.from_url(own_redis.url) as bare:
-            Commits(app, bare)(["a"], {describe_function(collector): [0]})
-            assert collect(collector, 1).keys() == {"a"}
-
-        def restart() -> None:
-            own_redis.kill()
-            own_redis.start()
-            with redis.Redis.from_url(own_redis.url) as bare:
-                Commits(app, bare)(["b"], {describe_function(collector): [0]})
-
-        without_sweeps(collector)
-        thread = threading.Thread(target=restart)
-        thread.start()
-        assert collect(collector, 1).keys() == {"b"}
-        thread.join()
-
-
 def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:
     assert isinstance(client.backend.client, redis.Redis)
     with contextlib.closing(RedisCollector(client.backend, RetryPolicy())) as collector:
@@ -262,20 +213,3 @@ def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None
             publisher.send([(task_id, f"text {n}") for n, task_id in enumerate(ids)])
         answers = collect(collector, len(ids))
     assert [answers[each].value for each in ids] == [f"TEXT {n}" for n in range(len(ids))]
-
-
-def test_what_celerys_tracer_stores_is_found_by_sweeps(client: Any, worker: Worker) -> None:
-    with contextlib.closing(collector_for(client, RetryPolicy())) as collector:
-        ids = [uuid(), uuid()]
-        collector.expect(ids)
-        task = f"{APP}.moody"
-        with Publisher(client, task, queue="celery", headers=collector.headers) as publisher:
-            publisher.send(
-                [
-                    (ids[0], {"answer": "value", "value": 7}),
-                    (ids[1], {"answer": "failed-exception", "why": "lost"}),
-                ]
-            )
-        answers = collect(collector, 2)
-    assert answers[ids[0]].value == 7
-    assert answers[ids[1]].error == ("LookupError", "lost")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.errors import NoResult
 from batchery.protocol.pieces import MAX_WAKES, mark_ended
 from batchery_producer import piece_reader
 from batchery_producer.piece_reader import (
@@ -180,21 +178,6 @@ def test_a_wake_without_the_next_piece_has_the_stream_read(
     assert (caller.values, caller.fetched) == ([1, 2, 3, 4], (4, 0))
 
 
-def test_wakes_that_were_cut_off_cost_no_piece(rare: None, reader: Noting, device: Device) -> None:
-    """More than are kept have come while the reader was busy."""
-    callers = open_streams(reader, device, STREAMS)
-    with reader._lock:
-        for number in range(1, 1 + 2 * MAX_WAKES):
-            caller = callers[number % STREAMS]
-            device.add({caller.id: ["only"]}, caller.backlog + 1)
-            caller.backlog += 1
-            device.wake({caller.id: [caller.backlog, "only"]})
-    counts = [each.backlog for each in callers]
-    for caller in callers:
-        caller.backlog = 0
-    wait_for(lambda: [len(each.events) for each in callers] == counts, "all came")
-
-
 def test_pieces_for_which_a_reader_has_no_room_wait_in_redis(
     rare: None, reader: Noting, device: Device
 ) -> None:
@@ -213,17 +196,6 @@ def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
     (caller,) = open_streams(reader, device, 1)
     device.add({caller.id: ["a", "b"]})
     wait_for(lambda: caller.values == ["a", "b"], "they came")
-
-
-def test_a_reader_for_whom_nothing_comes_takes_redis_for_no_server_that_hangs(
-    reader: Noting, device: Device
-) -> None:
-    (caller,) = open_streams(reader, device, 1)
-    asked = len(reader.replies)
-    while len(reader.replies) < asked + 6:
-        assert not reader.retries.is_away
-        time.sleep(0.001)
-    assert not caller.events
 
 
 def test_whoever_stores_a_result_wakes_the_readers(
@@ -259,13 +231,3 @@ def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
     device.wake({first.id: [4, "d"]})
     wait_for(lambda: len(second.values) == 4, "the other one goes on")
     assert len(first.values) == 3
-
-
-def test_a_reader_that_is_too_slow_is_told_so(rare: None, reader: Noting, device: Device) -> None:
-    (caller,) = open_streams(reader, device, 1)
-    device.add({caller.id: ["f"]}, 6)
-    device.wake({caller.id: [6, "f"]})
-    wait_for(lambda: caller.events, "it is told")
-    (error,) = caller.events
-    assert isinstance(error, NoResult)
-    assert "its pieces 1 to 5 were dropped" in str(error)

@@ -194,15 +194,6 @@ def test_a_publisher_that_waits_can_be_stopped(app: Celery, bare: Any) -> None:
     publisher.close()
 
 
-def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any) -> None:
-    publisher = Publisher(app, "same")
-    publisher.send(jobs(1))
-    (marker,) = bare.keys("batchery:publisher:*")
-    assert 0 < bare.ttl(marker) <= broker.MARKER_S
-    publisher.close()
-    assert not bare.keys("batchery:*")
-
-
 @pytest.mark.parametrize("used", [0, 1])
 def test_each_forked_process_sends_all_its_jobs(app: Celery, bare: Any, used: int) -> None:
     """A server may make its publisher, or a client, before it forks its workers."""

@@ -4,10 +4,8 @@ import contextlib
 import json
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,10 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import DatasetError, SettingsError, install
-from batchery.retry import RetryPolicy
-from batchery_producer import Ending, Snapshot, submit_file
-from batchery_producer.collector import RedisCollector
+from batchery import SettingsError, install
+from batchery_producer import Ending, submit_file
 from batchery_worker.devstack.redis_server import free_port
-from conftest import StartWorker
-from support.bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
+from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
 
@@ -58,33 +53,8 @@ def test_ctrl_c_while_waiting_for_stdin_ends_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_ends_it_cleanly(
+def test_a_signal_in_the_middle_ends_it_cleanly_and_names_what_is_there(
     tmp_path: Path, redis_url: str, worker: Worker, number: int, store: "redis.Redis"
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", 20_000)
-    output = tmp_path / "out.jsonl"
-    command = Command(
-        tmp_path,
-        redis_url,
-        *[str(source), "-A", APP, "--task", f"{APP}.read_batch", "-o", str(output), "--json"],
-        *["--option", "pause_s=0.05", "--window", "200"],
-    )
-    wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first results")
-    command.process.send_signal(number)
-    code, stdout, stderr = command.end()
-    summary = json.loads(stdout)
-    assert (code, summary["ending"]) == (130, "interrupted")
-    assert 0 < summary["succeeded"] < 20_000
-    assert 0 < summary["in_flight"] <= 200
-    assert len(read_rows(output)) == summary["succeeded"]
-    assert summary["submitted"] == summary["succeeded"] + summary["in_flight"]
-    assert f"{summary['in_flight']} jobs still in flight in queue '{QUEUE}'" in stderr
-    assert "the same command with --resume goes on from here" in stderr
-    wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
-
-
-def test_after_a_signal_the_files_that_exist_are_named(
-    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
 ) -> None:
     rows: list[Any] = [{"text": {"answer": "failed", "why": "no good"}}]
     rows += [{"text": {"answer": "value", "value": number}} for number in range(20_000)]
@@ -92,16 +62,22 @@ def test_after_a_signal_the_files_that_exist_are_named(
     command = Command(
         tmp_path,
         redis_url,
-        *["in.jsonl", "-A", APP, "--task", f"{APP}.moody", "-o", "out.parquet", "--window", "64"],
+        *["in.jsonl", "-A", APP, "--task", f"{APP}.moody", "-o", "out.parquet", "--json"],
+        *["--window", "64"],
     )
     part, failures = tmp_path / "out.parquet.part", tmp_path / "out.errors.jsonl"
     wait_for(lambda: part.exists() and part.stat().st_size and failures.exists(), "first results")
-    command.process.send_signal(signal.SIGINT)
-    code, _, stderr = command.end()
-    assert code == 130
+    command.process.send_signal(number)
+    code, stdout, stderr = command.end()
+    summary = json.loads(stdout)
+    assert (code, summary["ending"], summary["failed"]) == (130, "interrupted", 1)
+    assert summary["in_flight"] <= 64
+    assert len(read_rows(part)) == summary["succeeded"] < 20_000
+    assert summary["submitted"] == summary["succeeded"] + 1 + summary["in_flight"]
     assert "; results in out.parquet.part\n" in stderr
     first = "in.jsonl, line 1: ItemFailed: no good"
     assert f"\nfailures in out.errors.jsonl; the first: {first}\n" in stderr
+    assert "the same command with --resume goes on from here" in stderr
     wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
 
 
@@ -207,27 +183,15 @@ def test_an_output_that_is_full_ends_it_with_exit_code_2(
     assert "Traceback" not in stderr
 
 
-def test_an_unclear_field_sends_nothing(
-    tmp_path: Path, client: Celery, empty_queue: str, store: "redis.Redis"
-) -> None:
-    source = tmp_path / "in.csv"
-    source.write_text("a,b\n1,2\n")
-    with pytest.raises(DatasetError, match="'a', 'b'"):
-        submit_file(source, "x", tmp_path / "out.jsonl", app=client, queue=empty_queue)
-    assert store.llen(empty_queue) == 0
-    assert [each.name for each in tmp_path.iterdir()] == ["in.csv"]
-
-
 @pytest.mark.parametrize(
-    ("wrong", "why"),
+    ("from_stdin", "wrong", "why"),
     [
-        (["--field", "texts"], "no field 'texts', the nearest is text"),
-        (["--id-field", "key"], "no field 'key'"),
+        (False, ["--field", "texts"], "no field 'texts', the nearest is text"),
+        (True, ["--id-field", "key"], "no field 'key'"),
     ],
 )
-@pytest.mark.parametrize("from_stdin", [False, True])
 def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
-    tmp_path: Path, redis_url: str, worker: Worker, wrong: list[str], why: str, from_stdin: bool
+    tmp_path: Path, redis_url: str, worker: Worker, from_stdin: bool, wrong: list[str], why: str
 ) -> None:
     content = write_rows(tmp_path / "in.jsonl", 300).read_bytes()
     command = ["-" if from_stdin else "in.jsonl", "-A", APP, "--task", f"{APP}.shout"]
@@ -256,45 +220,6 @@ def test_ctrl_c_before_the_first_row_makes_nothing(
     assert "results in" not in command.end()[2]
 
 
-def test_a_restart_of_redis_in_the_middle_loses_and_doubles_nothing(
-    tmp_path: Path, start_worker: StartWorker
-) -> None:
-    server = RestartableRedis(tmp_path)
-    app = Celery("restart", broker=server.url, backend=server.url, set_as_current=False)
-    again = threading.Timer(1.5, server.start)
-    events: list[str] = []
-
-    def happen(run: Snapshot) -> None:
-        if run.submitted and not events:
-            server.stop()  # Most of the jobs are still to be sent.
-            again.start()
-            events.append("restart")
-        if run.submitted == 600 and len(events) == 1:
-            again.join()
-            environment = {"CELERY_BROKER_URL": server.url, "CELERY_RESULT_BACKEND": server.url}
-            start_worker(APP, env=environment)
-            events.append("worker")
-
-    try:
-        summary = submit_file(
-            write_rows(tmp_path / "in.jsonl", 600),
-            f"{APP}.shout",
-            tmp_path / "out.jsonl",
-            app=app,
-            queue=QUEUE,
-            timeout_s=patient(60),
-            progress=happen,
-        )
-    finally:
-        again.join()
-        app.close()
-        server.stop()
-    assert events == ["restart", "worker"]
-    assert summary.ending is Ending.SUCCEEDED
-    ids = [row["id"] for row in read_rows(tmp_path / "out.jsonl")]
-    assert sorted(ids) == sorted(f"row-{n}" for n in range(600))
-
-
 def test_a_queue_that_is_none_ends_it_at_once(
     tmp_path: Path, redis_url: str, empty_queue: str, store: "redis.Redis"
 ) -> None:
@@ -309,35 +234,3 @@ def test_a_queue_that_is_none_ends_it_at_once(
     code, _, stderr = command.end()
     assert code == 3
     assert "a value under this key that is not a queue" in stderr
-
-
-def test_a_redis_that_hangs_is_given_up_like_one_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = RestartableRedis(tmp_path)
-    app = Celery("hung", broker=server.url, backend=server.url, set_as_current=False)
-    monkeypatch.setattr("batchery_producer.run.file_run.COMMAND_S", 0.5)
-    monkeypatch.setattr(
-        "batchery_producer.run.file_run.RetryPolicy", partial(RetryPolicy, away_s=1)
-    )
-    expect = RedisCollector.expect
-
-    def hang(*arguments: Any) -> None:
-        expect(*arguments)
-        server.process.send_signal(signal.SIGSTOP)  # The jobs are still to be sent.
-
-    monkeypatch.setattr(RedisCollector, "expect", hang)
-    again = threading.Timer(patient(20), server.process.send_signal, [signal.SIGCONT])
-    again.start()
-    try:
-        source = write_rows(tmp_path / "in.jsonl", 10)
-        output = tmp_path / "out.jsonl"
-        summary = submit_file(source, "x", output, app=app, queue="nobody", timeout_s=patient(60))
-        is_hung = again.is_alive()
-    finally:
-        again.cancel()
-        server.process.send_signal(signal.SIGCONT)
-        app.close()
-        server.stop()
-    assert (summary.ending, is_hung) == (Ending.GAVE_UP, True)
-    assert "retried for 1 s: Timeout" in summary.message

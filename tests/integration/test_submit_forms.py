@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery import DatasetError
 from batchery_producer import Ending, submit_file
 from batchery_producer.cli.submit import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
@@ -179,35 +177,3 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
         expires = datetime.fromisoformat(message["headers"]["expires"])
         left_s = (expires - before).total_seconds()
         assert PROBE_S < left_s < PROBE_S + patient(90)
-
-
-def test_a_dry_run_that_is_interrupted_is_no_success(
-    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", 3)
-    task = ["-A", APP, "--task", f"{APP}.shout", "--queue", "nobody-else"]
-    command = Command(tmp_path, redis_url, str(source), *task, "-o", "out.jsonl", "--dry-run")
-    wait_for(lambda: store.llen("nobody-else") == 3, "the probe waits")
-    command.process.send_signal(signal.SIGINT)
-    code, _, stderr = command.end()
-    assert code == Ending.INTERRUPTED.value, stderr
-
-
-def test_an_output_that_vanishes_ends_the_run_and_says_so(
-    tmp_path: Path, client: Celery, worker: Worker
-) -> None:
-    output = tmp_path / "out.jsonl"
-
-    def remove(run: Any) -> None:
-        output.unlink(missing_ok=True)
-
-    with pytest.raises(DatasetError, match=r"file was removed; --resume goes on"):
-        submit_file(
-            write_rows(tmp_path / "in.jsonl", 50),
-            f"{APP}.shout",
-            output,
-            app=client,
-            queue=QUEUE,
-            timeout_s=patient(30),
-            progress=remove,
-        )

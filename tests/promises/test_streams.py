@@ -27,7 +27,6 @@ from batchery import (
     install,
 )
 from batchery.protocol.headers import STREAMED
-from batchery_producer import piece_reader
 from conftest import StartWorker
 from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
@@ -192,31 +191,6 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
     app.close()
 
 
-def test_a_stream_that_is_added_does_not_wait_for_the_others(
-    redis_url: str, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long the reader blocks where nothing comes."""
-    gate, block_s = tmp_path / "gate", patient(60)
-    monkeypatch.setattr(piece_reader, "BLOCK_S", block_s)
-    app = Celery("readers", broker=redis_url, backend=redis_url, set_as_current=False)
-    app.conf.redis_socket_timeout = 3 * block_s
-
-    async def scene() -> float:
-        async with AsyncClient(app) as client:
-            quiet = client.task("speller").stream("1234", gate=str(gate))
-            assert [await anext(quiet) for _ in range(2)] == ["1", "2"]
-            began_s = time.perf_counter()
-            for _ in range(5):
-                await anext(client.task("speller").stream("now"))
-            took_s = time.perf_counter() - began_s
-            gate.touch()
-            assert [piece async for piece in quiet] == ["3", "4"]
-        return took_s
-
-    assert asyncio.run(scene()) < block_s / 2
-    app.close()
-
-
 def test_a_reader_that_comes_back_misses_nothing(
     redis_url: str, caller: Client, tmp_path: Path
 ) -> None:
@@ -239,14 +213,6 @@ def test_a_reader_that_comes_back_misses_nothing(
         assert "".join(whole) == "abcdefgh"
         with pytest.raises(BatchArgumentError, match="expected the id of a piece"):
             other.follow(task_id, "yesterday")
-
-
-def test_an_odd_stored_result_has_the_same_words_as_without_a_stream(
-    caller: Client, store: Any
-) -> None:
-    store.set("celery-task-meta-odd", '{"status": "SUCCESS"')
-    with pytest.raises(Exception, match="a result that cannot be read: "):
-        list(caller.follow("odd", timeout_s=TIMEOUT_S))
 
 
 def test_closing_a_stream_frees_its_slot_and_a_queued_job_is_not_begun(
@@ -313,23 +279,6 @@ def test_a_job_that_nothing_is_known_of_cannot_be_followed(
     assert plain.get(timeout=TIMEOUT_S)["text"] == "ab"
     followed = caller.follow(plain.id, timeout_s=TIMEOUT_S)
     assert (list(followed), followed.result["text"]) == ([], "ab")
-
-
-def test_a_stream_without_pieces_costs_a_command_a_second(own_redis: OwnRedis) -> None:
-    with Redis.from_url(own_redis.url) as redis, Client(own_redis.url) as waiting:
-        before = redis.info("commandstats")
-
-        def made(name: str) -> int:
-            now = redis.info("commandstats")
-            calls = [each.get(f"cmdstat_{name}", {"calls": 0})["calls"] for each in (before, now)]
-            return int(calls[1] - calls[0])
-
-        # No worker is there. What renews the key of its reader says how time goes.
-        pieces = task(waiting, "gated").stream("nobody")
-        renewed = made("expire")
-        wait_for(lambda: made("expire") >= renewed + 3, "some seconds have passed", TIMEOUT_S)
-        assert made("xread") < 50
-        pieces.close()
 
 
 def test_streams_are_bounded_and_expire(caller: Client, store: Any, tmp_path: Path) -> None:

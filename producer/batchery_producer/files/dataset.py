@@ -45,6 +45,9 @@ SEED = 0
 #: Size of what is looked at to find the delimiter of a CSV, in bytes.
 SAMPLE_BYTES = 8192
 
+#: After how many rows the place in the file is looked at: each time is a call of the system.
+MEASURE_ROWS = 64
+
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 #: Number of rows of which one must have the fields that the caller names: in JSON lines, a field
@@ -170,7 +173,9 @@ class Dataset:
         self.is_retry = self._failures is not None
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
-        self._before_bytes = self._read_bytes = self._read_rows = 0
+        self._before_bytes = self._read_rows = 0
+        #: Numbers of rows and bytes that were read, now and then.
+        self._measured = (0, 0)
         self._complete = False
         self._first: Picker | None = None
         self._found_delimiter = ""
@@ -219,11 +224,11 @@ class Dataset:
             return None
         if self._complete:
             return self._read_rows
-        read_bytes = self._before_bytes + self._read_bytes
+        rows, read_bytes = self._measured
         limits = [each for each in (self._limit, self._sample) if each is not None]
         if read_bytes and not self.is_stream:
             size_bytes = sum(each.size_bytes or 0 for each in self.sources)
-            limits.append(self._read_rows * max(size_bytes, read_bytes) // read_bytes)
+            limits.append(max(rows * size_bytes // read_bytes, self._read_rows))
         return min(limits, default=None)
 
     @property
@@ -276,11 +281,10 @@ class Dataset:
         return f"{self.names[source]}, line {line}"
 
     def _all(self, seen: SeenIds) -> Iterator[Row]:
-        self._before_bytes = self._read_bytes = self._read_rows = 0
+        self._before_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
             yield from self._rows_in(source, number, seen)
             self._before_bytes += source.size_bytes or 0
-            self._read_bytes = 0
 
     def _rows_in(self, source: Source, number: int, seen: SeenIds) -> Iterator[Row]:
         picker = Picker(self._field, self._id_field, seen, number, self.names)
@@ -289,7 +293,8 @@ class Dataset:
             try:
                 for row in _pick_all(self._open_rows(source, raw), picker, source):
                     self._read_rows += 1
-                    self._read_bytes = 0 if source.size_bytes is None else raw.tell()
+                    if self._read_rows % MEASURE_ROWS == 0 and source.size_bytes is not None:
+                        self._measured = self._read_rows, self._before_bytes + raw.tell()
                     yield row
             except DatasetError as error:
                 raise DatasetError(f"{source.name}: {error}") from None

@@ -199,7 +199,8 @@ class Picker:
         return self.row if len(self._names) == 1 else f"{self._names[self.source]}:{self.row}"
 
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
-        self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
+        if self.unseen:
+            self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
         if self._is_determined:
             return
         self.fields = list(row)

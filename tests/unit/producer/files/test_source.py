@@ -4,7 +4,6 @@ import bz2
 import gzip
 import io
 import lzma
-import random
 import sys
 from collections.abc import Iterator
 from errno import EIO
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow
-import pyarrow.parquet
 import pytest
 import zstandard
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.records import Record
 from batchery_producer.files.source import find_sources
 
 FOLDER = "memory://rows"
@@ -64,24 +61,6 @@ def test_input_is_unpacked_on_every_filesystem(
     dataset = Dataset(name)
     assert items(dataset) == items(dataset) == [f"row {n}" for n in range(100)]
     assert dataset.total == 100
-
-
-def test_input_that_is_torn_xz_says_where_it_ends(tmp_path: Path) -> None:
-    path = tmp_path / "in.txt.xz"
-    lines = "".join(f"{random.random()}\n" for _ in range(20_000)).encode()
-    compressed = lzma.compress(lines)
-    path.write_bytes(compressed[: len(compressed) // 2])
-    rows = list(Dataset(path))
-    assert len(rows) > 1000
-    assert isinstance(rows[-1], Broken)
-    assert "cannot be read from here on" in rows[-1].reason
-
-
-def test_url_of_parquet_is_read(tmp_path: Path, memory: Any) -> None:
-    table = pyarrow.table({"text": ["one", "two"]})
-    with memory.open(f"{FOLDER}/in.parquet", "wb") as file:
-        pyarrow.parquet.write_table(table, file)
-    assert items(Dataset(f"{FOLDER}/in.parquet")) == ["one", "two"]
 
 
 def test_url_pattern_names_its_files_in_order(memory: Any) -> None:
