@@ -132,11 +132,6 @@ def test_the_signal_of_a_revoked_job_comes_once(worker: Worker, redis_url: str, 
     )
 
 
-def test_starmap_gives_each_tuple_to_one_job(worker: Worker) -> None:
-    mapped: Any = more.echo.starmap([("a",), ("b",)])
-    assert mapped.delay().get(timeout=TIMEOUT_S) == ["a", "b"]
-
-
 def test_an_extended_result_says_what_was_asked_and_by_whom(worker: Worker) -> None:
     job = more.echo.delay("a", tag="b")
     job.get(timeout=TIMEOUT_S)

@@ -13,7 +13,7 @@ from support.patience import patient
 
 TIMEOUT_S = patient(60)
 
-POOLS = pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+POOLS = pytest.mark.parametrize("pool", ["prefork", "threads"])
 
 
 @pytest.fixture

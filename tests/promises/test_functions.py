@@ -202,11 +202,6 @@ def test_the_stored_result_says_in_which_batch_the_job_was() -> None:
     assert batch["waited_ms"] >= 3_599_000
 
 
-def test_a_chain_goes_through_batch_tasks() -> None:
-    chain = shop.shout.s("hello") | shop.asynchronous.s()
-    assert chain.delay().get(timeout=TIMEOUT_S) == "OLLEH"
-
-
 def test_inspect_stats_tells_of_batches_and_devices(worker: Worker) -> None:
     shop.shout.delay("x").get(timeout=TIMEOUT_S)
 
