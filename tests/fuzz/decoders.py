@@ -33,11 +33,10 @@ from batchery_producer import answers, collector, openai_generation
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import read_lines
-from batchery_producer.files.records import SeenIds
 from batchery_producer.files.source import decompressed, decompression_errors
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
-from batchery_producer.gateway.batches.openai_batch import RequestPicker
+from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.tei_server import HANDLERS
 from batchery_worker.consumer import check
@@ -258,11 +257,12 @@ def read_journal(data: bytes) -> None:
 
 
 def read_request(value: Any) -> None:
-    """A line of a file of OpenAI's batch API."""
-    with SeenIds() as seen:
-        picker = RequestPicker(None, None, seen)
-        picker.settle = lambda _: "m"
-        picker.pick(1, value if isinstance(value, dict | str) else {"body": value})
+    """The body of a line of a file of OpenAI's batch API."""
+    said = value.get("body") if isinstance(value, dict) else value
+    body = said if isinstance(said, dict) else {"input": said}
+    for url in ENDPOINTS:
+        with suppress(InvalidItem):
+            read_items(url, {"model": "m", **body})
 
 
 REQUEST = json.dumps(

@@ -1,7 +1,9 @@
 """Steps of a batch, in a real Redis: what late, doubled, lost and killed ones do to its files."""
 
+import base64
 import io
 import json
+import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +30,10 @@ from support.own_redis import OwnRedis
 OWNER = "tenant-acme"
 CALLER = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100_000, max_open_batches=3)
 SMALL = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100)
+
+
+#: Two numbers in base64, as workers of ours store them.
+VECTOR = base64.b64encode(struct.pack("<2f", 1, 2)).decode()
 
 
 class Room:
@@ -77,7 +83,7 @@ class Room:
         for number in slices:
             for request in BatchRequests(self.load(batch_id), self.files).read(number):
                 for job in request.jobs:
-                    result = {"vector": [float(len(job.item)), 1.0], "tokens": 1}
+                    result = {"vector": VECTOR, "tokens": 1}
                     stored = {"status": states.SUCCESS, "result": result, "task_id": job.id}
                     key = backend.get_key_for_task(job.id)
                     backend.client.set(key, backend.encode(stored))

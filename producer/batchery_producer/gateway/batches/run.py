@@ -19,14 +19,13 @@ from celery import Celery
 from celery.utils.functional import chunks
 from kombu.exceptions import OperationalError
 
-from batchery.errors import DatasetError
+from batchery.errors import DatasetError, InvalidItem
 from batchery.protocol.headers import with_tenant
 from batchery.retry import RetryPolicy
 from batchery.settings import Settings
 from batchery_producer.answers import build_header
 from batchery_producer.broker import REVOKE_CHUNK
 from batchery_producer.collector import collector_for
-from batchery_producer.files.records import Record
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     OUTPUT_PURPOSE,
@@ -35,11 +34,13 @@ from batchery_producer.gateway.batches.files import (
     FileStore,
     describe_file,
 )
-from batchery_producer.gateway.batches.openai_batch import URL
 from batchery_producer.gateway.batches.requests import (
+    EMBEDDINGS_URL,
     ENDPOINTS,
+    NO_TIME,
     BatchRequests,
     Validated,
+    WrongResult,
     validated,
 )
 from batchery_producer.gateway.batches.store import (
@@ -376,7 +377,7 @@ class SliceRun:
             model.name,
             queue=model.queue,
             # As /v1/embeddings asks, so that its jobs share batches with these.
-            keywords={"encoding": "base64"} if record.endpoint == URL else {},
+            keywords={"encoding": "base64"} if record.endpoint == EMBEDDINGS_URL else {},
             outage_policy=self._retries,
             wait_s=ROOM_WAIT_S,
             persistent=True,
@@ -396,8 +397,11 @@ class SliceRun:
             for job_id, answer in self._collector.collect(COLLECT_S):
                 self._by_job[job_id][0].answers[job_id] = answer
                 idle_s = time.monotonic() + IDLE_S
-        done = [each.answer.error is None for each in self._requests if each.is_done]
-        now = SliceEnd(completed=sum(done), failed=len(done) - sum(done))
+        now = SliceEnd()
+        for each in (each for each in self._requests if each.is_done):
+            each.end()
+            now.failed += each.error is not None
+            now.completed += each.error is None
         before = self._batches.progress(self._record, self._number) or SliceEnd()
         has_progress = now.completed + now.failed > before.completed + before.failed
         if has_progress:
@@ -421,30 +425,27 @@ class SliceRun:
         Returns:
             Whether nobody else has done so before.
         """
-        done: list[tuple[Record, Any]] = []
+        done: list[bytes] = []
         errors: list[bytes] = []
+        read = written = 0
         for each in self._requests:
-            answer = each.answer if each.is_done else None
-            if answer is not None and answer.error is not None:
-                errors.append(self._lines.failure(each.row, answer.error))
-            elif answer is not None and isinstance(each.row, Record):
-                done.append((each.row, answer.value))
-            elif is_expired:
-                errors.append(self._lines.failure(each.row))
-        tokens = [0, 0]
-
-        def lines() -> Iterator[bytes]:
-            for row, value in done:
-                content, counts = self._lines.result(row, value)
-                tokens[:] = map(sum, zip(tokens, counts, strict=True))
-                yield content
-
-        pieces = (self._write("output", lines() if done else ()), self._write("error", errors))
+            try:
+                results = each.end() if each.is_done else []
+                error = each.error if each.is_done else NO_TIME
+                if error is None:
+                    line, (tokens_in, tokens_out) = self._lines.result(each, results)
+                    done.append(line)
+                    read, written = read + tokens_in, written + tokens_out
+            except (InvalidItem, WrongResult) as wrong:
+                error = (type(wrong).__name__, str(wrong))
+            if error is not None and (each.is_done or is_expired):
+                errors.append(self._lines.failure(each, error))
+        pieces = (self._write("output", done), self._write("error", errors))
         end = SliceEnd(
             completed=len(done),
             failed=len(errors),
-            input_tokens=tokens[0],
-            output_tokens=tokens[1],
+            input_tokens=read,
+            output_tokens=written,
             output=pieces[0],
             errors=pieces[1],
         )

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_response, off_loop
-from batchery_producer.gateway.batches.openai_batch import ALIAS_IDS, has_ids
+from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (

@@ -21,8 +21,7 @@ from batchery_producer.gateway.batches.files import (
     FileObject,
     get_owner,
 )
-from batchery_producer.gateway.batches.openai_batch import ALIAS_IDS, has_ids
-from batchery_producer.gateway.batches.requests import ENDPOINTS
+from batchery_producer.gateway.batches.requests import ALIAS_IDS, ENDPOINTS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import JsonRoute, TokenId
 from batchery_producer.gateway.inference import (

@@ -4,9 +4,17 @@ from typing import Any
 
 import pytest
 
+from batchery.errors import InvalidItem
 from batchery_producer.gateway.batches import requests
-from batchery_producer.gateway.batches.requests import MAX_ERRORS, Validated, validated
+from batchery_producer.gateway.batches.requests import (
+    MAX_ERRORS,
+    UNSERVED,
+    Validated,
+    read_items,
+    validated,
+)
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.openai import EmbeddingsRequest
 
 ENDPOINT = "/v1/embeddings"
 
@@ -101,3 +109,42 @@ def test_line_of_15_mb_is_read_only_where_it_has_few_values() -> None:
     assert check(request("a", body={"model": "embed", "input": text})).errors == []
     found = check(request("a"), request("b", body={"model": "embed", "input": lists}))
     assert [(each.line, each.code) for each in found.errors] == [(2, "too_large")]
+
+
+def read(given: Any, *, is_own_name: bool = True, **body: Any) -> list[Any]:
+    body = {"model": "embed", "input": given, **body}
+    return read_items(ENDPOINT, body, is_own_name=is_own_name)
+
+
+def test_items_of_an_input_are_texts_or_token_ids() -> None:
+    assert read("one") == read(["one"]) == ["one"]
+    assert read(["a", "b"], user="somebody") == ["a", "b"]
+    assert read([7, 8]) == [[7, 8]]
+    assert read([[7], [8, 9]]) == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("given", "body", "why"),
+    [
+        ("a", {"encoding_format": "hex"}, "encoding_format: "),
+        ([], {}, "input must be a text or token ids, or a list of 1 to 10,000 of them"),
+        ([1, "a"], {}, "input must be"),
+        ([1, -2], {}, "input must be"),
+        ([[1], []], {}, "input must be"),
+        (["a"] * 10_001, {}, "input must be"),
+        ("a", {"dimensions": 0}, "dimensions: "),
+        ("a", {"dimensions": "8"}, "dimensions: "),
+        ("a", {"dimensions": True}, "dimensions: "),
+        ([7, 8], {"is_own_name": False}, "'embed' is an alias"),
+        ([[7]], {"is_own_name": False}, "'embed' is an alias"),
+        *(("a", {name: 8}, f"^{name}: not served in batch files") for name in UNSERVED),
+    ],
+)
+def test_body_that_cannot_be_served_says_why(given: Any, body: Any, why: str) -> None:
+    with pytest.raises(InvalidItem, match=why):
+        read(given, **body)
+
+
+def test_all_fields_of_other_vendors_are_refused() -> None:
+    served = {"input", "model", "user", "encoding_format", "dimensions"}
+    assert set(UNSERVED) == EmbeddingsRequest.model_fields.keys() - served
