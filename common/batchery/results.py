@@ -49,8 +49,8 @@ class Classification(Result):
 
     Attributes:
         label: The most likely label, named as in the model's config.
-        score: Its probability, 0 to 1: softmax over the labels, or sigmoid if several may hold. A
-            regression has one label; its score is the model's output itself. With `raw_scores`, it
+        score: Its probability, 0 to 1: softmax over the labels, or sigmoid if several may hold or
+            there is one. That of a regression is the model's output itself. With `raw_scores`, it
             always is.
         scores: The score of each label, likeliest first; only with `top_k`.
     """

@@ -21,9 +21,8 @@ class ClassificationModel(TextModel):
     result has the shape of `batchery.Classification`; labels are named as in the model's config.
 
     Scores are a softmax over the labels, or, where several labels may hold (the setting
-    `multi_label`, else the config's `problem_type`), a sigmoid of each. A model with a single label
-    is a regression: its score is the model's output as it is, of any size, unless `multi_label`
-    makes a probability of it.
+    `multi_label`, else the config's `problem_type`) or there is one, a sigmoid of each. Those of a
+    regression, by `problem_type`, are the model's outputs as they are, of any size.
     """
 
     auto_class = AutoModelForSequenceClassification
@@ -41,8 +40,10 @@ class ClassificationModel(TextModel):
                 f"model {source.name!r}: two labels of id2label have the same name; rename one"
             )
         self.multi_label = self.settings.multi_label
+        self._is_regression = self.multi_label is None and config.problem_type == "regression"
         if self.multi_label is None:
-            self.multi_label = config.problem_type == "multi_label_classification"
+            is_single = config.num_labels == 1
+            self.multi_label = is_single or config.problem_type == "multi_label_classification"
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         shape = outputs.pending.wait().shape[1:]
@@ -63,11 +64,9 @@ class ClassificationModel(TextModel):
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Scores, (B, C)."""
-        if options.raw_scores:
+        if options.raw_scores or self._is_regression:
             return values
-        if self.multi_label:
-            return values.sigmoid()
-        return values if len(self.labels) == 1 else values.softmax(dim=-1)
+        return values.sigmoid() if self.multi_label else values.softmax(dim=-1)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

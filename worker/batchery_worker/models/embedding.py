@@ -76,6 +76,8 @@ class EmbeddingModel(PromptedModel):
         setting = self.settings.pooling
         known = read_pooling(source) if setting == "auto" else setting
         self._take_prompts(source, *read_prompts(source))
+        general = source.json("config_sentence_transformers.json") or {}
+        self._leading = self.settings.dimensions or general.get("truncate_dim")
         pooling = known or ("last" if _is_decoder(self.model) else "mean")
         self.reading = cast(Reading, pooling)
         where = "its files or settings" if known else "its architecture, a guess"
@@ -100,7 +102,7 @@ class EmbeddingModel(PromptedModel):
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (B, D)."""
-        limit = options.dimensions or self.settings.dimensions
+        limit = options.dimensions or self._leading
         if limit is not None:
             values = values[:, :limit]
         scale = self.settings.normalize if options.normalize is None else options.normalize

@@ -14,10 +14,10 @@ from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import MultiVectorKeywords
-from batchery_worker.models.saved_modules import read_projection, read_prompts
+from batchery_worker.models.saved_modules import read_lengths, read_projection, read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
-from batchery_worker.models.tokenizer import Prepared
+from batchery_worker.models.tokenizer import Cut, Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class MultiVectorEmbeddingModel(PromptedModel):
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         self._keep_encoder(source, missing)
         self._take_prompts(source, *read_prompts(source))
+        self._lengths = read_lengths(source)
         self._projection = read_projection(source, self.model.config.hidden_size)
         self._projection.to(self._device).eval()
         logger.info("model %s: %d layers of projection", source.name, len(self._projection))
@@ -55,6 +56,10 @@ class MultiVectorEmbeddingModel(PromptedModel):
         values = outputs.pending.wait()
         if values.dim() != 2:
             raise ModelLoadError(f"model {source.name!r}: gives no vector per token")
+
+    def _cut(self, options: Any) -> Cut:
+        name = options.prompt or self.default_prompt
+        return super()._cut(options)._replace(max_length=self._lengths.get(name or ""))
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (T, D)."""

@@ -27,6 +27,41 @@ SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 
+#: Where modules may come from. What a repository brings itself is not run.
+LIBRARIES = ("sentence_transformers", "pylate")
+
+#: The file of the transformer's module, by the names that it has had.
+SENTENCE_CONFIGS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+
+#: Its fields that are honoured, or change no result here.
+HARMLESS_FIELDS = {
+    *("max_seq_length", "do_lower_case", "query_length", "document_length"),
+    *("module_output_name", "unpad_inputs", "query_expansion"),
+}
+
+#: What settings decide here.
+COMPUTING = ("torch_dtype", "dtype", "attn_implementation")
+
+#: Parts of its other fields that change no result.
+HARMLESS_PARTS: Mapping[str, set[str]] = {
+    "transformer_task": {"feature-extraction", "fill-mask", "sequence-classification"},
+    "modality_config": {"text", "message"},
+    **{name: set(COMPUTING) for name in ("model_args", "model_kwargs")},
+    **{name: {"padding_side"} for name in ("tokenizer_args", "processor_kwargs")},
+}
+
+#: Modules of a sparse model, and what its pooling must say.
+SPLADE_MODULES = {"Transformer", "MLMTransformer", "SpladePooling"}
+SPLADE = {"pooling_strategy": "max", "activation_function": "relu"}
+
 #: Modules that need nothing more than what every embedding gets.
 KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
@@ -47,6 +82,72 @@ OTHER_MODULES = {"Transformer", "Normalize", "MultiVectorMask"}
 
 #: The weights of ColBERT's own checkpoints, beside those of the transformer.
 COLBERT_WEIGHT = "linear.weight"
+
+
+def read_modules(source: ModelSource) -> list[tuple[str, str]]:
+    """Kinds and folders of the modules of a model, in order; nothing where its files name none.
+
+    Raises:
+        ModelLoadError: One of them is code of the repository's own, which is not run.
+    """
+    modules: Sequence[Mapping[str, Any]] = source.json("modules.json") or ()
+    for module in modules:
+        if module["type"].partition(".")[0] not in LIBRARIES:
+            raise ModelLoadError(
+                f"model {source.name!r}: modules.json asks for {module['type']}, which is no module"
+                f" of {' or '.join(LIBRARIES)}; choose another model"
+            )
+    return [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
+
+
+def read_sentence_config(source: ModelSource) -> Mapping[str, Any]:
+    """What sentence-transformers says of the transformer: `max_seq_length`, `do_lower_case`.
+
+    Raises:
+        ModelLoadError: It says something that is not honoured. Results without it would look right
+            and be wrong.
+    """
+    names = SENTENCE_CONFIGS if source.json("modules.json") else SENTENCE_CONFIGS[:1]
+    found = next(((name, config) for name in names if (config := source.json(name))), None)
+    if found is None:
+        return {}
+    name, config = found
+    for field, value in config.items():
+        if field in HARMLESS_FIELDS or not value:
+            continue
+        parts = [value] if isinstance(value, str | int | float) else value
+        if not HARMLESS_PARTS.get(field, set()).issuperset(parts):
+            raise ModelLoadError(
+                f"model {source.name!r}: {name} has {field} = {value!r:.80}, which is not"
+                " supported; choose another model"
+            )
+    known: Mapping[str, Any] = config
+    return known
+
+
+def read_lengths(source: ModelSource) -> Mapping[str, int]:
+    """Maximum tokens of queries and of documents, by the names of their prompts."""
+    general = source.json("config_sentence_transformers.json") or {}
+    config = {**general, **(source.json(SENTENCE_CONFIGS[0]) or {})}
+    lengths = {name: config.get(f"{name}_length") for name in ("query", "document")}
+    return {name: int(length) for name, length in lengths.items() if length}
+
+
+def check_splade(source: ModelSource) -> None:
+    """Refuses a sparse model whose weights are not SPLADE's.
+
+    Raises:
+        ModelLoadError: Its files ask for other modules, or another way to make weights.
+    """
+    for kind, path in read_modules(source):
+        if kind not in SPLADE_MODULES:
+            raise _error(source, f"modules.json asks for {kind}, which is not built in")
+        config = (source.json(f"{path}/config.json") if kind == "SpladePooling" else None) or {}
+        for field, value in SPLADE.items():
+            if config.get(field, value) != value:
+                raise _error(
+                    source, f"{path}/config.json has {field} = {config[field]!r}, not {value!r}"
+                )
 
 
 def read_prompts(source: ModelSource) -> tuple[Mapping[str, str], str | None]:
@@ -73,8 +174,7 @@ def read_pooling(source: ModelSource) -> str | None:
         ModelLoadError: They ask for something that is not built in. Vectors made without it would
             look right and be wrong.
     """
-    modules: Sequence[Mapping[str, Any]] = source.json("modules.json") or ()
-    kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
+    kinds = dict(read_modules(source))
     unknown = sorted(set(kinds) - KNOWN_MODULES)
     if unknown:
         raise _unsupported(source, f"modules.json asks for {', '.join(unknown)}")
@@ -136,11 +236,10 @@ def read_projection(source: ModelSource, width: int) -> nn.Sequential:
         ModelLoadError: Files are missing, do not fit the model, or ask for something that is not
             built in.
     """
-    modules: Sequence[Mapping[str, Any]] | None = source.json("modules.json")
-    if modules is None:
+    kinds = read_modules(source)
+    if not kinds:
         layers = _colbert(source)
     else:
-        kinds = [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
         # What is behind a pooling works on one vector per text.
         kinds = [*takewhile(lambda each: each[0] != "Pooling", kinds)]
         unknown = sorted({kind for kind, _ in kinds} - OTHER_MODULES - {"Dense"})

@@ -72,6 +72,11 @@ class ModelSource:
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
+        if self.path("adapter_config.json") is not None:
+            raise ModelLoadError(
+                f"model {settings.model!r}: adapter_config.json is of an adapter, which is not"
+                " applied; merge it into the weights (peft: merge_and_unload), or take it away"
+            )
 
     def path(self, name: str) -> Path | None:
         """Finds a file, and downloads it if necessary.

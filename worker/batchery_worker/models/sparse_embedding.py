@@ -14,7 +14,7 @@ from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import SparseEmbeddingKeywords
-from batchery_worker.models.saved_modules import read_prompts
+from batchery_worker.models.saved_modules import check_splade, read_prompts
 from batchery_worker.models.source import ModelSource, check_head
 from batchery_worker.models.text_model import Outputs, PromptedModel
 from batchery_worker.models.tokenizer import Prepared
@@ -38,6 +38,7 @@ class SparseEmbeddingModel(PromptedModel):
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         check_head(source, missing, "masked language model", "sparse embeddings")
+        check_splade(source)
         self._take_prompts(source, *read_prompts(source))
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:

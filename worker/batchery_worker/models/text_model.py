@@ -39,6 +39,7 @@ from batchery_worker.models.inputs import (
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
+from batchery_worker.models.saved_modules import read_sentence_config
 from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
@@ -50,6 +51,7 @@ from batchery_worker.models.tokenizer import (
     Truncated,
     load_tokenizer,
     longest_text,
+    lower_case,
     padding_position,
 )
 
@@ -164,6 +166,9 @@ class TextModel(Model):
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._split.begin(self, config)
         self.tokenizer = load_tokenizer(source)
+        sentence = read_sentence_config(source)
+        if sentence.get("do_lower_case"):
+            lower_case(self.tokenizer)
         missing = self._make_model(source, config)
         if self.model.main_input_name != "input_ids":
             raise ModelLoadError(
@@ -172,7 +177,7 @@ class TextModel(Model):
         weights = int(self.model.num_parameters(exclude_embeddings=True))
         self.flops_per_token = 2 * weights
         self._finish_load(source, missing)
-        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
+        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model, sentence)
         self._choose_padding()
         taken = self._place(source)
         self._tokenize = TextTokenizer(

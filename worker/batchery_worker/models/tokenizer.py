@@ -1,13 +1,15 @@
 """From texts to tokens, a whole batch at once, with little work per text; how long one may be."""
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import normalizers
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import TruncationStrategy
@@ -427,13 +429,24 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
+def lower_case(tokenizer: Any) -> None:
+    """Has a tokenizer write all texts in small letters first."""
+    backend = tokenizer.backend_tokenizer
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+
+
 def longest_text(
-    settings: ModelSettings, source: ModelSource, tokenizer: Any, model: Any
+    settings: ModelSettings,
+    source: ModelSource,
+    tokenizer: Any,
+    model: Any,
+    sentence: Mapping[str, Any] = MappingProxyType({}),
 ) -> int | None:
     """The maximum length of a text in tokens, special tokens included; None if unlimited.
 
-    The setting decides. If it is unset, the minimum of the model's positions, its tokenizer's limit
-    and sentence-transformers' `sentence_bert_config.json` holds.
+    The setting decides. If it is unset, the minimum of the model's positions and of the limit of
+    its tokenizer holds, which `max_seq_length` of sentence-transformers' own file outranks.
 
     Raises:
         ModelLoadError: The setting exceeds the model's positions, or leaves room for special tokens
@@ -453,9 +466,9 @@ def longest_text(
                 f" besides {special} special tokens"
             )
         return settings.max_length
-    sentence = source.json("sentence_bert_config.json") or {}
-    stated = [positions, sentence.get("max_seq_length"), tokenizer.model_max_length]
-    return min((int(each) for each in stated if each and each < NO_LIMIT_TOKENS), default=None)
+    own = sentence.get("max_seq_length") or tokenizer.model_max_length
+    limits = [int(each) for each in (positions, own) if each and each < NO_LIMIT_TOKENS]
+    return min(limits, default=None)
 
 
 def _positions(model: Any) -> int | None:

@@ -2,10 +2,11 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from support.tiny_models import Build, Load, run
 
@@ -82,15 +83,28 @@ def test_independent_labels_have_a_sigmoid_each(
         assert result["scores"] == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_a_single_label_is_a_regression(build: Build, classifier: Load, texts: list[str]) -> None:
-    folder = build("bert", labels=("relevance",))
-    raw = run(classifier(folder), texts)
-    squashed = run(classifier(folder, multi_label=True), texts)
-    for text, result, other in zip(texts, raw, squashed, strict=True):
-        logit = direct_logits(folder, text)[0]
-        assert result["label"] == "relevance"
-        assert result["score"] == pytest.approx(logit, abs=TOLERANCE)
-        assert other["score"] == pytest.approx(1 / (1 + math.exp(-logit)), abs=TOLERANCE)
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        (("relevance",), {}),
+        (("relevance",), {"problem_type": "regression"}),
+        (LABELS, {"problem_type": "regression"}),
+        (LABELS, {"problem_type": "single_label_classification"}),
+        (LABELS, {"problem_type": "multi_label_classification"}),
+    ],
+)
+def test_scores_are_those_of_the_pipeline(
+    labels: tuple[str, ...],
+    options: dict[str, str],
+    build: Build,
+    classifier: Load,
+    texts: list[str],
+) -> None:
+    folder = build("bert", labels=labels, **options)
+    find: Any = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
+    for text, result in zip(texts, run(classifier(folder), texts, top_k=3), strict=True):
+        expected = {each["label"]: each["score"] for each in find([text])[0]}
+        assert result["scores"] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("top_k", "count"), [(1, 1), (2, 2), (3, 3), (50, 3)])

@@ -144,13 +144,14 @@ def test_vectors_have_length_one_unless_told_otherwise(minilm: EmbeddingModel) -
 
 
 def test_dimensions_keep_the_leading_ones_and_scale_again(
-    minilm: EmbeddingModel, monkeypatch: pytest.MonkeyPatch
+    build: Build, embedder: Load, texts: list[str]
 ) -> None:
-    full = vectors(run(minilm, PROSE))[:, :64]
+    model = embedder(build("bert"))
+    full = vectors(run(model, texts))[:, :8]
     expected = full / np.linalg.norm(full, axis=1, keepdims=True)
-    np.testing.assert_allclose(vectors(run(minilm, PROSE, dimensions=64)), expected, atol=1e-6)
-    monkeypatch.setattr(minilm, "settings", minilm.settings.model_copy(update={"dimensions": 64}))
-    np.testing.assert_allclose(vectors(run(minilm, PROSE)), expected, atol=1e-6)
+    np.testing.assert_allclose(vectors(run(model, texts, dimensions=8)), expected, atol=1e-6)
+    set_so = embedder(build("bert"), dimensions=8)
+    np.testing.assert_allclose(vectors(run(set_so, texts)), expected, atol=1e-6)
 
 
 def test_base64_carries_the_same_numbers(minilm: EmbeddingModel) -> None:

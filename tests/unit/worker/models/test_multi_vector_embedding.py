@@ -38,7 +38,8 @@ def close(result: Any, expected: Any) -> None:
 def add_dense(folder: Path, weight: torch.Tensor, *, others: Any = (), **config: Any) -> None:
     """Writes a projection as sentence-transformers and PyLate do."""
     (folder / "1_Dense").mkdir(exist_ok=True)
-    modules = [("Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"), *others]
+    library = "sentence_transformers.models"
+    modules = [(f"{library}.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"), *others]
     listed = [{"type": kind, "path": path} for kind, path in modules]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Dense" / "config.json").write_text(json.dumps(config))
@@ -130,9 +131,14 @@ def test_prefixes_of_pylate_are_prompts(build: Build, load: Load, copied: Copy) 
     ("width", "others", "config", "message"),
     [
         (31, [], {}, "its projection takes 31 numbers, and its vectors have 32"),
-        (32, [("a.LayerNorm", "2")], {}, "modules.json asks for LayerNorm, not built in"),
+        (32, [("pylate.LayerNorm", "2")], {}, "modules.json asks for LayerNorm, not built in"),
         (32, [], {"activation_function": "os.Odd"}, "asks for Odd, which is not built in"),
-        (32, [("a.Dense", "2_Dense")], {}, "2_Dense has no linear.weight in model.safetensors"),
+        (
+            32,
+            [("pylate.Dense", "2_Dense")],
+            {},
+            "2_Dense has no linear.weight in model.safetensors",
+        ),
     ],
 )
 def test_a_projection_that_cannot_be_used_is_refused_in_a_line(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchery.errors import ModelLoadError
-from support.tiny_models import Build, Copy, Load
+from support.tiny_models import Build, Copy, Load, run
 
 MODULES = [
     {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -100,6 +100,108 @@ def test_the_limit_of_the_files_holds_but_never_exceeds_the_positions(
     assert embedder(folder).max_length == 80
     write(folder, "sentence_bert_config.json", {"max_seq_length": None})
     assert embedder(folder).max_length == 80
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
+def test_limit_and_small_letters_are_read_by_the_old_names_too(
+    name: str, folder: Path, embedder: Load, load: Load
+) -> None:
+    write(folder, "modules.json", MODULES)
+    write(folder, name, {"max_seq_length": 12, "do_lower_case": True})
+    for model in (embedder(folder), load("multi_vector_embedding", folder)):
+        assert model.max_length == 12
+        shouted, said = run(model, ["The CAT sat", "the cat sat"])
+        assert shouted == said
+        assert shouted["tokens"] == 5
+
+
+def test_a_limit_outranks_that_of_the_tokenizer(folder: Path, embedder: Load) -> None:
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, "tokenizer_config.json", {**tokenizer, "model_max_length": 16})
+    assert embedder(folder).max_length == 16
+    write(folder, "sentence_bert_config.json", {"max_seq_length": 48})
+    assert embedder(folder).max_length == 48
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_args": {"truncation_side": "left"}},
+        {"processor_kwargs": {"truncation_side": "left"}},
+        {"processing_kwargs": {"text": {"padding": "max_length"}}},
+        {"config_args": {"is_decoder": True}},
+        {"transformer_task": "text-generation"},
+        {"something_new": 3},
+    ],
+)
+def test_a_field_that_may_change_results_is_refused_by_name(
+    config: dict[str, Any], folder: Path, embedder: Load
+) -> None:
+    write(folder, "sentence_bert_config.json", {"max_seq_length": 12, **config})
+    with pytest.raises(ModelLoadError, match=f"sentence_bert_config.json has {next(iter(config))}"):
+        embedder(folder)
+
+
+def test_fields_that_change_nothing_do_not_matter(folder: Path, embedder: Load) -> None:
+    text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+    task = {"transformer_task": "feature-extraction", "modality_config": text}
+    others = {"module_output_name": "token_embeddings", "model_args": {"torch_dtype": "float16"}}
+    write(folder, "sentence_bert_config.json", {**task, **others, "tokenizer_args": {}})
+    assert embedder(folder).max_length == 80
+
+
+def test_vectors_are_cut_as_the_files_say(folder: Path, embedder: Load) -> None:
+    (whole,) = run(embedder(folder), ["the cat"], normalize=False)
+    write(folder, "config_sentence_transformers.json", {"truncate_dim": 8})
+    (cut,) = run(embedder(folder), ["the cat"], normalize=False)
+    assert cut["vector"] == whole["vector"][:8]
+    assert len(run(embedder(folder, dimensions=20), ["the cat"])[0]["vector"]) == 20
+
+
+def test_queries_and_documents_have_the_lengths_of_the_files(folder: Path, load: Load) -> None:
+    lengths = {"query_length": 8, "document_length": 12}
+    prefixes = {"query_prefix": "rain ", "document_prefix": "tea "}
+    write(folder, "config_sentence_transformers.json", {**lengths, **prefixes})
+    model = load("multi_vector_embedding", folder)
+    for prompt, length in {"query": 8, "document": 12}.items():
+        assert run(model, ["the cat " * 10], prompt=prompt)[0]["tokens"] == length
+    assert run(model, ["the cat " * 10])[0]["tokens"] == 22
+
+
+@pytest.mark.parametrize("kind", ["embedding", "multi_vector_embedding"])
+def test_a_module_of_the_repositorys_own_is_refused(kind: str, folder: Path, load: Load) -> None:
+    write(folder, "modules.json", [{**MODULES[0], "type": "custom_st.Transformer"}, MODULES[1]])
+    with pytest.raises(ModelLoadError, match=r"asks for custom_st\.Transformer, which is no"):
+        load(kind, folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "problem"),
+    [
+        ("SpladePooling", {"pooling_strategy": "max", "activation_function": "relu"}, ""),
+        ("SpladePooling", {"pooling_strategy": "sum"}, "has pooling_strategy = 'sum', not 'max'"),
+        ("SpladePooling", {"activation_function": "log1p_relu"}, "activation_function = 'log1p_re"),
+        ("Router", {}, "modules.json asks for Router"),
+    ],
+)
+def test_sparse_models_are_splade_or_refused(
+    kind: str, config: Any, problem: str, build: Build, copied: Copy, load: Load
+) -> None:
+    folder = copied(build("bert", head="MaskedLM"))
+    pooling = {"idx": 1, "path": "1_It", "type": f"sentence_transformers.sparse_encoder.{kind}"}
+    write(folder, "modules.json", [MODULES[0], pooling])
+    write(folder, "1_It/config.json", {"embedding_dimension": 37, **config})
+    if problem:
+        with pytest.raises(ModelLoadError, match=problem):
+            load("sparse_embedding", folder)
+    else:
+        assert run(load("sparse_embedding", folder), ["the cat"])[0]["tokens"] == 4
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path, embedder: Load) -> None:
+    write(folder, "adapter_config.json", {"peft_type": "LORA"})
+    with pytest.raises(ModelLoadError, match=r"adapter_config\.json is of an adapter"):
+        embedder(folder)
 
 
 def test_a_file_that_is_not_json_is_named(folder: Path, embedder: Load) -> None:

@@ -52,6 +52,13 @@ UNLIMITED_TOKENS = 32_768
 #: pass says nothing of it, its step might fail for ever.
 MAX_DOUBTS = 3
 
+#: What a generation config may ask of texts, and what no step of a paged cache does.
+RULES = (
+    *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+    *("sequence_bias", "min_new_tokens", "min_length", "forced_bos_token_id"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale"),
+)
+
 #: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
 
@@ -105,6 +112,7 @@ class GenerationModel(TextGenerator):
         self._split.place(self.model)
         self.model.eval()
         embedded = self.model.get_input_embeddings().weight.shape[0]
+        self._check_rules()
         self._read_tokenizer(source, self.model.generation_config, embedded)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
@@ -126,6 +134,16 @@ class GenerationModel(TextGenerator):
                 raise ModelLoadError(
                     f"model {self.settings.model!r}: {name} has no meaning for a model with an"
                     " encoder; take it away, and limit its batches by slots"
+                )
+
+    def _check_rules(self) -> None:
+        """Refuses rules for texts that only `StaticBatch` keeps. Raises ModelLoadError."""
+        rules = self.model.generation_config
+        for name in RULES if not self.has_encoder else ():
+            if value := getattr(rules, name, None):
+                raise ModelLoadError(
+                    f"model {self.settings.model!r}: generation_config.json has {name} ="
+                    f" {value!r:.80}, which is not supported; take it away to do without"
                 )
 
     def _open_batch(self) -> None:
