@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from redis import Redis, RedisError
+from redis import Redis
 
 from apps import shop
 from batchery.cli.explain import find
@@ -83,31 +83,38 @@ class LateWorker:
         control: Any = self._app.control
         node = control.mailbox.Node("late@here", None, channel, handlers)
         self._consumer = node.listen(callback=node.handle_message)
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _answer(self, _: Any, **__: Any) -> Any:
         assert self.may_answer.wait(TIMEOUT_S)
         return {"devices": {}, "batches": {}, "clock_s": 1.0}
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError, RedisError):
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    self._connection.drain_events(timeout=1)
+        while not self._is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                self._connection.drain_events(timeout=1)
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self._is_over.set()
+        self._thread.join()
+        self._connection.close()
 
 
 def test_a_worker_that_lives_may_answer_late(own_redis: OwnRedis) -> None:
-    late = LateWorker(own_redis.url)
-    command = ("batchery", "stats", "-A", "apps.shop", "--once")
-    code, out, _ = run(own_redis.url, *command, "--timeout", "0.1")
-    assert code == 1
-    assert "late@here: lives, and has not answered within 0.1 s" in out
-    assert "no worker answers" not in out
-    with start(own_redis.url, *command, "--timeout", str(TIMEOUT_S)) as process:
-        late.may_answer.set()
-        out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0
-    assert "late@here" in out
+    with contextlib.closing(LateWorker(own_redis.url)) as late:
+        command = ("batchery", "stats", "-A", "apps.shop", "--once")
+        code, out, _ = run(own_redis.url, *command, "--timeout", "0.1")
+        assert code == 1
+        assert "late@here: lives, and has not answered within 0.1 s" in out
+        assert "no worker answers" not in out
+        with start(own_redis.url, *command, "--timeout", str(TIMEOUT_S)) as process:
+            late.may_answer.set()
+            out, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0
+        assert "late@here" in out
 
 
 def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -> None:
