@@ -71,9 +71,9 @@ WORK = (
     "+client|tracking +client|caching +client|list",
 )
 OPERATE = (
-    "{waiting} {own} {bindings} {letters} {inboxes} {groups} +memory|usage " + ALL,
+    "{waiting} {own} {bindings} {letters} {inboxes} {groups} " + ALL,
     "{control} {events} {gossip} +psubscribe +punsubscribe",
-    "+config|get +client|list +slowlog|get +latency|latest",
+    "+config|get +client|list",
 )
 ROLES = {"producer": PRODUCE, "worker": WORK, "operator": (*PRODUCE, *OPERATE)}
 
