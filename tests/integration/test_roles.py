@@ -131,9 +131,9 @@ with Client(app) as client:
 tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
 shout.apply_async(("e",), countdown=60).revoke()
-found["ping"] = len(app.control.ping(timeout=20, limit=1))
+found["ping"] = len(app.control.ping(timeout=60, limit=1))
 found["stall"] = explain_stall(app, "apps.roles.shout", {"queue": "loud"})[:25]
-found["inspect"] = len(app.control.inspect(timeout=20, limit=1).active_queues())
+found["inspect"] = len(app.control.inspect(timeout=60, limit=1).active_queues())
 print(json.dumps(found))
 """
 
@@ -181,7 +181,7 @@ from celery import Celery
 app = Celery("stock", set_as_current=False)
 job = app.send_task("apps.roles.shout", ["a"], queue="loud")
 found = [job.get(timeout=60), app.AsyncResult(job.id).state]
-found.append(len(app.control.inspect(timeout=20, limit=1).ping()))
+found.append(len(app.control.inspect(timeout=60, limit=1).ping()))
 print(json.dumps(found))
 """
 

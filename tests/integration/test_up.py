@@ -349,8 +349,10 @@ def find_queues(stack: Stack) -> set[str]:
     """Those that its worker consumes."""
     with Celery(set_as_current=False) as app:
         app.conf.update(broker_read_url=stack.redis_url, broker_write_url=stack.redis_url)
-        queues = ask(app, "active_queues", [stack.worker_name])[stack.worker_name]
-    return {each["name"] for each in queues}
+        names = [stack.worker_name]
+        # It says that it is ready a moment before it hears what is asked.
+        answer = wait_for(lambda: ask(app, "active_queues", names), "an answer", START_S)
+    return {each["name"] for each in answer[stack.worker_name]}
 
 
 @pytest.mark.usefixtures("app_path")

@@ -52,7 +52,7 @@ class Exporter:
         return ask(f"http://127.0.0.1:{self.port}", path)
 
     def scrape(self) -> str:
-        return scrape(self.port, patient(20))
+        return scrape(self.port, patient(60))
 
     def samples(self) -> Samples:
         """By name and the values of the labels."""
