@@ -6,6 +6,7 @@ says in its own log.
 
 import json
 import platform
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -154,9 +155,12 @@ class Deployment:
         return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
 
 
+#: What was found, and what stands for a word in capitals of the line to copy.
+Found = str | tuple[str, Mapping[str, str]]
+
 #: A check: its name, its severity, why it matters, a line to copy, and what finds it. Words in
 #: capitals of the line are the user's to fill in.
-Check = tuple[str, str, str, str, Callable[[Deployment], Iterable[str]]]
+Check = tuple[str, str, str, str, Callable[[Deployment], Iterable[Found]]]
 
 CHECKS: list[Check] = []
 
@@ -164,7 +168,7 @@ CHECKS: list[Check] = []
 def check(name: str, severity: str, why: str, fix: str) -> Callable[..., Any]:
     """Registers a check."""
 
-    def register(find: Callable[[Deployment], Iterable[str]]) -> Any:
+    def register(find: Callable[[Deployment], Iterable[Found]]) -> Any:
         CHECKS.append((name, severity, why, fix, find))
         return find
 
@@ -327,12 +331,13 @@ def find_versions(on: Deployment) -> Iterator[str]:
     *("queue-unserved", "error", "these jobs wait for ever"),
     "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
 )
-def find_unserved(on: Deployment) -> Iterator[str]:
+def find_unserved(on: Deployment) -> Iterator[Found]:
     """Queues with jobs that no worker consumes, such as a misspelt one."""
     consumed = set[str]().union(*on.consumed.values())
     for queue, jobs in on.survey.queues.items():
         if jobs and queue not in consumed:
-            yield f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
+            text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
+            yield text, {"QUEUE": queue}
 
 
 @check(
@@ -427,10 +432,13 @@ def diagnose(on: Deployment, path: str) -> dict[str, Any]:
             unchecked[name] = _explain(on, error)
             continue
         passed += not found
-        texts = {"why": why, "fix": fix.replace("APP", path)}
-        findings += [
-            {"check": name, "severity": severity, "found": each, **texts} for each in found
-        ]
+        for each in found:
+            text, words = (each, {}) if isinstance(each, str) else each
+            line = fix
+            for word, value in {"APP": path, **words}.items():
+                line = line.replace(word, shlex.quote(value))
+            row = {"check": name, "severity": severity, "found": text, "why": why, "fix": line}
+            findings.append(row)
     findings.sort(key=lambda each: -SEVERITIES[each["severity"]])
     worst = SEVERITIES[findings[0]["severity"]] if findings else 0
     known = {"findings": findings, "unchecked": unchecked, "passed": passed}
