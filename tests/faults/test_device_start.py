@@ -64,6 +64,18 @@ def test_device_that_dies_at_each_start_ends_the_worker(
     assert "died while it started, 2 times" in worker.log
 
 
+@pytest.mark.parametrize("env", [{}, {"ORDINARY": "1"}], ids=["models", "models and others"])
+def test_model_that_takes_too_long_ends_the_worker(
+    start_worker: StartWorker, tmp_path: Path, env: dict[str, str]
+) -> None:
+    env = {"GATE_FOLDER": str(tmp_path), "BATCHERY_DEVICE_START_TIMEOUT_S": "3", **env}
+    worker = start_worker("apps.slow_start", "-c", "1", ready=False, env=env)
+    assert worker.wait_exit() == 2
+    (why,) = [line for line in worker.log.splitlines() if "CRITICAL" in line]
+    assert "not ready after" in why
+    assert "cpu" in why
+
+
 @pytest.mark.parametrize(
     ("options", "env"), [((), {"ORDINARY": "1"}), (("-B",), {})], ids=["ordinary tasks", "beat"]
 )

@@ -290,8 +290,11 @@ class DeviceSupervisor:
         # The loop may have stood still: it may be ready by now.
         self._guard(self._on_readable)(device)
         if device.state is State.STARTING and device.pid == pid:
-            text = "device %s is not ready after device_start_timeout_s = %g s: it is killed"
-            logger.error(text, device.name, self._start_timeout_s)
+            limit = f"device_start_timeout_s = {self._start_timeout_s:g} s"
+            if self._first_start.goes_on:
+                self._lose(f"device {device.name} is not ready after {limit}")
+            else:
+                logger.error("device %s is not ready after %s: it is killed", device.name, limit)
             device.kill("as it was not ready after device_start_timeout_s")
             # At once, as for one that hangs.
             self._on_process_death(device)
