@@ -41,6 +41,15 @@ WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SMALL),
     "qwen": ("Qwen3", {**SMALL, "head_dim": 8}),
     "mistral": ("Mistral", {**SMALL, "sliding_window": 8}),
+    # Attention with a soft cap; attention with sinks, and experts.
+    "gemma2": (
+        "Gemma2",
+        {**SMALL, "head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": 0.5},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {**SMALL, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
     "gpt2": (
         "GPT2",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160, "initializer_range": 0.4},

@@ -16,6 +16,7 @@ from batchery_worker.models.generation.prompts import (
     ending_tokens,
     is_chat,
     make_decoder,
+    make_speller,
     read_bytes,
 )
 from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
@@ -115,6 +116,7 @@ class TextGenerator(StepModel):
         self._endings = ending_tokens(defaults, self.tokenizer)
         self._penalty = float(defaults.repetition_penalty or 1.0)
         self._decode = make_decoder(self.tokenizer)
+        self._spell = make_speller(self.tokenizer)
         self._prompts = Prompts(self.tokenizer, count, self.settings.max_chars)
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
@@ -218,13 +220,11 @@ class TextGenerator(StepModel):
         self, text: SlotText, token: int, own: float, likeliest: Sequence[tuple[int, float]]
     ) -> None:
         """Remembers the probability of a token, and those of the likeliest ones."""
-        tokenizer = self.tokenizer
-        top = [
-            [tokenizer.decode([each]), each, max(value, LEAST_LOGPROB)] for each, value in likeliest
-        ]
-        shown = tokenizer.decode([token])
-        found = {"token": shown, "id": token, "logprob": max(own, LEAST_LOGPROB), "top": top}
-        spelled = [(shown, token), *((each, id_) for each, id_, _ in top)]
+        ids = [token, *(each for each, _ in likeliest)]
+        spelled = [(self._spell(each, not text.tokens), each) for each in ids]
+        values = [max(value, LEAST_LOGPROB) for value in (own, *(value for _, value in likeliest))]
+        top = [[*each, value] for each, value in zip(spelled[1:], values[1:], strict=True)]
+        found = {"token": spelled[0][0], "id": token, "logprob": values[0], "top": top}
         if any(REPLACEMENT in each for each, _ in spelled):
-            found["bytes"] = [read_bytes(tokenizer, id_, each) for each, id_ in spelled]
+            found["bytes"] = [read_bytes(self.tokenizer, id_, each) for each, id_ in spelled]
         text.logprobs.append(found)

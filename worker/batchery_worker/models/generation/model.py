@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,8 +20,9 @@ from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance
 from batchery.outcomes import Failed
 from batchery_worker.models.generation.generator import TextGenerator
+from batchery_worker.models.generation.rules import Rules, start_token
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.static_batch import StaticBatch, start_token
+from batchery_worker.models.generation.static_batch import StaticBatch
 from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
@@ -52,12 +54,9 @@ UNLIMITED_TOKENS = 32_768
 #: pass says nothing of it, its step might fail for ever.
 MAX_DOUBTS = 3
 
-#: What a generation config may ask of texts, and what no step of a paged cache does.
-RULES = (
-    *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-    *("sequence_bias", "min_new_tokens", "min_length", "forced_bos_token_id"),
-    *("forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale"),
-)
+#: With how many tokens a model is compared with itself when it is loaded, and how many of them come
+#: one by one, as when a text is written.
+CHECKED_TOKENS, CHECKED_STEPS = 256, 32
 
 #: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -112,10 +111,10 @@ class GenerationModel(TextGenerator):
         self._split.place(self.model)
         self.model.eval()
         embedded = self.model.get_input_embeddings().weight.shape[0]
-        self._check_rules()
         self._read_tokenizer(source, self.model.generation_config, embedded)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
+        self._rules = Rules(self.model, self.settings.model)
         self._open_batch()
 
     def _check_config(self, config: Any) -> None:
@@ -136,25 +135,13 @@ class GenerationModel(TextGenerator):
                     " encoder; take it away, and limit its batches by slots"
                 )
 
-    def _check_rules(self) -> None:
-        """Refuses rules for texts that only `StaticBatch` keeps. Raises ModelLoadError."""
-        rules = self.model.generation_config
-        for name in RULES if not self.has_encoder else ():
-            if value := getattr(rules, name, None):
-                raise ModelLoadError(
-                    f"model {self.settings.model!r}: generation_config.json has {name} ="
-                    f" {value!r:.80}, which is not supported; take it away to do without"
-                )
-
     def _open_batch(self) -> None:
-        sample = self._prompts.read("a b c")[:3] * 2
-        plain = self._plain_logits(sample[:-1], sample[-1:])
-        self._vocabulary = plain.shape[0]
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
         may_graph = self._split.is_whole and self.settings.cuda_graphs == "auto"
         *fast, usual = attentions(self.model, may_graph)
         for attention in fast:
             try:
-                self._batch = self._try_attention(attention, sample, plain)
+                self._batch = self._try_attention(attention)
                 break
             except Exception as error:  # noqa: BLE001 (the code of any model, and of CUDA)
                 logger.info("model %s: not by %s: %s", self.settings.model, attention, error)
@@ -163,7 +150,7 @@ class GenerationModel(TextGenerator):
             gc.collect()
             torch.cuda.empty_cache()
         else:
-            self._batch = self._try_attention(usual, sample, plain)
+            self._batch = self._try_attention(usual)
         logger.info(
             "model %s: %d slots, %s, texts of up to %d tokens on %s, attention %s",
             *(self.settings.model, self.slots, self._batch.size),
@@ -171,9 +158,7 @@ class GenerationModel(TextGenerator):
             self.model.config._attn_implementation,
         )
 
-    def _try_attention(
-        self, attention: str, sample: list[int], plain: Tensor
-    ) -> PagedBatch | StaticBatch:
+    def _try_attention(self, attention: str) -> PagedBatch | StaticBatch:
         """Makes a batch with this attention, and compares it with a plain pass.
 
         Raises:
@@ -185,7 +170,11 @@ class GenerationModel(TextGenerator):
             if isinstance(batch, PagedBatch):
                 # What is compared is replayed, then.
                 self._warm_up(batch)
-            difference = (_batched_logits(batch, sample) - plain).abs().max() / plain.std()
+            sample = self._sample(min(CHECKED_TOKENS, self.max_length, batch.capacity))
+            read, written = sample[:-CHECKED_STEPS], sample[-CHECKED_STEPS:]
+            plain = self._plain_logits(read, written)
+            found = _batched_logits(batch, read, written)
+            difference = ((found - plain).abs().amax(dim=-1) / plain.std(dim=-1)).max()
         except (ValueError, TypeError) as error:
             raise ModelLoadError(
                 f"model {self.settings.model!r}: transformers has no continuous batching for it:"
@@ -224,6 +213,11 @@ class GenerationModel(TextGenerator):
 
     @torch.no_grad()
     def _plain_logits(self, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
+        """Without a cache: of the token that follows the prompt, and each that was written.
+
+        Returns:
+            (1 + len(written), V) float32.
+        """
         inputs = {"input_ids": [[*prompt, *written]]}
         if self.has_encoder:
             inputs = {
@@ -232,8 +226,14 @@ class GenerationModel(TextGenerator):
             }
         tensors = {name: torch.tensor(ids, device=self._device) for name, ids in inputs.items()}
         with plain_attention(self.model):
-            logits: Tensor = self.model(**tensors, use_cache=False).logits[0, -1].float()
-        return logits
+            logits: Tensor = self.model(**tensors, use_cache=False).logits[0].float()
+        return logits[-1 - len(written) :]
+
+    def _sample(self, count: int) -> list[int]:
+        """So many ordinary tokens, always the same."""
+        special = set(self.tokenizer.all_special_ids)
+        ordinary = [each for each in range(len(self.tokenizer)) if each not in special]
+        return random.Random(0).choices(ordinary, k=count)
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
@@ -247,8 +247,9 @@ class GenerationModel(TextGenerator):
         penalty = job.prompt.options.repetition_penalty or self._penalty
         for text in job.texts:
             if text.finish_reason is None:
-                # `StaticBatch` has its own, as it counts no prompts.
-                if penalty != 1 and not self.has_encoder:
+                if self._rules.hold:
+                    text.rules = self._rules.read(text.prompt)
+                elif penalty != 1:
                     text.penalize(self._vocabulary, self._device)
                 self._texts[text.name] = text
                 self._batch.add(text.name, text.prompt, text.tokens)
@@ -282,6 +283,9 @@ class GenerationModel(TextGenerator):
         return advances + self._shrink(failure)
 
     def _choose(self, texts: Sequence[SlotText], logits: Tensor) -> list[int]:
+        for row, text in enumerate(texts):
+            if text.rules:
+                logits[row] = self._rules.apply(text, logits[row])
         samplings = [
             text.sampling(text.prompt.options.repetition_penalty or self._penalty) for text in texts
         ]
@@ -311,7 +315,7 @@ class GenerationModel(TextGenerator):
         advances = []
         for job in jobs:
             growing = [text for text in job.texts if text.finish_reason is None]
-            logits = [self._plain_logits(each.prompt.tokens, each.tokens) for each in growing]
+            logits = [self._plain_logits(each.prompt.tokens, each.tokens)[-1] for each in growing]
             job.doubts += 1
             if job.doubts <= MAX_DOUBTS and all(each.isfinite().all() for each in logits):
                 self._add(job)
@@ -352,12 +356,17 @@ class GenerationModel(TextGenerator):
         return []
 
 
-def _batched_logits(batch: PagedBatch | StaticBatch, tokens: list[int]) -> Tensor:
-    """The logits after two steps: all tokens but the last, and the last one."""
-    batch.add("trial", Prompt(tokens[:-1], GenerationKeywords(), 0))
-    batch.forward()
-    batch.accept(tokens[-1:])
-    _, logits = batch.forward()
-    batch.accept([0])
+def _batched_logits(
+    batch: PagedBatch | StaticBatch, prompt: list[int], written: list[int]
+) -> Tensor:
+    """The same as `_plain_logits`, step by step, with a cache."""
+    batch.add("trial", Prompt(prompt, GenerationKeywords(), 0))
+    found = []
+    for token in (*written, 0):
+        # A long prompt takes several steps.
+        while not len(logits := batch.forward()[1]):
+            batch.accept([])
+        found.append(logits[0].clone())
+        batch.accept([token])
     batch.drop("trial")
-    return logits[0]
+    return torch.stack(found)

@@ -4,6 +4,7 @@ transformers' own attention for such a cache, without other packages, has every 
 at the keys of all texts, behind a mask: at 64 texts of 300 tokens that is nine tenths of a step.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -30,8 +31,12 @@ NAME, BY_PAGE = "batchery_flash_pages", "batchery_flash_by_page"
 #: What the kernel takes as width of a head, in numbers: a multiple of one, up to the other.
 HEAD_STEP, MAX_HEAD = 8, 256
 
+#: The name of transformers' attention over a cache for models that have only their own, and of ours
+#: in its place, which calls their own: soft caps are there and not in transformers'.
+EAGER, OWN_EAGER = "paged|eager", "batchery_own_eager"
+
 #: Attentions over a cache -> the same without one.
-PLAIN = {NAME: "sdpa", BY_PAGE: "sdpa", "paged|eager": "eager"}
+PLAIN = {NAME: "sdpa", BY_PAGE: "sdpa", EAGER: "eager", OWN_EAGER: "eager"}
 
 
 def attentions(model: Any, may_graph: bool) -> tuple[str, ...]:
@@ -57,6 +62,53 @@ def attentions(model: Any, may_graph: bool) -> tuple[str, ...]:
     for name in names:
         AttentionInterface.register(name, attention)
     return (*names, usual)
+
+
+def attend_as_defined(model: Any) -> None:
+    """Has a model that attends by transformers' paged attention call the one that defines it.
+
+    The mask has been chosen by the name, so this must follow whatever looks at it.
+    """
+    if model.config._attn_implementation == EAGER and own_attention(model) is not None:
+        AttentionInterface.register(OWN_EAGER, eager_attention)
+        model.config._attn_implementation = OWN_EAGER
+
+
+def own_attention(part: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The attention in the file that defines a model or a layer; None where there is none."""
+    return getattr(sys.modules[type(part).__module__], "eager_attention_forward", None)
+
+
+def eager_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention as the layer's own file does, over the keys and values of a cache.
+
+    Args:
+        module: The layer that asks.
+        query: (1, H, T, D) for the T tokens of a step.
+        key: (1, H or fewer, T, D).
+        value: As `key`.
+        attention_mask: Of T tokens to all that the cache has.
+        cache: Keeps these keys and values, and has those of the tokens before.
+        others: Arguments of that attention.
+
+    Returns:
+        (1, T, H, D), and the weights.
+    """
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
+    )
+    attend = own_attention(module)
+    assert attend is not None
+    return attend(module, query, key, value, attention_mask, **others)
 
 
 def has_kernel(model: Any) -> bool:

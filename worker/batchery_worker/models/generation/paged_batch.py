@@ -24,7 +24,12 @@ from transformers.generation.continuous_batching.utils import (
 )
 
 from batchery_worker.models.generation.graphed_steps import MIN_TOKENS, GraphedSteps, pad_tokens
-from batchery_worker.models.generation.paged_attention import BY_PAGE
+from batchery_worker.models.generation.paged_attention import (
+    BY_PAGE,
+    EAGER,
+    OWN_EAGER,
+    attend_as_defined,
+)
 from batchery_worker.models.generation.texts import Prompt
 from batchery_worker.models.inputs import GenerationKeywords
 
@@ -95,6 +100,8 @@ class PagedBatch:
         )
         # Nothing of the model's own configuration applies: tokens are not chosen there.
         own = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        if self._model.config._attn_implementation == OWN_EAGER:
+            self._model.config._attn_implementation = EAGER
         manager = ContinuousBatchingManager(self._model, own, config)
         by_page = self._model.config._attn_implementation == BY_PAGE
         if by_page:
@@ -108,6 +115,7 @@ class PagedBatch:
         self._graphed = GraphedSteps(self._processor, self._texts) if by_page else None
         if by_page or self._model.device.type == "cpu":
             self._processor.scheduler.schedule_batch = self._schedule
+        attend_as_defined(self._model)
         self.capacity = infer_max_single_request_tokens(self._processor.cache)
 
     def warm_up(self) -> None:

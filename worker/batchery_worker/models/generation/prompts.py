@@ -144,6 +144,22 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     )
 
 
+def make_speller(tokenizer: Any) -> Callable[[int, bool], str]:
+    """A function that says what a token adds to a text, and whether it is the first one there.
+
+    Many vocabularies write a word's space before it, and decode none at the beginning of a text.
+    """
+    before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+    known = len(tokenizer.decode(before))
+
+    def spell(token: int, is_first: bool) -> str:
+        if is_first:
+            return str(tokenizer.decode([token]))
+        return str(tokenizer.decode([*before, token]))[known:]
+
+    return spell
+
+
 #: The bytes that characters in the vocabularies of most models stand for.
 BYTES: dict[str, int] = {
     character: byte

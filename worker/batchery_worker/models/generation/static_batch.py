@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from batchery.errors import ModelLoadError
+from batchery_worker.models.generation.rules import start_token
 from batchery_worker.models.generation.texts import Prompt
 
 #: What remains of the size of batches where memory ran out.
@@ -25,15 +25,13 @@ class StaticText:
         name: That no text had before.
         prompt: What it answers.
         tokens: What the decoder reads: first that which begins every text, then what was written.
-        rules: Of the model's generation config: which tokens it may write.
         is_dropped: Whether nobody wants it any more.
     """
 
-    def __init__(self, name: str, prompt: Prompt, tokens: list[int], rules: Any) -> None:
+    def __init__(self, name: str, prompt: Prompt, tokens: list[int]) -> None:
         self.name = name
         self.prompt = prompt
         self.tokens = tokens
-        self.rules = rules
         self.is_dropped = False
 
 
@@ -83,25 +81,10 @@ class StaticBatch:
 
         Args:
             name: That no text had before.
-            prompt: What it answers; without `max_new_tokens` any token may follow.
+            prompt: What it answers.
             written: Its tokens so far.
         """
-        rules = self._rules(prompt) if prompt.max_new_tokens else None
-        self._waiting[name] = StaticText(name, prompt, [self._start, *written], rules)
-
-    def _rules(self, prompt: Prompt) -> Any:
-        """What `generate` makes of the model's generation config."""
-        own: dict[str, Any] = {"do_sample": False, "num_beams": 1}
-        own["max_length"] = 1 + prompt.max_new_tokens
-        if prompt.options.repetition_penalty is not None:
-            own["repetition_penalty"] = prompt.options.repetition_penalty
-        config, _ = self._model._prepare_generation_config(None, **own)
-        device = self._model.device
-        self._model._prepare_special_tokens(config, device=device)
-        read = torch.tensor([prompt.tokens], device=device)
-        return self._model._get_logits_processor(
-            config, input_ids_seq_length=1, encoder_input_ids=read, device=device
-        )
+        self._waiting[name] = StaticText(name, prompt, [self._start, *written])
 
     def drop(self, name: str) -> None:
         """Frees what a text holds, by the next step."""
@@ -132,10 +115,6 @@ class StaticBatch:
         places = [at for at, text in enumerate(self._running) if len(text.tokens) == end]
         self._chosen = [self._running[at] for at in places]
         logits = outputs.logits[places, -1].float()
-        for row, text in enumerate(self._chosen):
-            if text.rules:
-                read = torch.tensor([text.tokens], device=logits.device)
-                logits[row] = text.rules(read, logits[row : row + 1])[0]
         return [text.name for text in self._chosen], logits
 
     def _free_dropped(self) -> None:
@@ -180,19 +159,3 @@ class StaticBatch:
         self.build()
         before, self._texts = self._texts, max(1, int(self._texts * SHRINK))
         return self._texts < before
-
-
-def start_token(model: Any) -> int:
-    """The token with which the decoder begins.
-
-    Raises:
-        ModelLoadError: The model's files do not say.
-    """
-    defaults = model.generation_config
-    for token in (defaults.decoder_start_token_id, defaults.bos_token_id):
-        if token is not None:
-            return int(token)
-    raise ModelLoadError(
-        f"model {model.config.name_or_path!r}: its files have no decoder_start_token_id, so that it"
-        " is unknown with what texts begin; write it into generation_config.json"
-    )

@@ -39,7 +39,10 @@ class SlotText:
         choice: Which of the job's texts it is.
         tokens: That the model has written.
         finish_reason: `stop`, or `length`; None while it grows.
+        rules: transformers' processors of its logits; None without any.
     """
+
+    rules: Any = None
 
     def __init__(self, job: "TextJob", choice: int, decode: Decode) -> None:
         self.name = f"{job.serial}/{choice}"
@@ -84,9 +87,10 @@ class SlotText:
         self.tokens.append(token)
         if self._seen is not None:
             self._seen[token] = True
-        options = self.prompt.options
-        released = self._growing.add(token)
-        if self._growing.has_stopped or (token in endings and not options.ignore_eos):
+        ends = token in endings and not self.prompt.options.ignore_eos
+        # Not every tokenizer calls it special, so its name might be shown.
+        released = "" if ends else self._growing.add(token)
+        if self._growing.has_stopped or ends:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.prompt.max_new_tokens:
             self.finish_reason = "length"

@@ -1,6 +1,5 @@
 """Texts of jobs that share their steps: the same as each alone, whatever its neighbours do."""
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -399,21 +398,6 @@ def test_models_that_write_no_texts_are_refused(build: Build, load: Load, tmp_pa
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelLoadError, match=r"pip install gguf"):
         load("generation", tmp_path / "weights.gguf")
-
-
-@pytest.mark.parametrize(
-    ("rule", "value"),
-    [("no_repeat_ngram_size", 3), ("suppress_tokens", [5]), ("min_new_tokens", 4)],
-)
-def test_rules_that_would_be_ignored_are_refused_by_name(
-    rule: str, value: Any, load: Load, tmp_path: Path
-) -> None:
-    folder = save_writer(tmp_path / "writer")
-    path = folder / "generation_config.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, rule: value}))
-    with pytest.raises(ModelLoadError, match=f"generation_config.json has {rule}"):
-        load("generation", folder)
 
 
 def test_output_that_is_not_finite_fails_its_job_alone(

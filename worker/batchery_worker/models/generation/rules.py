@@ -1,0 +1,128 @@
+"""What a generation config says of tokens: by transformers' own processors, or refused by name."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from batchery.errors import ModelLoadError
+from batchery_worker.models.generation.texts import Prompt, SlotText
+
+#: Fields of transformers' `GenerationConfig` that change texts by other means than processors, and
+#: which no engine of ours has -> the values with which they change nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "constraints": (None,),
+    "diversity_penalty": (None, 0.0),
+    "dola_layers": (None,),
+    "force_words_ids": (None,),
+    "forced_decoder_ids": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "penalty_alpha": (None, 0.0),
+    "stop_strings": (None,),
+    "token_healing": (None, False),
+    "watermarking_config": (None,),
+}
+
+
+#: All fields of `GenerationConfig` of transformers 5.23. One that a later version brings is refused
+#: where a model sets it.
+KNOWN = frozenset(REFUSED).union(
+    # Processors.
+    ("bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size"),
+    ("encoder_repetition_penalty", "exponential_decay_length_penalty", "forced_bos_token_id"),
+    ("forced_eos_token_id", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
+    ("remove_invalid_values", "repetition_penalty", "sequence_bias", "suppress_tokens"),
+    # Where texts begin and end.
+    ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
+    # What a job says, or the settings: how it is drawn, how many texts, how long.
+    ("do_sample", "epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k"),
+    ("top_p", "typical_p", "renormalize_logits", "num_return_sequences"),
+    ("max_length", "max_new_tokens", "max_time"),
+    # Beams, which docs/generation.md says are not searched.
+    ("early_stopping", "length_penalty", "low_memory", "num_beam_groups", "num_beams"),
+    # How it is computed, with the same outcome.
+    ("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
+    ("assistant_lookbehind", "is_assistant", "max_matching_ngram_size", "num_assistant_tokens"),
+    ("num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "speculation_type"),
+    ("target_lookbehind", "use_mtp", "cache_config", "cache_implementation", "compile_config"),
+    ("continuous_batching_config", "disable_compile", "max_cache_len", "prefill_chunk_size"),
+    ("use_cache",),
+    # What is told of it.
+    ("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
+    ("return_dict_in_generate", "_from_model_config", "transformers_version"),
+)
+
+
+class Rules:
+    """The processors of one model's texts, as `generate` would make them.
+
+    Attributes:
+        hold: Whether the model has any besides a repetition penalty, which `Sampling` knows.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        """Reads the generation config of a model of transformers.
+
+        Raises:
+            ModelLoadError: It asks for what cannot be honoured; names the field.
+        """
+        self._model = model
+        # An encoder's prompt is no part of its text.
+        self._start = [start_token(model)] if model.config.is_encoder_decoder else []
+        fields = set(GenerationConfig().to_dict())  # type: ignore[no-untyped-call]
+        for field in {*REFUSED, *(fields - KNOWN)}:
+            value = getattr(model.generation_config, field, None)
+            if value not in REFUSED.get(field, (None,)):
+                raise ModelLoadError(
+                    f"model {name!r}: generation_config.json has {field} = {value!r:.80}, which"
+                    " would change its texts and cannot be honoured here; take it away"
+                )
+        self.hold = bool(self._make([0], 1, 1.0)) or bool(self._start)
+
+    def _make(
+        self, prompt: list[int], max_new_tokens: int, penalty: float | None
+    ) -> LogitsProcessorList:
+        before = self._start or prompt
+        own: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+        own["max_length"] = len(before) + max_new_tokens
+        if penalty is not None:
+            own["repetition_penalty"] = penalty
+        config, _ = self._model._prepare_generation_config(None, **own)
+        device = self._model.device
+        self._model._prepare_special_tokens(config, device=device)
+        found: LogitsProcessorList = self._model._get_logits_processor(
+            config,
+            input_ids_seq_length=len(before),
+            encoder_input_ids=torch.tensor([prompt], device=device) if self._start else None,
+            device=device,
+        )
+        return found
+
+    def read(self, prompt: Prompt) -> LogitsProcessorList:
+        """The processors of a job's texts."""
+        penalty = prompt.options.repetition_penalty
+        return self._make(prompt.tokens, prompt.max_new_tokens, penalty)
+
+    def apply(self, text: SlotText, logits: Tensor) -> Tensor:
+        """What a text's own processors make of its logits, both (V,)."""
+        known = [*(self._start or text.prompt.tokens), *text.tokens]
+        read = torch.tensor([known], device=logits.device)
+        changed: Tensor = text.rules(read, logits[None])[0]
+        return changed
+
+
+def start_token(model: Any) -> int:
+    """The token with which the decoder begins.
+
+    Raises:
+        ModelLoadError: The model's files do not say.
+    """
+    defaults = model.generation_config
+    for token in (defaults.decoder_start_token_id, defaults.bos_token_id):
+        if token is not None:
+            return int(token)
+    raise ModelLoadError(
+        f"model {model.config.name_or_path!r}: its files have no decoder_start_token_id, so that it"
+        " is unknown with what texts begin; write it into generation_config.json"
+    )
