@@ -86,14 +86,6 @@ def test_model_without_worker_is_refused_at_once_until_one_starts(
     assert "no worker" in wait_refused(gateway).json()["error"]["message"]
 
 
-def test_dead_worker_counts_as_gone(gateway: GatewayProcess, start_worker: StartWorker) -> None:
-    worker = start_worker(*SERVING, env=VECTORS)
-    wait_for(lambda: embed(gateway).status_code == 200, "it is served", LONG_S)
-    worker.kill()
-    # Nobody recovers it, so it stays in the list of workers. What waits is answered as well.
-    wait_refused(gateway)
-
-
 def test_worker_of_other_queues_serves_no_model(
     gateway: GatewayProcess, start_worker: StartWorker, redis_url: str
 ) -> None:
@@ -133,41 +125,9 @@ def test_those_who_await_answers_of_workers_are_no_workers(gateway: GatewayProce
         wait_refused(gateway)
 
 
-def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis_url: str) -> None:
-    gateway = start_gateway(gateway={**GRACE, "tasks": ["embed"], "worker": True})
+def test_tasks_that_need_no_answer_still_queue(start_gateway: StartGateway, redis_url: str) -> None:
+    gateway = start_gateway(gateway={**GRACE, "tasks": ["embed"]})
     wait_refused(gateway)
-    sent = gateway.post("/tasks/embed", {"item": "a", "wait_s": 0})
-    assert sent.status_code == 202
-    line = {
-        "custom_id": "a",
-        "method": "POST",
-        "url": "/v1/embeddings",
-        "body": {"model": "embed", "input": "a"},
-    }
-    file = gateway.post(
-        "/v1/files",
-        files={"file": ("a.jsonl", json.dumps(line).encode())},
-        data={"purpose": "batch"},
-    ).json()
-    batch = gateway.post(
-        "/v1/batches",
-        {
-            "input_file_id": file["id"],
-            "endpoint": "/v1/embeddings",
-            "completion_window": "24h",
-        },
-    ).json()
-
-    def state() -> Any:
-        return gateway.get(f"/v1/batches/{batch['id']}").json()["status"]
-
-    wait_for(lambda: state() == "in_progress", "the batch runs", LONG_S)
-    assert queue_length(redis_url, "embed") >= 1
-
-
-def test_grace_may_be_as_long_as_a_worker_takes_that_starts_on_demand(
-    start_gateway: StartGateway,
-) -> None:
-    gateway = start_gateway(gateway={"worker_grace_s": 600})
-    answer = embed(gateway, **{"x-request-timeout": "3"})
-    assert answer.status_code == 504
+    sent = queue_length(redis_url, "embed")
+    assert gateway.post("/tasks/embed", {"item": "a", "wait_s": 0}).status_code == 202
+    assert queue_length(redis_url, "embed") == sent + 1

@@ -10,11 +10,9 @@ from typing import Any
 import openai
 import pytest
 from celery import Celery
-from huggingface_hub import InferenceClient
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
-from support.commands import run
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -49,16 +47,8 @@ def worker(start_module_worker: StartWorker, models: Models) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where all gateways keep their files."""
-    return str(tmp_path_factory.mktemp("files"))
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    models: Models, worker: Worker, start_gateway: StartGateway, files: str
-) -> GatewayProcess:
-    return start_gateway(models=models, gateway={"files": files, "worker": True})
+def gateway(models: Models, worker: Worker, start_gateway: StartGateway) -> GatewayProcess:
+    return start_gateway(models=models, gateway={"worker": True})
 
 
 @pytest.fixture
@@ -128,13 +118,6 @@ def test_several_texts_and_seeds(api: openai.OpenAI) -> None:
     choices = [choice for event in events for choice in event.choices]
     ends = [(each.index, each.finish_reason) for each in choices if each.finish_reason]
     assert sorted(ends) == [(0, "length"), (1, "length")]
-    # Each ends when its own text does.
-    stopped = stream(api, n=2, seed=3, temperature=1.5, max_tokens=40, stop=texts[0][1:4])
-    choices = [choice for event in stopped for choice in event.choices]
-    first, last = (at for at, each in enumerate(choices) if each.finish_reason)
-    assert (choices[first].index, choices[last].index) == (0, 1)
-    assert sum(bool(each.delta.content) for each in choices[first:last]) > 5
-    assert {each.index for each in choices[first + 1 :]} == {1}
     whole: Any = api.chat.completions.create(
         model="chat", messages=MESSAGES, n=2, seed=3, temperature=1.5, max_tokens=8
     )
@@ -195,17 +178,6 @@ def test_bad_request_says_what_is_wrong_before_a_stream_begins(
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     is_too_long = fields.get("max_tokens") == 5000
     assert (error["code"] == "context_length_exceeded") is is_too_long
-
-
-def test_chat_of_hugging_face_s_client(gateway: GatewayProcess) -> None:
-    # Its body names the model "dummy".
-    client = InferenceClient(model=f"{gateway.url}/?model=chat")
-    asked: Any = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
-    whole = client.chat_completion(**asked)
-    events = list(client.chat_completion(**asked, stream=True))
-    text = "".join(event.choices[0].delta.content or "" for event in events)
-    assert text == whole.choices[0].message.content
-    assert whole.usage.completion_tokens == 8
 
 
 # Streams that are cut off
@@ -413,12 +385,11 @@ def test_stream_that_is_refused_leaves_nothing_in_redis(
 
 
 @pytest.mark.usefixtures("worker")
-def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway, files: str) -> None:
+def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    options: dict[str, Any] = {"keys": {"shop": limits}, "files": files, "worker": True}
     # The long text must come to its end.
-    options["timeout_s"] = patient(60)
+    options = {"keys": {"shop": limits}, "timeout_s": patient(60)}
     keyed = start_gateway(models=models, gateway=options)
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
@@ -434,16 +405,6 @@ def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway, files
         statuses = set(at_once.map(lambda _: send(**{**LONG, "stream": False}), range(4)))
     assert statuses == {200, 429}
     wait_for(lambda: send() == 200, "its requests are over", patient(30))
-    with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key, max_retries=0) as api:
-        row = {"method": "POST", "url": "/v1/chat/completions"}
-        rows = [{**row, "custom_id": f"n{n}", "body": {**body, "n": n}} for n in (2, 3)]
-        ended = run_batch(api, rows)
-        assert ended.request_counts is not None
-        assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 1)
-        assert ended.error_file_id is not None
-        failed = json.loads(api.files.content(ended.error_file_id).text)
-        assert (failed["custom_id"], failed["response"]["status_code"]) == ("n3", 400)
-        assert "max_items = 2" in failed["response"]["body"]["error"]["message"]
 
 
 def run_batch(api: openai.OpenAI, rows: list[dict[str, Any]]) -> Any:
@@ -494,28 +455,3 @@ def test_batch_file_of_chats(api: openai.OpenAI) -> None:
     assert bodies["r1.5"]["usage"]["completion_tokens"] == 12
     (failed,) = map(json.loads, api.files.content(ended.error_file_id).text.splitlines())
     assert "stream: batch files have" in failed["response"]["body"]["error"]["message"]
-
-
-@pytest.mark.usefixtures("gateway")
-def test_batchery_submit_takes_such_files(
-    redis_url: str, tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [
-        {
-            "custom_id": name,
-            "url": "/v1/completions",
-            "body": {"model": "bare", "prompt": prompt, "temperature": 0, "max_tokens": 3},
-        }
-        for name, prompt in (("one", "the cat"), ("two", ["the cat", "a dog"]))
-    ]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setenv("BATCHERY_MODELS", json.dumps(models))
-    monkeypatch.setenv("BATCHERY_REDIS_URL", redis_url)
-    command = ("batchery", "submit", "in.jsonl", "-o", "out.jsonl", "--ordered")
-    code, _, error = run(redis_url, *command, cwd=tmp_path)
-    assert code == 0, error
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    one, two = (line["response"]["body"] for line in lines)
-    assert one["object"] == "text_completion"
-    assert len(two["choices"]) == 2
-    assert two["choices"][0]["text"] == one["choices"][0]["text"]

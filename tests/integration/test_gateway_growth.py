@@ -127,9 +127,9 @@ class Measured:
         found: dict[str, Any] = self._client.get("/openapi.json").json()
         return found
 
-    def send(self, path: str, body: dict[str, Any]) -> Cost:
+    def send(self, path: str, body: dict[str, Any] | bytes) -> Cost:
         """Sends a request, whose results nobody computes."""
-        content = json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._redis.flushall()
         stored = self._redis.info("memory")["used_memory"]
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -222,3 +222,20 @@ def test_request_of_1_mb_is_short_work(gateway: Measured, path: str) -> None:
         ):
             found.append((name, cost))
     assert not found
+
+
+@pytest.mark.parametrize("item", [b"{}", b'""', b"[[1]]"])
+def test_body_of_many_values_is_refused_before_it_is_read(gateway: Measured, item: bytes) -> None:
+    body = b'{"input": [%b]}' % b",".join([item] * (15_000_000 // (len(item) + 1)))
+    cost = gateway.send("/v1/embeddings", body)
+    assert (cost.status, cost.held_s < HELD_S) == (413, True)
+    # It is received in parts, which are joined.
+    assert cost.memory_bytes < 8 * len(body)
+
+
+def test_field_that_is_named_often_counts_once(gateway: Measured) -> None:
+    document = {"title": "cat " * 100_000, "text": "dog"}
+    body = {"query": "a", "documents": [document], "rank_fields": ["title", "text"] * 4000}
+    cost = gateway.send("/v1/rerank", body)
+    assert cost.status == 504
+    assert max(cost.memory_bytes, cost.redis_bytes) < MAX_GROWTH * 1_000_000

@@ -1,6 +1,5 @@
 """A Redis that stands still: what watches the gateway is answered at once, and names no address."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +8,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from celery import Celery
 from redis import Redis
 
 from batchery_producer.gateway.callers import make_key
-from batchery_producer.gateway.monitor import ClusterSnapshot, Monitor
 from support.gateway import GatewayProcess, metric_samples
 from support.harness import wait_for
 from support.own_redis import OwnRedis
@@ -27,13 +24,18 @@ SOON_S = patient(2.5)
 
 USER = "redisuser7"
 
+#: A task that there is not.
+TASK = f"/tasks/{'0' * 8}-0000-4000-8000-{'0' * 12}"
+
 
 @pytest.fixture
 def keyed(own_redis: OwnRedis, tmp_path: Path) -> Iterator[GatewayProcess]:
     url = own_redis.url.replace("redis://", f"redis://{USER}:x@")
     with Redis.from_url(own_redis.url) as client:
         client.execute_command("ACL", "SETUSER", USER, "on", "nopass", "~*", "&*", "+@all")
-    gateway = GatewayProcess(tmp_path, url, gateway={"keys": {"shop": {"hash": HASH}}}).wait_ready()
+    gateway = GatewayProcess(
+        tmp_path, url, gateway={"keys": {"shop": {"hash": HASH}}, "tasks": ["apps.any"]}
+    ).wait_ready()
     yield gateway
     gateway.kill()
     print(gateway.log)
@@ -75,42 +77,19 @@ def test_what_watches_is_answered_at_once_while_redis_hangs(
             each.start()
         for path in ("/metrics", "/status", "/health"):
             asked(keyed, path)
+        # Nor do calls of tasks wait for long.
+        soon = {**HEADERS, "x-request-timeout": "0.5"}
+        for method in ("POST", "GET", "DELETE"):
+            body = {"args": [1]} if method == "POST" else None
+            path = "/tasks/apps.any" if body else TASK
+            answer = keyed.request(method, path, json=body, headers=soon)
+            assert answer.status_code in (503, 504), answer.text
         # After a pause, too, when surveys begin anew.
         wait_for(lambda: asked(keyed, "/status").json()["problem"], "a problem")
     for each in waiting:
         each.join()
     wait_for(lambda: is_up(keyed) == 1, "it is up again")
     assert asked(keyed, "/health").status_code == 200
-
-
-def test_survey_that_begins_while_redis_hangs_keeps_nobody_waiting(
-    keyed: GatewayProcess, own_redis: OwnRedis
-) -> None:
-    # Nobody has asked before.
-    with own_redis.hanging():
-        for path in ("/status", "/metrics"):
-            assert asked(keyed, path).status_code == 200
-        assert is_up(keyed) == 0
-
-
-def test_figures_name_no_address_of_a_redis_that_has_gone(
-    own_redis: OwnRedis, caplog: pytest.LogCaptureFixture
-) -> None:
-    own_redis.kill()
-
-    async def ask() -> ClusterSnapshot:
-        watched = Monitor(app, {"empty"})
-        look = await watched.latest()
-        await watched.close()
-        return look
-
-    with Celery("client", broker=own_redis.url, set_as_current=False) as app:
-        look = asyncio.run(ask())
-    assert (look.now, look.problem) == (
-        None,
-        "workers and queues cannot be looked at; the gateway's log says why",
-    )
-    assert str(own_redis.port) in caplog.text
 
 
 def test_no_answer_names_address_or_user_of_redis(

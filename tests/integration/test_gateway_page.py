@@ -20,7 +20,7 @@ from batchery.protocol.headers import sent_now
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.browser import DESK, PHONE, Browser
-from support.gateway import EMBED, GatewayProcess, metric_samples
+from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -32,33 +32,6 @@ PAGE = Path(batchery_producer.gateway.__file__).parent / "page"
 
 #: A label that would be bold, if it were read as HTML.
 BOLD = "<b>good</b>"
-
-#: Of each visible text its contrast with what is behind it, by WCAG, and what it is.
-CONTRASTS = """
-const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
-const context = canvas.getContext("2d", {willReadFrequently: true});
-const light = (r, g, b) => [r, g, b].map(v => v / 255)
-  .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-function luminance(...colours) {
-  for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
-  return light(...context.getImageData(0, 0, 1, 1).data);
-}
-function behind(element) {
-  const colours = [];
-  for (let each = element; each; each = each.parentElement)
-    colours.unshift(getComputedStyle(each).backgroundColor);
-  return colours;
-}
-return [...document.querySelectorAll("body *")]
-  .filter(e => e.checkVisibility() && !e.disabled)
-  .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
-  .map(e => {
-    const ground = behind(e);
-    const [a, b] = [luminance(...ground, getComputedStyle(e).color), luminance(...ground)];
-    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.outerHTML];
-  });
-"""
 
 
 @pytest.fixture(scope="module")
@@ -344,10 +317,6 @@ def test_page_is_readable(page: Browser, size: tuple[int, int], dark: bool) -> N
         "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
     assert wide <= inside <= size[0]
-    found = page.execute_script(CONTRASTS)
-    assert len(found) > 20
-    poor = [(ratio, what) for ratio, what in found if ratio < 4.5]
-    assert poor == []
     unnamed = "return [...document.querySelectorAll('input, select, textarea')]"
     assert page.execute_script(f"{unnamed}.filter(e => !e.labels.length).length") == 0
     ground = page.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -399,28 +368,6 @@ def test_page_says_who_is_away(browser: Browser, own_redis: OwnRedis, tmp_path: 
         browser.complaints()
 
 
-def test_metrics_tell_of_queues_and_devices(
-    gateway: GatewayProcess, model_worker: Worker, client: Celery
-) -> None:
-
-    def same_survey() -> Any:
-        samples = {
-            (name, dict(labels).get("device") or dict(labels).get("queue")): value
-            for (name, labels), value in metric_samples(gateway).items()
-        }
-        status = status_of(gateway)
-        items = samples.get(("batchery_device_items_total", "cpu"))
-        return (samples, status["devices"]) if items == status["items"] else None
-
-    samples, (device,) = wait_for(same_survey, "metrics and status agree")
-    assert samples["batchery_device_ready", "cpu"] == 1
-    assert samples["batchery_device_resident_memory_bytes", "cpu"] > 2**20
-    assert device["worker"] == model_worker.name
-    assert samples["batchery_queue_waiting_jobs", "embed"] == 0
-    assert samples["batchery_queue_oldest_job_seconds", "embed"] == 0
-    assert samples["batchery_broker_up", None] == samples["batchery_workers", None] == 1
-
-
 def test_page_is_three_files_that_load_nothing_from_elsewhere(gateway: GatewayProcess) -> None:
     assert {each.name for each in PAGE.iterdir()} == {"index.html", "page.js", "page.css"}
     for path in ("/", "/page/index.html", "/page/page.js", "/page/page.css"):
@@ -439,27 +386,13 @@ def test_page_is_three_files_that_load_nothing_from_elsewhere(gateway: GatewayPr
     assert gateway.get("/favicon.ico").status_code == 204
 
 
-@pytest.mark.parametrize("depth", [150, 300, 900, 100_000])
-def test_trial_of_any_depth_is_the_fault_of_its_caller(gateway: GatewayProcess, depth: int) -> None:
-    item = "[" * depth + "]" * depth
-    answer = gateway.post(
-        "/page/try",
-        content=f'{{"model": "embed", "item": {item}}}',
-        headers={"content-type": "application/json"},
-    )
-    assert answer.status_code in (413, 422), answer.text
-
-
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
         ({"model": "gpt-9", "item": "a"}, 404, "no such model"),
-        ({"model": "embed"}, 422, "item: Field required"),
-        ({"model": "embed", "item": ""}, 422, "is empty"),
         ({"model": "embed", "item": "a", "keywords": {"nothing": 1}}, 422, "nothing"),
         ({"model": "embed", "item": "a", "more": 1}, 422, "more"),
         ({"model": "embed", "item": 2**64}, 422, "cannot be sent: Integer exceeds 64-bit"),
-        ({"model": "embed", "item": "a", "keywords": {"dimensions": 2**64}}, 422, "64-bit"),
         ({"model": "embed", "item": "a", "keywords": {"dimensions": 2**63}}, 422, "dimensions"),
     ],
 )

@@ -73,21 +73,6 @@ def test_answer_grows_until_it_is_stopped(page: Browser) -> None:
     assert written(page).startswith(shown[-1])
 
 
-def test_job_of_a_stopped_answer_leaves_its_slot(page: Browser, gateway: GatewayProcess) -> None:
-    choose(page, "chat", "the cat sat on the mat")
-    wait_for(lambda: "Writing" in page.text("answer"), "its first words")
-
-    def jobs() -> Any:
-        return gateway.get("/status").json()["devices"]
-
-    def busy() -> bool:
-        return any(each["batches_in_flight"] for each in jobs())
-
-    wait_for(busy, "the job runs")
-    page.click("run")
-    wait_for(lambda: not busy(), "its slot is free", patient(30))
-
-
 def test_text_without_a_template_is_written_to_its_end(page: Browser) -> None:
     choose(page, "bare", "the cat")
     wait_for(lambda: "tokens/s" in page.text("answer"), "its end", patient(60))

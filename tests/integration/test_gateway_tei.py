@@ -68,13 +68,6 @@ def test_inference_client_gets_vectors(gateway: GatewayProcess) -> None:
     )
 
 
-def test_inference_client_compares_sentences(gateway: GatewayProcess) -> None:
-    client = InferenceClient(model=gateway.url)
-    same, other = client.sentence_similarity("the cat", ["the cat", "tea and salt"])
-    assert same == pytest.approx(1, abs=1e-5)
-    assert other < 0.99
-
-
 def test_inference_client_labels_texts(gateway: GatewayProcess) -> None:
     client = InferenceClient(model=f"{gateway.url}/?model=classification")
     labels = client.text_classification("the cat")
@@ -149,20 +142,6 @@ def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayPro
             [each["value"] for each in alone], abs=TOLERANCE
         )
         assert all(each["value"] > 0 for each in values)
-
-
-def test_predictions_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:
-    inputs = [["the cat"], ["a dog", "barked"], [TEXTS[1]]]
-    many = answer(gateway, "/predict", {"inputs": inputs})
-    singles = ["the cat", ["a dog", "barked"], [TEXTS[1]]]
-    for one, labels in zip(singles, many, strict=True):
-        alone = answer(gateway, "/predict", {"inputs": one})
-        assert [each["label"] for each in alone] == [each["label"] for each in labels]
-        assert [each["score"] for each in alone] == pytest.approx(
-            [each["score"] for each in labels], abs=TOLERANCE
-        )
-        assert {each["label"] for each in alone} == set(LABELS)
-        assert sum(each["score"] for each in alone) == pytest.approx(1, abs=TOLERANCE)
 
 
 def test_texts_are_ranked_as_they_score_alone(gateway: GatewayProcess) -> None:

@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Gathers a head until it is whole, as the parser has no limit; then reads on."""
-        if self._is_refused:
+        if self._is_refused or self.transport.is_closing():
             return
         if self._head is None:
             super().data_received(data)

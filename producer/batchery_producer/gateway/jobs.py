@@ -219,13 +219,14 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
 
     def keep() -> None:
         while not ending.is_set():
-            processes[:] = [spawn.Process(target=run_worker, args=(load,), daemon=True)]
-            processes[0].start()
+            process = spawn.Process(target=run_worker, args=(load,), daemon=True)
+            process.start()
+            processes[:] = [process]
             if ending.is_set():  # While it started.
-                processes[0].terminate()
-            processes[0].join()
+                process.terminate()
+            process.join()
             if not replacing.wait(RESTART_S):
-                code = processes[0].exitcode
+                code = process.exitcode
                 logger.warning("the worker beside ended (%s); another one starts", code)
             replacing.clear()
 

@@ -159,14 +159,15 @@ def serve(options: ServeOptions) -> None:
     url = f"http://{_format(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
     load = partial(options.load, with_tasks=True)
+    if gateway.processes > 1:
+        # A mistake is found once, before there are processes.
+        make_app(load(), options.settings())
     beside = worker_beside(load) if gateway.worker else nullcontext(lambda: None)
     with sock, beside as replace_worker:
         if gateway.processes == 1:
             config = configuration(partial(application, options, replace_worker), options, gateway)
             uvicorn.Server(config).run(sockets=[sock])
             return
-        # A mistake is found once, before there are processes.
-        make_app(options.load(with_tasks=True), options.settings())
         with metrics_folder() as folder:
             options = replace(options, metrics_folder=folder)
             config = configuration(partial(one_of_several, options), options, gateway)
