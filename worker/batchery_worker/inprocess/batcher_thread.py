@@ -251,7 +251,7 @@ class BatcherThread:
             else:
                 self._outside.append(call)
                 self._let_in()
-        elif call is not END:
+        elif call is not END and call.set_running_or_notify_cancel():
             try:
                 self._load()
             except BaseException as error:  # noqa: BLE001 - it belongs to who waits
@@ -309,7 +309,7 @@ class BatcherThread:
             call.fail(self._closed())
             if call.entrance is not None:
                 call.entrance.open()
-        elif call is not END:
+        elif call is not END and call.set_running_or_notify_cancel():
             call.set_exception(self._closed())
 
 

@@ -30,7 +30,7 @@ from batchery import (
 from batchery_worker.device import loading
 from batchery_worker.memory import Memory
 from batchery_worker.models.embedding import EmbeddingModel
-from support.gate import batcher_threads
+from support.gate import WAIT_S, batcher_threads
 from support.harness import wait_for
 from support.tiny_models import run, save_model
 
@@ -363,6 +363,26 @@ def test_closing_answers_the_calls_that_are_there() -> None:
     model.go.set()
     engine.close()
     assert [each.result(0) for each in futures] == [2 * each for each in range(1, 8)]
+
+
+def test_an_entry_that_is_cancelled_while_a_batch_runs_hurts_no_call() -> None:
+    model = Launching()
+    engine = Engine(model, device="cpu")
+    first = engine.submit(1)
+    assert model.first.wait(WAIT_S)
+
+    async def enter() -> None:
+        entering = asyncio.create_task(engine.__aenter__())
+        await asyncio.sleep(0)
+        entering.cancel()
+        await asyncio.wait([entering])
+
+    asyncio.run(enter())
+    model.go.set()
+    assert first.result(WAIT_S) == 2
+    # Nobody uses what could not be entered.
+    with pytest.raises(BatcherClosed, match="it is closed"):
+        engine.call(1)
 
 
 def test_an_engine_that_nobody_holds_ends_its_thread() -> None:
