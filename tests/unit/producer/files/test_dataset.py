@@ -12,7 +12,7 @@ import pytest
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset, Row
-from batchery_producer.files.records import Broken, Record, choose_field
+from batchery_producer.files.records import Broken, Record, SeenIds, choose_field
 from batchery_producer.files.rows import (
     MAX_LINE_BYTES,
     CsvRows,
@@ -301,3 +301,15 @@ def test_named_pipe_is_read(tmp_path: Path) -> None:
     dataset = Dataset(path)
     assert len(list(dataset)) == 2
     writer.join()
+
+
+def fill(seen: SeenIds) -> None:
+    for number in range(10_000):
+        seen.first_line(f"row-{number}", 0, number)
+
+
+def test_full_disk_says_where_the_ids_are_kept() -> None:
+    with SeenIds() as seen:
+        seen._execute("PRAGMA max_page_count = 3")
+        with pytest.raises(DatasetError, match=r"ids cannot be kept .* is full; .* SQLITE_TMPDIR"):
+            fill(seen)
