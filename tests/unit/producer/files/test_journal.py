@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import FinishedRows, Journal
-from batchery_producer.files.source import find_sources
 
 
 def begin(*paths: Path, **changes: Any) -> Journal:
@@ -74,27 +73,6 @@ def test_journal_refuses_another_task_format_or_file(tmp_path: Path, path: Path)
     path.write_text("One\n")
     with pytest.raises(DatasetError, match=r"in\.txt: has changed"):
         journal.check(begin(path, settings=one.settings))
-
-
-def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "in.txt"
-    path.write_bytes(bytes(100))
-    monkeypatch.setattr("batchery_producer.files.source.BLOCK_BYTES", 10)
-
-    def changed_by(position: int) -> bool:
-        before = find_sources(path, None)[0].fingerprint()
-        with open(path, "r+b") as file:
-            file.seek(position)
-            file.write(b"x")
-        return find_sources(path, None)[0].fingerprint() != before
-
-    assert all(changed_by(position) for position in (0, 50, 99, 100))
-    monkeypatch.setattr("batchery_producer.files.source.FINGERPRINT_BYTES", 60)
-    assert changed_by(25)
-    assert not changed_by(15)
-    assert changed_by(200)
 
 
 @given(

@@ -103,6 +103,27 @@ def test_url_whose_package_is_missing_names_it(
         Dataset(url)
 
 
+def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(bytes(100))
+    monkeypatch.setattr("batchery_producer.files.source.BLOCK_BYTES", 10)
+
+    def changed_by(position: int) -> bool:
+        before = find_sources(path, None)[0].fingerprint()
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(b"x")
+        return find_sources(path, None)[0].fingerprint() != before
+
+    assert all(changed_by(position) for position in (0, 50, 99, 100))
+    monkeypatch.setattr("batchery_producer.files.source.FINGERPRINT_BYTES", 60)
+    assert changed_by(25)
+    assert not changed_by(15)
+    assert changed_by(200)
+
+
 def test_url_fingerprint_changes_with_the_file(memory: Any) -> None:
     url = f"{FOLDER}/in.txt"
     memory.pipe(url, b"one\n")
