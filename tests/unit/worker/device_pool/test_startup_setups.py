@@ -104,7 +104,7 @@ def test_functions_are_on_all_devices(app: Celery) -> None:
     decorate: Any = app.task(base=BatchTask, shared=False, name="shout", max_batch_size=4)
     decorate(answer_all)
     shout: Any = app.tasks["shout"]
-    setups = device_setups(app, [*tasks, shout], Settings(), ["cuda:0", "cuda:1"], in_process=True)
+    setups = device_setups(app, [*tasks, shout], Settings(), ["cuda:0", "cuda:1"])
     assert [(setup.name, setup.load) for setup in setups] == [("cuda:0", []), ("cuda:1", ["embed"])]
 
 
