@@ -291,20 +291,6 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
     assert gateway.request("PUT", f"/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
 
 
-def test_file_whose_name_has_half_a_character_is_kept_and_removed(
-    api: openai.OpenAI, gateway: GatewayProcess
-) -> None:
-    made = gateway.post(
-        "/v1/files",
-        content=b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a+2AA-"\r\n\r\n{}\r\n'
-        b"--b--\r\n",
-        headers={"Content-Type": "multipart/form-data; boundary=b; charset=utf-7"},
-    )
-    assert (made.status_code, made.json().get("filename")) == (200, "a?")
-    assert api.files.delete(made.json()["id"]).deleted
-
-
 def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
     odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
     assert odd.filename.startswith("../../n")
@@ -444,6 +430,18 @@ def test_limits_of_a_key_hold_for_each_line_of_its_files(keyed: GatewayProcess) 
         with pytest.raises(openai.APIStatusError, match="max_stored_bytes = 2000") as raised:
             upload(api, [request("a", "x" * 2000)])
         assert raised.value.status_code == 413
+
+
+def test_line_of_15_mb_keeps_nobody_from_a_batch(keyed: GatewayProcess) -> None:
+    with client_of(keyed, KEY) as api, client_of(keyed, OTHER_KEY) as other:
+        heavy = [begin(api, [request("a", [[1]] * 2_900_000)]) for _ in range(2)]
+        batch = end_of(other, begin(other, [request(f"r-{n}", "text") for n in range(5)]).id)
+        assert counts(batch) == (5, 5, 0)
+        for each in heavy:
+            failed = end_of(api, each.id)
+            assert failed.errors is not None
+            assert failed.errors.data is not None
+            assert [error.code for error in failed.errors.data] == ["too_large"]
 
 
 def test_line_of_many_texts_is_cut_into_jobs(

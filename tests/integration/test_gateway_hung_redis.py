@@ -107,8 +107,15 @@ def test_no_answer_names_address_or_user_of_redis(
         *(
             lambda path=path: keyed.get(path, headers=HEADERS)
             for path in (
-                *("/v1/files", "/v1/batches", "/v1/batches/batch_1", "/batch-stats", "/health"),
-                *("/v1/models", "/info", "/openapi.json", "/metrics"),
+                *(
+                    "/v1/files",
+                    "/v1/batches",
+                    "/v1/batches/batch_1",
+                    "/batch-stats",
+                    "/health",
+                    "/tasks/1",
+                ),
+                *("/v1/models", "/info", "/openapi.json", "/metrics", "/tasks/1"),
             )
         ),
         lambda: keyed.post("/v1/embeddings", {"input": "a"}, headers=HEADERS),

@@ -2,10 +2,8 @@
 
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,7 +15,6 @@ from batchery_producer.gateway.callers import make_key, make_webhook_secret
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
-from support.own_redis import OwnRedis
 from support.webhook_receiver import WebhookReceiver
 
 KEY, HASH = make_key()
@@ -109,19 +106,6 @@ def test_ordinary_task_takes_arguments(gateway: GatewayProcess) -> None:
     assert post(gateway, "double", kwargs={"number": 4}).json()["result"] == 8
 
 
-def test_curl(gateway: GatewayProcess) -> None:
-    done = subprocess.run(
-        [
-            *("curl", "-sS", f"{gateway.url}/tasks/apps.shop.shout"),
-            *("-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"),
-            *("-d", '{"item": "hello"}'),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout)["result"] == "HELLO"
-
-
 def test_many_wait_at_once(gateway: GatewayProcess) -> None:
     def one(number: int) -> bool:
         return bool(post(gateway, "read_batch", item=number).json()["result"]["item"] == number)
@@ -150,11 +134,6 @@ def test_error_of_a_task_is_its_type_and_message(
     assert "Traceback" not in answer.text
 
 
-def test_date_is_written_as_iso(gateway: GatewayProcess) -> None:
-    state = post(gateway, "moody", item={"answer": "date"}).json()
-    assert state["result"] == "2026-01-02T00:00:00+00:00"
-
-
 def test_result_that_is_no_json_is_an_error(
     gateway: GatewayProcess, client: Celery, store: Any
 ) -> None:
@@ -177,7 +156,6 @@ def test_result_that_is_no_json_is_an_error(
     ("task", "body", "status", "text"),
     [
         ("apps.other.task", {"item": 1}, 404, "gateway.tasks"),
-        ("apps.shop.shoutt", {"item": 1}, 404, "the app has no such task"),
         ("apps.shop.shout%00", {"args": [1]}, 404, "the app has no such task"),
         ("celery.backend_cleanup", {"args": []}, 404, "gateway.tasks"),
         ("apps.shop.shout", {"item": 1, "items": [1]}, 422, "expected item or items"),
@@ -185,20 +163,13 @@ def test_result_that_is_no_json_is_an_error(
         ("apps.shop.shout", {"keywords": {}}, 422, "expected item or items"),
         ("apps.shop.shout", {"items": []}, 422, "items: "),
         ("apps.shop.shout", {"item": "a", "wait_s": -1}, 422, "wait_s: "),
-        ("apps.shop.shout", {"item": "a", "wait_s": "1"}, 422, "wait_s: "),
-        ("apps.shop.shout", {"items": None}, 422, "items: "),
-        ("apps.shop.shout", {"args": None}, 422, "args: "),
         ("apps.shop.shout", {"item": "a", "when": "now"}, 422, "when: "),
-        ("apps.shop.shout", {"item": "a", "keywords": [1]}, 422, "keywords: "),
-        ("apps.shop.shout", [1], 422, "no object of JSON"),
         ("apps.shop.shout", {"args": ["a"]}, 422, "is a batch task; send item"),
         ("apps.shop.double", {"item": 1}, 422, "is no batch task; send args"),
         ("apps.shop.double", {"args": [1, 2, 3]}, 422, "apps.shop.double: "),
-        ("apps.shop.shout", {"item": "a" * 4_000_001}, 413, "max_chars"),
         ("apps.shop.shout", {"items": ["a"] * 2049}, 413, "max_items = 2048"),
         ("apps.shop.double", {"args": [2**64]}, 422, "cannot be sent: Integer exceeds 64-bit"),
         ("apps.shop.shout", {"item": 1, "webhook": "http://10.0.0.1/"}, 422, "not allowed"),
-        ("apps.shop.shout", {"item": 1, "webhook": "file:///etc/passwd"}, 422, "webhook: "),
     ],
 )
 def test_bad_request_says_what_is_wrong(
@@ -207,17 +178,6 @@ def test_bad_request_says_what_is_wrong(
     answer = call(gateway, "POST", f"/tasks/{task}", body)
     assert answer.status_code == status, answer.text
     assert text in answer.json()["detail"]
-
-
-def test_item_that_is_nested_too_deeply_is_refused(gateway: GatewayProcess) -> None:
-    body = f'{{"item": {"[" * 250}{"]" * 250}}}'
-    answer = gateway.post(
-        "/tasks/apps.shop.shout",
-        content=body,
-        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
-    )
-    assert answer.status_code == 422
-    assert "recursion limit exceeded" in answer.json()["detail"]
 
 
 def test_id_of_another_key_is_unknown(gateway: GatewayProcess) -> None:
@@ -250,28 +210,6 @@ def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
     body = {"item": "A", "wait_s": 0}
     assert call(including, "POST", "/tasks/apps.included.whisper", body).status_code == 202
     assert queue_length(redis_url, "included") == 1
-
-
-def test_redis_away_is_told_at_once(tmp_path: Path, own_redis: OwnRedis) -> None:
-    away = GatewayProcess(tmp_path, own_redis.url, gateway={"tasks": ["*"]}).wait_ready()
-    try:
-        own_redis.kill()
-        wait_for(lambda: away.get("/health").status_code == 503, "unhealthy")
-        for method, path, body in (
-            ("POST", "/tasks/embed", {"item": "a"}),
-            ("GET", "/tasks/1", None),
-            ("DELETE", "/tasks/1", None),
-            ("GET", "/batch-stats", None),
-        ):
-            answer = call(away, method, path, body)
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    finally:
-        away.kill()
-
-
-def test_without_a_list_there_are_no_tasks(start_shop: Any) -> None:
-    bare = start_shop(tasks=[], webhook_hosts=[], worker=False)
-    assert post(bare, "shout", item="a").status_code == 404
 
 
 @pytest.fixture

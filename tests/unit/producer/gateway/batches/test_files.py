@@ -5,7 +5,7 @@ import fsspec
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.gateway.batches.files import Storage, get_owner
+from batchery_producer.gateway.batches.files import Storage, describe_file, get_owner
 from batchery_producer.gateway.callers import Caller
 from support import object_store
 from support.object_store import PartsFileSystem
@@ -76,6 +76,11 @@ def test_place_that_cannot_be_had_is_told_without_any_path(tmp_path: Path) -> No
     assert "/" not in str(raised.value)
     with pytest.raises(DatasetError, match=r"cannot be reached: .*s3fs"):
         Storage("s3://bucket/files")
+
+
+def test_name_of_a_file_is_cut_and_has_no_half_character() -> None:
+    assert describe_file("a\ud800", "batch", 1, None).filename == "a?"
+    assert describe_file("n" * 300, "batch", 1, None).filename == "n" * 255
 
 
 def test_owner_is_the_tenant_and_a_plain_name_of_a_folder() -> None:
