@@ -214,6 +214,9 @@ def test_answers_that_are_missing_are_waited_for_and_then_the_batch_fails(
         with pytest.raises(MissingPieceError, match="1-output"):
             room.run(batch_id).advance()
         assert room.load(batch_id).status is Status.FINALIZING
+    # Nothing is left of what could be joined.
+    known, _ = room.files.page(OWNER, None, 10, newest_first=True, purpose=None)
+    assert len(list(room.folder.rglob("*.jsonl"))) == len(known)
     other_id = work(room, is_finished=False)
     for path in room.contents():
         if other_id in str(path):

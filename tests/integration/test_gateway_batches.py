@@ -168,6 +168,9 @@ def test_life_of_a_batch(api: openai.OpenAI) -> None:
     batch = end_of(api, begun.id)
     assert (batch.status, batch.model, counts(batch)) == ("completed", "embed", (6, 3, 3))
     assert batch.metadata == {"made by": "a test"}
+    # What is kept besides is for nobody.
+    seen = [begun, batch, *api.batches.list(limit=1).data]
+    assert [each.model_extra for each in seen] == [{}] * 3
     times = (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     assert all(at is not None and at >= batch.created_at for at in times)
     assert batch.errors is None

@@ -236,33 +236,37 @@ class BatchRun:
     def _finish(self) -> None:
         """Makes the files."""
         record = self._record
+        pieces = {
+            "output": [each.output for each in record.ends if each.output],
+            "error": [each.errors for each in record.ends if each.errors],
+        }
+        files: dict[str, FileObject] = {}
         try:
-            output = self._join("output", [each.output for each in record.ends])
-            errors = self._join("error", [each.errors for each in record.ends])
-        except MissingPieceError as error:
+            for kind, some in pieces.items():
+                if some:
+                    files[kind] = self._join(kind, some)
+        except BaseException as error:
+            for file in files.values():
+                self._context.files.remove(record.owner, file.id)
             since_s = record.finalizing_at or record.cancelling_at or 0
-            if time.time() - since_s < MISSING_S:
+            if not isinstance(error, MissingPieceError) or time.time() - since_s < MISSING_S:
                 raise
             text = f"results are missing from the store of files: {error}"
             self._save(record.moved(Status.FAILED, errors=_errors("missing_results", text)))
             return
-        ids = {"output_file_id": output and output.id, "error_file_id": errors and errors.id}
-        ended = record.moved(record.ending or Status.COMPLETED, **ids)
-        self._save(ended, [each for each in (output, errors) if each])
+        ids = {f"{kind}_file_id": file.id for kind, file in files.items()}
+        self._save(record.moved(record.ending or Status.COMPLETED, **ids), list(files.values()))
 
-    def _join(self, kind: str, pieces: Sequence[Piece | None]) -> FileObject | None:
-        """Makes a file of some pieces; None if there are none.
+    def _join(self, kind: str, pieces: Sequence[Piece]) -> FileObject:
+        """Makes a file of some pieces.
 
         Raises:
             MissingPieceError: One is not there as it was written.
         """
-        some = [piece for piece in pieces if piece is not None]
-        if not some:
-            return None
         record, files = self._record, self._context.files
-        size, name = sum(piece.bytes for piece in some), f"{record.id}_{kind}.jsonl"
+        size, name = sum(piece.bytes for piece in pieces), f"{record.id}_{kind}.jsonl"
         file = describe_file(name, OUTPUT_PURPOSE, size, record.output_expires_s)
-        files.keep(record.owner, file, self._read_pieces(some))
+        files.keep(record.owner, file, self._read_pieces(pieces))
         return file
 
     def _read_pieces(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
@@ -425,41 +429,37 @@ class SliceRun:
         Returns:
             Whether nobody else has done so before.
         """
-        done: list[bytes] = []
-        errors: list[bytes] = []
-        read = written = 0
-        for each in self._requests:
-            try:
-                results = each.end() if each.is_done else []
-                error = each.error if each.is_done else NO_TIME
-                if error is None:
-                    line, (tokens_in, tokens_out) = self._lines.result(each, results)
-                    done.append(line)
-                    read, written = read + tokens_in, written + tokens_out
-            except (InvalidItem, WrongResult) as wrong:
-                error = (type(wrong).__name__, str(wrong))
-            if error is not None and (each.is_done or is_expired):
-                errors.append(self._lines.failure(each, error))
-        pieces = (self._write("output", done), self._write("error", errors))
-        end = SliceEnd(
-            completed=len(done),
-            failed=len(errors),
-            input_tokens=read,
-            output_tokens=written,
-            output=pieces[0],
-            errors=pieces[1],
-        )
+        end, errors = SliceEnd(), list[bytes]()
+
+        def answer_all() -> Iterator[bytes]:
+            for each in self._requests:
+                error: tuple[str, str] | None = NO_TIME if is_expired else None
+                if each.is_done:
+                    results, error = each.end(), each.error
+                    try:
+                        if error is None:
+                            line, (read, written) = self._lines.result(each, results)
+                            end.completed += 1
+                            end.input_tokens += read
+                            end.output_tokens += written
+                            yield line
+                    except (InvalidItem, WrongResult) as wrong:
+                        error = (type(wrong).__name__, str(wrong))
+                if error is not None:
+                    errors.append(self._lines.failure(each, error))
+
+        end.output = self._write("output", answer_all())
+        end.errors = self._write("error", errors)
+        end.failed = len(errors)
         is_first = self._batches.end_slice(self._record, self._number, end)
         if is_first:
             self._collector.forget(list(self._by_job))
         return is_first
 
     def _write(self, kind: str, lines: Iterable[bytes]) -> Piece | None:
-        if not lines:
-            return None
         name = f"{self._number}-{kind}-{secrets.token_hex(8)}"
         size = self._context.files.storage.write(f"{self._record.folder}/{name}", lines)
-        return Piece(name, size)
+        return Piece(name, size) if size else None
 
 
 def _errors(code: str, message: str) -> BatchErrors:
