@@ -1,5 +1,6 @@
 """What a client puts into a message, and what it refuses; the broker is in this process."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,9 @@ def test_a_lone_job_says_when_it_was_sent(app: Celery) -> None:
         lambda app, **keywords: Client(app).task("shop.shout").delay("x", **keywords),
         lambda app, **keywords: Client(app).task("shop.shout").stream("x", **keywords),
         lambda app, **keywords: AsyncClient(app).task("shop.shout").stream("x", **keywords),
+        lambda app, **keywords: asyncio.run(AsyncClient(app).task("shop.shout")("x", **keywords)),
     ],
-    ids=["delay", "stream", "async stream"],
+    ids=["delay", "stream", "async stream", "async call"],
 )
 def test_keywords_of_many_jobs_are_refused_for_one(app: Celery, call: Callable[..., Any]) -> None:
     with pytest.raises(BatchArgumentError, match=r"shop.shout: .*as they are: mark='!'"):
