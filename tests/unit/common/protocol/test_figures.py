@@ -1,0 +1,92 @@
+"""What follows from a worker's figures, and what it has done between two answers."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from batchery.protocol.figures import (
+    TOKEN_BOUNDS_S,
+    WAIT_BOUNDS_S,
+    BatchFigures,
+    BatchSums,
+    CacheFigures,
+    DeviceSnapshot,
+    LeaseFigures,
+    TextFigures,
+    WorkerFigures,
+    find_bound,
+    read_figures,
+)
+from batchery.redis_scripts import ScriptTime
+
+EARLIER = BatchFigures(batches=10, items=100, tokens=800, computed_tokens=1000, jobs=40)
+
+
+def worker(clock_s: float, batches: BatchFigures, **devices: BatchSums) -> WorkerFigures:
+    snapshots = {name: DeviceSnapshot("ready", 0, done=done) for name, done in devices.items()}
+    return WorkerFigures(snapshots, batches, clock_s)
+
+
+def test_ratios_follow_from_the_sums_and_need_a_whole() -> None:
+    assert (EARLIER.mean_batch_size, EARLIER.padding_waste) == (10.0, 0.2)
+    assert BatchFigures().mean_batch_size is BatchFigures().padding_waste is None
+    assert CacheFigures(items=8, hits=1, deduplicated=2).hit_rate == 0.375
+    assert EARLIER.report()["mean_batch_size"] == 10.0
+
+
+def test_sums_of_the_time_between_two_answers() -> None:
+    later = replace(EARLIER, batches=12, items=130, forward_ms=5.0, failed_jobs=1)
+    gained = later.since(EARLIER)
+    assert gained is not None
+    assert (gained.batches, gained.items, gained.forward_ms, gained.failed_jobs) == (2, 30, 5.0, 1)
+    # The worker was restarted meanwhile.
+    assert EARLIER.since(later) is None
+    assert EARLIER.since(EARLIER) is not None
+
+
+def test_worker_between_two_answers_has_the_devices_that_were_there_all_the_time() -> None:
+    before = worker(100.0, EARLIER, old=BatchSums(items=5), gone=BatchSums(), anew=BatchSums(9))
+    later = replace(EARLIER, items=107)
+    now = worker(103.5, later, old=BatchSums(items=12), new=BatchSums(3), anew=BatchSums(1))
+    gained = now.since(before)
+    assert gained is not None
+    assert (gained.clock_s, gained.batches.items) == (3.5, 7)
+    assert {name: each.done.items for name, each in gained.devices.items()} == {"old": 7}
+
+
+@pytest.mark.parametrize(
+    "before", [None, worker(103.5, EARLIER), worker(104.0, EARLIER), worker(1.0, BatchFigures(99))]
+)
+def test_without_an_earlier_answer_of_the_same_worker_nothing_is_known(before: Any) -> None:
+    assert worker(103.5, EARLIER).since(before) is None
+
+
+def test_texts_are_counted_by_their_first_token_and_their_pauses() -> None:
+    figures = TextFigures()
+    figures.add(0.1, 0.001, 7, 20)
+    figures.add(4000.0, None, 1, 1)
+    assert (figures.tokens_in, figures.tokens_out) == (8, 21)
+    assert (figures.first_tokens_s, figures.pauses_s) == (4000.1, 0.001)
+    report = figures.report()
+    assert report["first_tokens"] == {"0.1": 1, "inf": 1}
+    assert report["pauses"] == {"0.001": 1}
+
+
+@pytest.mark.parametrize("bounds", [WAIT_BOUNDS_S, TOKEN_BOUNDS_S])
+def test_bound_of_a_value_is_the_least_that_is_not_below_it(bounds: tuple[float, ...]) -> None:
+    assert find_bound(bounds, 0.0) == bounds[0]
+    assert [find_bound(bounds, each) for each in bounds] == list(bounds)
+    assert find_bound(bounds, bounds[0] * 1.01) == bounds[1]
+
+
+def test_round_trips_of_all_scripts_are_counted() -> None:
+    scripts = {"fetch": ScriptTime(3, 0.5), "commit": ScriptTime(2, 0.1)}
+    assert LeaseFigures(scripts=scripts).round_trips == 5
+
+
+def test_answer_of_something_else_is_none() -> None:
+    assert read_figures({"devices": "none"}) is None
+    known = read_figures({"devices": {}, "batches": {"items": 3}, "clock_s": 1.0})
+    assert known is not None
+    assert known.batches.items == 3
