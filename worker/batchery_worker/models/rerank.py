@@ -53,17 +53,18 @@ class RerankModel(TextModel):
         query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
         return query, text
 
-    def _finish(self, values: Tensor, options: Any) -> Tensor:
-        """Scores, (B, 1)."""
-        return values if options.raw_scores else values.sigmoid()
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (`_results` does)
+        """The model's outputs, (B, 1)."""
+        return values
 
     def _results(
-        self,
-        values: Tensor,
-        outputs: Outputs,
-        keywords: Mapping[str, Any],  # noqa: ARG002 (`_finish` has used them)
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
+        # In float32 all outputs from 17 on would have the score 1, and no order.
+        scores = values[:, 0].double()
+        if not self._read_keywords(keywords).raw_scores:
+            scores = scores.sigmoid()
         return [
             {**head, "score": score}
-            for head, score in zip(outputs.heads, values[:, 0].tolist(), strict=True)
+            for head, score in zip(outputs.heads, scores.tolist(), strict=True)
         ]

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batchery.errors import ModelLoadError
+from batchery_worker.models.hardware.transfers import PendingCopy
 from support.tiny_models import CORPUS, Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
@@ -61,3 +62,11 @@ def test_a_model_that_is_no_reranker_is_refused_in_a_line(build: Build, load: Lo
     with pytest.raises(ModelLoadError, match="has no trained classification head") as caught:
         load("rerank", build("bert", num_labels=1))
     assert "\n" not in str(caught.value)
+
+
+def test_large_outputs_keep_their_order(build: Build, load: Load) -> None:
+    model = load("rerank", build("bert", labels=LABEL))
+    outputs = model.forward(model.preprocess(ITEMS[:3]))
+    large = PendingCopy(torch.tensor([[18.0], [30.0], [17.0]]))
+    scores = [each["score"] for each in model.postprocess(outputs._replace(pending=large))]
+    assert 1 > scores[1] > scores[0] > scores[2] > 0.9999999

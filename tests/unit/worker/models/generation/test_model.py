@@ -167,11 +167,13 @@ def test_stop_string_ends_the_text_and_is_never_shown(writer: Load) -> None:
 
 def test_end_token_ends_the_text_unless_it_is_ignored(writer: Load) -> None:
     model, plain = writer("llama")
-    end = plain.write(CORPUS[0], 5)[3]
+    written = plain.write(CORPUS[0], 5)
+    end = written[3]
     usual, model._endings = model._endings, frozenset([end])
     try:
         result = Driver(model).one(CORPUS[0], max_new_tokens=9)
         assert (result["finish_reason"], result["tokens_out"]) == ("stop", 4)
+        assert result["text"] == plain.text(written[:3])
         ignored = Driver(model).one(CORPUS[0], max_new_tokens=9, ignore_eos=True)
         assert (ignored["finish_reason"], ignored["tokens_out"]) == ("length", 9)
     finally:
