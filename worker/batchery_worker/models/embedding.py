@@ -17,7 +17,7 @@ from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.forward import Reading
 from batchery_worker.models.inputs import EmbeddingKeywords
-from batchery_worker.models.saved_modules import read_pooling, read_prompts
+from batchery_worker.models.saved_modules import read_dense, read_pooling, read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
 
@@ -76,6 +76,9 @@ class EmbeddingModel(PromptedModel):
         setting = self.settings.pooling
         known = read_pooling(source) if setting == "auto" else setting
         self._take_prompts(source, *read_prompts(source))
+        width = getattr(self.model.config, "hidden_size", 0)
+        self._dense = torch.nn.Sequential() if setting != "auto" else read_dense(source, width)
+        self._dense.to(self._device).eval()
         general = source.json("config_sentence_transformers.json") or {}
         self._leading = self.settings.dimensions or general.get("truncate_dim")
         pooling = known or ("last" if _is_decoder(self.model) else "mean")
@@ -102,6 +105,7 @@ class EmbeddingModel(PromptedModel):
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (B, D)."""
+        values = self._dense(values)
         limit = options.dimensions or self._leading
         if limit is not None:
             values = values[:, :limit]

@@ -62,6 +62,9 @@ HARMLESS_PARTS: Mapping[str, set[str]] = {
 SPLADE_MODULES = {"Transformer", "MLMTransformer", "SpladePooling"}
 SPLADE = {"pooling_strategy": "max", "activation_function": "relu"}
 
+#: In which order modules of vectors of texts may come.
+ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+
 #: Modules that need nothing more than what every embedding gets.
 KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
@@ -175,7 +178,7 @@ def read_pooling(source: ModelSource) -> str | None:
             look right and be wrong.
     """
     kinds = dict(read_modules(source))
-    unknown = sorted(set(kinds) - KNOWN_MODULES)
+    unknown = sorted(set(kinds) - KNOWN_MODULES - {"Dense"})
     if unknown:
         raise _unsupported(source, f"modules.json asks for {', '.join(unknown)}")
     config = source.json(f"{kinds.get('Pooling', '1_Pooling')}/config.json")
@@ -246,6 +249,11 @@ def read_projection(source: ModelSource, width: int) -> nn.Sequential:
         if unknown:
             raise _error(source, f"modules.json asks for {', '.join(unknown)}, not built in")
         layers = [_dense(source, path) for kind, path in kinds if kind == "Dense"]
+    return _joined(source, layers, width)
+
+
+def _joined(source: ModelSource, layers: Sequence[Projection], width: int) -> nn.Sequential:
+    """Layers one behind the other. Raises ModelLoadError: they do not fit vectors of this width."""
     for layer in layers:
         if layer.linear.in_features != width:
             taken = layer.linear.in_features
@@ -254,6 +262,20 @@ def read_projection(source: ModelSource, width: int) -> nn.Sequential:
             )
         width = layer.linear.out_features
     return nn.Sequential(*layers)
+
+
+def read_dense(source: ModelSource, width: int) -> nn.Sequential:
+    """Reads the layers behind the pooling of a model; there are none where the model has none.
+
+    Raises:
+        ModelLoadError: As for `read_projection`; or they are not between pooling and normalizing.
+    """
+    modules = read_modules(source)
+    kinds = [kind for kind, _ in modules]
+    if "Dense" in kinds and kinds != sorted(kinds, key=ORDER.index):
+        raise _unsupported(source, f"modules.json has the order {', '.join(kinds)}")
+    layers = [_dense(source, path) for kind, path in modules if kind == "Dense"]
+    return _joined(source, layers, width)
 
 
 def _dense(source: ModelSource, path: str) -> Projection:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from batchery.errors import ModelLoadError
 from support.tiny_models import Build, Copy, Load, run
@@ -75,9 +77,29 @@ def test_a_pooling_that_is_not_built_in_is_refused(
 def test_a_module_that_would_change_the_vectors_is_not_left_out_silently(
     folder: Path, embedder: Load
 ) -> None:
+    norm = {"idx": 2, "path": "2_LayerNorm", "type": "sentence_transformers.models.LayerNorm"}
+    write(folder, "modules.json", [*MODULES, norm])
+    with pytest.raises(ModelLoadError, match=r"modules\.json asks for LayerNorm"):
+        embedder(folder)
+
+
+@pytest.mark.parametrize("activation", ["Identity", "Tanh"])
+def test_layers_behind_the_pooling_are_part_of_the_model(
+    activation: str, folder: Path, embedder: Load
+) -> None:
+    (plain,) = run(embedder(folder), ["the cat"], normalize=False)
+    weight = torch.randn(8, 32, generator=torch.manual_seed(3)) / 6
     dense = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    write(folder, "2_Dense/config.json", {"activation_function": f"torch.nn.{activation}"})
+    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
     write(folder, "modules.json", [*MODULES, dense])
-    with pytest.raises(ModelLoadError, match=r"modules\.json asks for Dense"):
+    projected = torch.tensor(plain["vector"]) @ weight.T
+    expected = projected.tanh() if activation == "Tanh" else projected
+    (found,) = run(embedder(folder), ["the cat"], normalize=False)
+    assert found["vector"] == pytest.approx(expected.tolist(), abs=5e-6)
+    assert len(run(embedder(folder, pooling="mean"), ["the cat"])[0]["vector"]) == 32
+    write(folder, "modules.json", [MODULES[0], dense, MODULES[1]])
+    with pytest.raises(ModelLoadError, match="has the order Transformer, Dense, Pooling"):
         embedder(folder)
 
 
