@@ -1,7 +1,7 @@
 """OpenAI's files and batches, by openai's own client, in front of real workers."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, kill_all, queue_length, unsettled, wait_for
+from support.openai_files import OVER, begin, client_of, counts, end_of, lines_of, request, upload
 from support.patience import patient
 
 MODELS = {
@@ -29,8 +30,6 @@ SMALL_KEY, SMALL_HASH = make_key()
 
 #: What kombu adds to the name of a queue for jobs of the lowest class.
 LOW = "\x06\x166"
-
-OVER = ("completed", "failed", "expired", "cancelled")
 
 #: Seconds after which a batch is taken up whose process was killed, and then some.
 TAKEN_UP_S = patient(60.0)
@@ -89,57 +88,6 @@ def api(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's own client, as it comes."""
     with client_of(gateway) as made:
         yield made
-
-
-def client_of(gateway: GatewayProcess, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
-
-
-def request(id_: str, given: Any, model: str = "embed", **body: Any) -> dict[str, Any]:
-    return {
-        "custom_id": id_,
-        "method": "POST",
-        "url": "/v1/embeddings",
-        "body": {"model": model, "input": given, **body},
-    }
-
-
-def upload(api: openai.OpenAI, rows: Sequence[Any]) -> str:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    file = ("requests.jsonl", "\n".join(lines).encode())
-    return api.files.create(file=file, purpose="batch").id
-
-
-def begin(api: openai.OpenAI, rows: Sequence[Any], window: str = "24h") -> Batch:
-    created: Batch = api.batches.create(
-        input_file_id=upload(api, rows),
-        endpoint="/v1/embeddings",
-        completion_window=window,  # type: ignore[arg-type]
-        metadata={"made by": "a test"},
-    )
-    return created
-
-
-def end_of(api: openai.OpenAI, batch_id: str, timeout_s: float = patient(60)) -> Batch:
-    def over() -> Batch | None:
-        batch: Batch = api.batches.retrieve(batch_id)
-        return batch if batch.status in OVER else None
-
-    found = wait_for(over, "the batch to be over", timeout_s)
-    assert found is not None
-    return found
-
-
-def lines_of(api: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
-    if file_id is None:
-        return []
-    return [json.loads(line) for line in api.files.content(file_id).text.splitlines()]
-
-
-def counts(batch: Batch) -> tuple[int, int, int]:
-    found = batch.request_counts
-    assert found is not None
-    return found.total, found.completed, found.failed
 
 
 def slow_rows(count: int) -> list[dict[str, Any]]:

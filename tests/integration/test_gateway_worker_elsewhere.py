@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED
-from support.harness import wait_for
+from support.openai_files import begin, client_of, counts, end_of, lines_of, request
+from support.patience import patient
 
-#: Enough for several turns, so that what is in flight is looked for.
+#: Enough for several steps.
 ROWS = 200
 
 
@@ -27,27 +27,9 @@ def test_a_batch_is_run_by_a_worker_that_the_gateway_did_not_start(
         env=environment,
     )
     gateway = start_gateway(models=models, gateway=settings)
-    rows: list[dict[str, Any]] = [
-        {
-            "custom_id": f"row-{number}",
-            "method": "POST",
-            "url": "/v1/embeddings",
-            "body": {"model": "slow", "input": f"text {number}"},
-        }
-        for number in range(ROWS)
-    ]
-    lines = "\n".join(json.dumps(row) for row in rows).encode()
-    sent: Any = {"files": {"file": ("in.jsonl", lines)}, "data": {"purpose": "batch"}}
-    file = gateway.request("POST", "/v1/files", **sent).json()
-    body = {"endpoint": "/v1/embeddings", "completion_window": "24h", "input_file_id": file["id"]}
-    batch = gateway.post("/v1/batches", body).json()
-
-    def is_over() -> Any:
-        found = gateway.get(f"/v1/batches/{batch['id']}").json()
-        return found if found["status"] in ("completed", "failed", "expired") else None
-
-    over = wait_for(is_over, "the batch to be over", 120)
-    assert (over["status"], over["request_counts"]["completed"]) == ("completed", ROWS), over
-    output = gateway.get(f"/v1/files/{over['output_file_id']}/content").text.splitlines()
-    answers = [json.loads(line)["custom_id"] for line in output]
-    assert sorted(answers) == sorted(row["custom_id"] for row in rows)
+    with client_of(gateway) as api:
+        rows = [request(f"r-{n}", f"text {n}", "slow") for n in range(ROWS)]
+        batch = end_of(api, begin(api, rows).id, patient(120))
+        assert (batch.status, counts(batch)) == ("completed", (ROWS, ROWS, 0))
+        lines = lines_of(api, batch.output_file_id)
+    assert [line["custom_id"] for line in lines] == [row["custom_id"] for row in rows]
