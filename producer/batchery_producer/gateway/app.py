@@ -184,11 +184,11 @@ def make_app(
     for router in ROUTERS:
         web.include_router(router)
     web.add_exception_handler(Problem, _on_problem)
-    # The last of these handlers is outside of what counts requests, and logs a trace.
+    # The last of these handlers is outside of all else, and logs a trace.
     web.add_exception_handler(BatcheryError, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
-    web.add_exception_handler(Exception, _on_problem)
+    web.add_exception_handler(Exception, _on_failure)
     # What every request passes; the innermost first.
     web.add_middleware(Guard, callers=callers, settings=settings.gateway)
     if settings.gateway.cors_origins:
@@ -212,6 +212,13 @@ async def _on_problem(request: Request, error: Exception) -> Response:
         # One of the gateway's own; it may name files and hosts. The server logs it.
         problem.message = "the gateway failed; its log says why"
     return answer(request.url.path, problem)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    response = await _on_problem(request, error)
+    # The guard gives their name to all other answers.
+    response.headers["X-Request-Id"] = request.state.request_id
+    return response
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

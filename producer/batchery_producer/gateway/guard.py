@@ -54,7 +54,7 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(REQUEST_ID_HEADER, b"")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope["state"]["request_id"] = request_id.decode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
