@@ -91,6 +91,30 @@ class Caller:
             )
 
 
+#: How many characters a request may make of each byte of its body, by what goes with each of its
+#: items, such as a query or options; and as many as any request may.
+MAX_COPIES, COPIED_CHARS = 8, 250_000
+
+
+def check_copies(chars: int, came_bytes: int) -> None:
+    """Makes sure that a small request does not make a large one of itself.
+
+    Args:
+        chars: Of all items, as they are sent.
+        came_bytes: Of the request, as it came.
+
+    Raises:
+        Problem: It does.
+    """
+    longest = max(COPIED_CHARS, MAX_COPIES * came_bytes)
+    if chars > longest:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"what all items share goes with each of them, which makes {chars} characters, more"
+            f" than {longest}; send several requests, or shorter options",
+        )
+
+
 class Callers:
     """Finds the caller of a request by its key."""
 

@@ -10,9 +10,9 @@ from fastapi.sse import format_sse_event
 from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
+from batchery_producer.gateway.callers import check_copies
 from batchery_producer.gateway.inference import (
     check_all,
-    check_copies,
     choose_task,
     read_timeout_s,
     run_outcomes,
@@ -48,7 +48,7 @@ def check_prompts(request: Request, items: Sequence[Mapping[str, Any]], texts: i
     """
     chars = count_chars(items)
     request.state.caller.check(len(items) * texts, chars)
-    check_copies(request, chars)
+    check_copies(chars, request.state.body_bytes)
 
 
 async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncTask
+from batchery_producer.gateway.callers import check_copies
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
@@ -64,37 +65,13 @@ def check_growth(chars: int) -> None:
         )
 
 
-#: How many characters a request may make of each byte of its body, by what goes with each of its
-#: items, such as a query or options; and as many as any request may.
-MAX_COPIES, COPIED_CHARS = 8, 250_000
-
-
-def check_copies(request: Request, chars: int) -> None:
-    """Makes sure that a small request does not make a large one of itself.
-
-    Args:
-        request: Whose items they are.
-        chars: Of all items, as they are sent.
-
-    Raises:
-        Problem: It does.
-    """
-    longest = max(COPIED_CHARS, MAX_COPIES * request.state.body_bytes)
-    if chars > longest:
-        raise Problem(
-            Kind.TOO_LARGE,
-            f"what all items share goes with each of them, which makes {chars} characters, more"
-            f" than {longest}; send several requests, or shorter options",
-        )
-
-
 async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
     """The result of each item, in order, within the caller's limits."""
     chars = count_chars(items)
     request.state.caller.check(len(items), chars)
-    check_copies(request, chars)
+    check_copies(chars, request.state.body_bytes)
     outcomes = check_all(await run_outcomes(request, model, items, keywords))
     return [outcome.value for outcome in outcomes]
 

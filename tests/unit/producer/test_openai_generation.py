@@ -14,6 +14,7 @@ from batchery_producer.openai_generation import (
     TextForm,
     build_completion,
     count_chars,
+    count_copied_chars,
     read_line,
 )
 
@@ -110,6 +111,7 @@ def test_characters_are_those_of_prompts_and_of_chats_with_their_tools() -> None
     prompts: Any = ["ab"] * 3
     many = CompletionRequest(prompt=prompts, stop="x" * 8, user="me").items()
     assert count_chars(many) == 3 * len('ab"xxxxxxxx"{"user": "me"}')
+    assert count_copied_chars(many) == 2 * len('"xxxxxxxx"{"user": "me"}')
     # Whatever the alphabet.
     ascii_, other = (
         [{"role": "user", "content": text * 100}] for text in "a\N{CJK UNIFIED IDEOGRAPH-732B}"

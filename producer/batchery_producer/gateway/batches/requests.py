@@ -23,7 +23,7 @@ from batchery_producer.files.records import SeenIds
 from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
-from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.callers import Caller, check_copies
 from batchery_producer.gateway.models import ITEMS_PER_JOB, numbers, shorten
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
 from batchery_producer.openai_generation import (
@@ -31,6 +31,7 @@ from batchery_producer.openai_generation import (
     TOO_LONG_CODE,
     build_completion,
     count_chars,
+    count_copied_chars,
     count_texts,
     read_line,
 )
@@ -406,7 +407,9 @@ class BatchRequests:
         try:
             is_own_name = self._is_own_name(body["model"])
             items = read_items(record.endpoint, body, is_own_name=is_own_name)
-            limits.check(sum(map(count_texts, items)), count_chars(items))
+            chars = count_chars(items)
+            limits.check(sum(map(count_texts, items)), chars)
+            check_copies(chars, chars - count_copied_chars(items))
         except (InvalidItem, Problem) as error:
             request.error = ("InvalidItem", str(error))
             return request
