@@ -53,7 +53,7 @@ logger = logging.getLogger("batchery.worker")
 
 #: Python's own thresholds of its garbage collector, before version 3.14; and those in their place.
 #: A worker that holds a thousand jobs makes them by the ten thousand, and none of it is garbage: a
-#: sixth of the main process's time went into looking (docs/performance.md).
+#: sixth of the main process's time went into looking (docs/benchmarks.md).
 STOCK_GC_THRESHOLDS = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 GC_THRESHOLDS = (20_000, 20, 20)
 

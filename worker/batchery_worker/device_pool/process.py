@@ -46,13 +46,13 @@ MAX_BACKOFF_S = 30.0
 #: Maximum number of programs per core that oneDNN keeps. It computes matrix products for torch on a
 #: CPU, with one program per shape. By default it keeps 1,024 of them. But hardly two batches have
 #: the same number of tokens, so memory grew for minutes, and passes took an eighth longer
-#: (docs/performance.md).
+#: (docs/benchmarks.md).
 ONEDNN_PROGRAMS_PER_CORE = 8
 
 #: How often a thread of torch looks whether the others are done, before it sleeps. GNU's OpenMP,
 #: which torch brings on Linux, looks 300,000 times. Where a neighbour needs the core, or two of the
 #: threads share one, that is time in which nobody computes. So few looks cost a lone pass a
-#: twentieth where the cores are free (docs/performance.md).
+#: twentieth where the cores are free (docs/benchmarks.md).
 SPINS = 1_000
 
 #: How long a process may take to end after its pipe was closed, in seconds; then it is killed.
