@@ -159,15 +159,11 @@ class BatchLoop:
         if batch is None:
             return
         self.on_taken(len(batch.jobs))
-        jobs: list[Job[Item]] = []
-        left: list[Job[Item]] = []
-        call, is_gone = None, False
-        for job in batch.jobs:
-            if job.payload[0] is not call:
-                call = job.payload[0]
-                is_gone = call.future.cancelled()
-            (left if is_gone else jobs).append(job)
-        self._drop(left, None)
+        jobs: Sequence[Job[Item]] = batch.jobs
+        calls = {job.payload[0] for job in jobs}
+        if gone := {call for call in calls if call.future.cancelled()}:
+            self._drop([job for job in jobs if job.payload[0] in gone], None)
+            jobs = [job for job in jobs if job.payload[0] not in gone]
         self._running = jobs
         if jobs:
             self._run(batch, jobs, now_s)
@@ -351,7 +347,8 @@ class BatchLoop:
             return Failed(error)
         if isinstance(outcome, BaseException):
             return Failed(outcome)  # Celery's Ignore and Reject.
-        return own_row(outcome)
+        # Rows of a collator are their own already.
+        return outcome if self.collator is not None else own_row(outcome)
 
     def _answer(self, jobs: Sequence[Job[Item]], outcomes: Sequence[Any]) -> None:
         """Hands outcomes to their callers."""

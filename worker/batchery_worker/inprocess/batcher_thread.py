@@ -203,7 +203,7 @@ class BatcherThread:
 
     def _turn(self, *, draining: bool = False) -> None:
         try:
-            if self._loop.waiting:
+            if self.load is not None and self._loop.waiting:
                 self._load()
             self._loop.turn(draining=draining)
             if self._loop.answered_threads:

@@ -191,7 +191,7 @@ class Collator:
         """
         if isinstance(answer, tuple | Mapping) or _is_array(answer):
             return _rows(answer, lengths, f"{name}: the output", self._trim)
-        return answer
+        return list(map(own_row, answer)) if isinstance(answer, list) else answer
 
     def _encode(self, signature: Signature) -> str:
         """The key of items; checks that their features can hold what they are padded with."""
@@ -349,6 +349,8 @@ def _rows(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[A
     rows_of_it = output.unbind(0) if is_tensor(output) else list(output)
     if trim:
         rows_of_it = [row[:length] for row, length in zip(rows_of_it, lengths, strict=True)]
+    if not trim and own_row(rows_of_it[0]) is rows_of_it[0]:
+        return rows_of_it  # All are of one size.
     return [own_row(row) for row in rows_of_it]
 
 
@@ -359,6 +361,8 @@ def _is_array(value: Any) -> bool:
 
 def own_row(row: Any) -> Any:
     """A row of an array; a copy if it would keep more than twice its own memory."""
+    if not hasattr(type(row), "shape"):
+        return row  # Most are no array, and are told so in no time.
     if is_tensor(row):
         return row if 2 * row.nbytes >= row.untyped_storage().nbytes() else row.clone()
     numpy = sys.modules.get("numpy")
