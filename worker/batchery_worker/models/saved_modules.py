@@ -15,7 +15,10 @@ from batchery.errors import ModelLoadError
 from batchery_worker.models.source import ModelSource
 
 #: sentence-transformers' names of the poolings that are built in, and ours.
-POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+POOLINGS = {
+    **{each: each for each in ("mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean")},
+    "lasttoken": "last",
+}
 
 #: Its older files have one switch per pooling.
 SWITCHES = {
@@ -171,7 +174,7 @@ def read_prompts(source: ModelSource) -> tuple[Mapping[str, str], str | None]:
 
 
 def read_pooling(source: ModelSource) -> str | None:
-    """Reads the pooling of a model: `mean`, `cls` or `last`; None where its files do not say.
+    """Reads the pooling of a model, as we call it; None where its files do not say.
 
     Raises:
         ModelLoadError: They ask for something that is not built in. Vectors made without it would

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModel, AutoTokenizer
 
 from batchery.errors import ModelLoadError
 from support.tiny_models import Build, Copy, Load, run
@@ -46,8 +47,31 @@ def test_pooling_is_read_in_its_old_and_its_new_spelling(
     assert embedder(folder).reading == pooling
 
 
+@pytest.mark.parametrize("mode", ["max", "mean_sqrt_len_tokens", "weightedmean"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2-left"])
+def test_other_poolings_are_those_of_their_definition(
+    mode: str, architecture: str, build: Build, copied: Copy, embedder: Load, texts: list[str]
+) -> None:
+    folder = copied(build(architecture))
+    write(folder, "modules.json", MODULES)
+    write(folder, "1_Pooling/config.json", {"pooling_mode": mode})
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+    for forward in ("packed", "padded"):
+        results = run(embedder(folder, forward=forward), texts, normalize=False)
+        for text, result in zip(texts, results, strict=True):
+            with torch.no_grad():
+                rows = model(**tokenizer([text], return_tensors="pt")).last_hidden_state[0]
+            places = torch.arange(1.0, len(rows) + 1)[:, None]
+            expected = {
+                "max": rows.amax(dim=0),
+                "mean_sqrt_len_tokens": rows.sum(dim=0) / len(rows) ** 0.5,
+                "weightedmean": (rows * places).sum(dim=0) / places.sum(),
+            }[mode]
+            assert result["vector"] == pytest.approx(expected.tolist(), abs=2e-5)
+
+
 def test_the_setting_outranks_the_files(folder: Path, embedder: Load) -> None:
-    write(folder, "1_Pooling/config.json", {"pooling_mode": "max"})
+    write(folder, "1_Pooling/config.json", {"pooling_mode": "last of all"})
     assert embedder(folder, pooling="cls").reading == "cls"
 
 
@@ -60,7 +84,6 @@ def test_the_pooling_module_may_be_in_another_folder(folder: Path, embedder: Loa
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"pooling_mode_max_tokens": True}, "its pooling is max"),
         ({"pooling_mode": ["mean", "max"]}, "its pooling is mean and max"),
         ({}, "its pooling is none"),
         ({"pooling_mode": "mean", "include_prompt": False}, "leaves the prompt out"),

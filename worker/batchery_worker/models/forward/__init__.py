@@ -1,7 +1,7 @@
 """What all forward passes have in common, and the random texts that they are checked with."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,14 +9,17 @@ from torch import Tensor
 
 from batchery_worker.models.tokenizer import Prepared
 
-#: What is read of a pass, all float32 and in batch order.
-#: A row per text, (B, ...): token vectors pooled, by their `mean`, the first (`cls`) or the `last`;
-#: what the head says (`logits`); and the largest of what it says of the tokens (`max_logits`).
-#: A row per token, (T, ...): what the head says of each (`token_logits`), and their vectors.
-Reading = Literal["mean", "cls", "last", "logits", "max_logits", "token_logits", "token_vectors"]
+#: Ways to pool token vectors: their mean, the first, the last, the maximum of each number, the sum
+#: by the root of their count, and the mean with places as weights.
+Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len_tokens", "weightedmean"]
 
-#: Those that pool token vectors.
-POOLINGS = ("mean", "cls", "last")
+POOLINGS = get_args(Pooling)
+
+#: What is read of a pass, all float32 and in batch order.
+#: A row per text, (B, ...): token vectors pooled; what the head says (`logits`); and the largest of
+#: what it says of the tokens (`max_logits`).
+#: A row per token, (T, ...): what the head says of each (`token_logits`), and their vectors.
+Reading = Pooling | Literal["logits", "max_logits", "token_logits", "token_vectors"]
 
 
 class Forward(Protocol):

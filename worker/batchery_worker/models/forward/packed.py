@@ -28,15 +28,25 @@ def pool_row(hidden: Tensor, starts: Tensor, lengths: Tensor, how: str) -> Tenso
         hidden: Token vectors, (T, D), of any float dtype.
         starts: Where each text begins, in tokens, (B,).
         lengths: Tokens of each text, (B,), at least 1; T together.
-        how: `mean` of all tokens, `cls` for the first, `last` for the last.
+        how: One of `POOLINGS`.
 
     Returns:
         (B, D), float32.
     """
-    if how == "mean":
-        # Without `unsafe` it checks the lengths, and the host waits for the device.
-        return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
-    return hidden[starts if how == "cls" else starts + lengths - 1].float()
+    if how in ("cls", "last"):
+        return hidden[starts if how == "cls" else starts + lengths - 1].float()
+    counts = lengths.unsqueeze(-1).float()
+    if how == "weightedmean":
+        first = torch.repeat_interleave(starts, lengths, output_size=len(hidden))
+        places = torch.arange(1, len(hidden) + 1, device=hidden.device) - first
+        # The mean of the places is half of one more than their count.
+        hidden = hidden.float() * (places.unsqueeze(-1).float())
+    # Without `unsafe` it checks the lengths, and the host waits for the device.
+    kind = "max" if how == "max" else "mean"
+    pooled = torch.segment_reduce(hidden.float(), kind, lengths=lengths, unsafe=True)
+    if how == "mean_sqrt_len_tokens":
+        return pooled * counts.sqrt()
+    return pooled * 2 / (counts + 1) if how == "weightedmean" else pooled
 
 
 class Packed:

@@ -29,16 +29,22 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     Args:
         hidden: Token vectors, (B, L, D), of any float dtype.
         mask: 1 for a token and 0 for padding, (B, L); at least one token in every row.
-        how: `mean` of all tokens, `cls` for the first, `last` for the last.
+        how: One of `POOLINGS`.
 
     Returns:
         (B, D), float32.
     """
-    if how == "mean":
+    if how == "max":
+        return hidden.float().masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1)
+    if how not in ("cls", "last"):
         weights = mask.unsqueeze(-1).to(torch.float32)
         # Padding may hold NaN, which a weight of 0 would not remove.
         kept = hidden.float().masked_fill(weights == 0, 0.0)
-        return kept.sum(dim=1) / weights.sum(dim=1)
+        if how == "weightedmean":
+            weights = weights.cumsum(dim=1) * weights
+            kept = kept * weights
+        total = weights.sum(dim=1)
+        return kept.sum(dim=1) / (total.sqrt() if how == "mean_sqrt_len_tokens" else total)
     # argmax finds the first maximum: the first token, or the last one in the flipped mask.
     last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
     place = mask.argmax(dim=1) if how == "cls" else last
