@@ -34,7 +34,8 @@ TIMEOUT_S = 120.0
 #: Rooms and modules of decisions, which unit tests alone must hold.
 ROOMS = (
     "common/batchery/execution",
-    "common/batchery/protocol",
+    "common/batchery/protocol/figures.py",
+    "common/batchery/protocol/headers.py",
     "common/batchery/transport/leases.py",
     "common/batchery/transport/worker_registry.py",
     "producer/batchery_producer/answers.py",

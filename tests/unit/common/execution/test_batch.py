@@ -22,7 +22,7 @@ from batchery import (
     RetryAfter,
     WrongLength,
 )
-from batchery.execution.batch import compute, prepare, run_function
+from batchery.execution.batch import compute, prepare, read_back, run_function
 from batchery.execution.bisect_failures import isolate
 
 
@@ -548,3 +548,10 @@ def test_exception_that_refuses_attributes_passes_what_is_around_the_function() 
 
     outcomes = run_function(function, [1, 2], {}, around=around)
     assert [outcome.exception for outcome in outcomes] == [Frozen(1), Frozen(2)]
+
+
+def test_an_outcome_is_read_back_as_its_caller_reads_it() -> None:
+    failed = Failed("no")
+    assert read_back(failed) is failed
+    assert read_back({"a": (1, 2)}) == {"a": [1, 2]}
+    assert isinstance(read_back({object()}), Failed)

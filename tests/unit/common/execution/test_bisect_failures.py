@@ -7,7 +7,7 @@ import pytest
 from celery.exceptions import Ignore, Reject
 
 from batchery.errors import OutOfMemory, WrongLength
-from batchery.execution.bisect_failures import as_failed, is_out_of_memory, isolate
+from batchery.execution.bisect_failures import as_failed, has_run_out, is_out_of_memory, isolate
 from batchery.outcomes import Failed
 
 
@@ -160,3 +160,13 @@ def test_exception_that_cannot_be_told_fails_its_item_alone() -> None:
     assert other == 2
     assert type(failure(one)) is Untold
     assert one.traceback.endswith("Untold: its text cannot be made: KeyError\n")
+
+
+def test_memory_has_run_out_if_an_error_came_from_that() -> None:
+    outer, inner = ValueError("a layer failed"), LookupError("within")
+    outer.__cause__ = inner
+    assert not has_run_out(outer)
+    inner.__cause__ = MemoryError()
+    assert has_run_out(outer)
+    assert has_run_out(OutOfMemory("no memory for this item"))
+    assert not has_run_out(None)

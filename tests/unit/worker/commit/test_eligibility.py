@@ -220,8 +220,9 @@ def test_context_has_the_jobs_of_each_completion_stream() -> None:
         job(LeaseHandle(lease_store, "7"), batchery=header),
         job(LeaseHandle(lease_store, "8"), batchery={"v": 1, "n": 1}),
         job(LeaseHandle(lease_store, "8"), batchery={**header, "reply": "a key:"}),
-        job(LeaseHandle(lease_store, "8"), batchery=header),
+        job(LeaseHandle(lease_store, "8"), batchery={**header, "keep_s": 60}),
     ]
     context = CommitEligibility(app, Listeners()).context(TASK, jobs, 10.0)
     assert context is not None
     assert context.completion_streams == {"mine": [0, 3]}
+    assert context.keep_s == {3: 60}

@@ -28,6 +28,7 @@ from batchery_worker.ipc.messages import (
     Reply,
     Setup,
     Work,
+    batch_info,
     decode_outcome,
     dump_message,
     dump_reply,
@@ -311,3 +312,23 @@ def test_outcome_whose_own_code_raises_is_a_failure_that_says_so(
 
 def functions(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "padding"), [(75, 100, 0.25), (0, 0, 0.0), (100, 100, 0.0)]
+)
+def test_padding_is_the_part_of_the_computed_tokens_that_carried_nothing(
+    tokens: int, computed: int, padding: float
+) -> None:
+    facts = batch_info(
+        batch_id=7,
+        device="cpu",
+        size=3,
+        prepare_ms=0.12345,
+        queued_ms=0.0,
+        forward_ms=1.5,
+        tokens=tokens,
+        computed_tokens=computed,
+    )
+    assert (facts["id"], facts["padding"], facts["prepare_ms"]) == ("b7", padding, 0.123)
+    assert "version" not in facts
