@@ -25,8 +25,8 @@ def test_a_batch_waits_a_moment_for_threads_that_were_just_answered() -> None:
         return items
 
     function = batched(note)
-    # It would wait for a tenth of that.
-    function._thread._loop.expected_run_s = lambda items: 10.0 * items  # type: ignore[method-assign]
+    # It would wait for a tenth of that: longer than a busy machine keeps a thread from calling.
+    function._thread._loop.expected_run_s = lambda items: 20.0 * items  # type: ignore[method-assign]
 
     both = threading.Barrier(2)
 
@@ -44,7 +44,6 @@ def test_a_batch_waits_a_moment_for_threads_that_were_just_answered() -> None:
     # Once they have met, they stay together until one of them is done.
     together = "".join(map(str, sizes)).strip("1")
     assert set(together) == {"2"}
-    assert function(7) == 7
 
 
 def test_a_closed_batcher_answers_what_is_there_and_takes_no_more(gate: Gate) -> None:
