@@ -37,7 +37,10 @@ KINDS = (
 )
 
 #: Bytes of a request, and items of a list that has grown already.
-BODY_BYTES, ITEMS = 1_000_000, 100
+BODY_BYTES, ITEMS = 1_000_000, 2_000
+
+#: How long a request that is taken waits for results, in seconds.
+LONG_S = 3.0
 
 #: How long the event loop may be held at once, in seconds of its thread's processor time.
 HELD_S = 0.25
@@ -127,7 +130,7 @@ class Measured:
         found: dict[str, Any] = self._client.get("/openapi.json").json()
         return found
 
-    def send(self, path: str, body: dict[str, Any] | bytes) -> Cost:
+    def send(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 0.3) -> Cost:
         """Sends a request, whose results nobody computes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._redis.flushall()
@@ -135,8 +138,10 @@ class Measured:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = psutil.Process().memory_info().rss
         self.held_s = 0.0
-        headers = {"content-type": "application/json", "x-request-timeout": "0.3"}
+        headers = {"content-type": "application/json", "x-request-timeout": str(timeout_s)}
         answer = self._client.post(path, content=content, headers=headers)
+        # The loop turns once more, and so it is known how long it was held.
+        self._client.get("/health")
         return Cost(
             answer.status_code,
             round(self.held_s, 3),
@@ -209,10 +214,12 @@ def put(body: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", SMALL)
 def test_request_of_1_mb_is_short_work(gateway: Measured, path: str) -> None:
     gateway.send(path, SMALL[path])  # What is made once is no part of it.
-    control = gateway.send(path, grow_lists(SMALL[path]))
+    control = gateway.send(path, grow_lists(SMALL[path]), LONG_S)
     found = []
     for name, body in list_requests(gateway.schema, path):
         cost, size_bytes = gateway.send(path, body), len(json.dumps(body))
+        if cost.status in (503, 504):  # It was taken: its jobs need time to be sent.
+            cost = gateway.send(path, body, LONG_S)
         allowed_bytes = MAX_GROWTH * size_bytes + NOISE_BYTES
         if (
             cost.held_s > HELD_S

@@ -48,6 +48,8 @@ class Connection(HttpToolsProtocol):
         #: What has come of a head; None while a body comes.
         self._head: bytearray | None = bytearray()
         self._is_refused = False
+        #: Whether the parser has a part of a head, which is not gathered.
+        self._is_torn = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -69,6 +71,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._head is None:
             super().data_received(data)
+            if self._is_torn:
+                self.transport.close()
         elif self._is_answering:
             self._end_behind_answer()
         else:
@@ -89,10 +93,18 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Has the parser read one request at a time."""
         if self._head is not None:
-            raise ValueError("a request came before the answer to the one before")
+            if self._is_answering:
+                raise ValueError("a request came before the answer to the one before")
+            # It came with the end of a body that nobody wanted.
+            self._head, self._is_torn = None, True
         super().on_message_begin()
         scope: Any = self.scope
         scope["extensions"] = {EXTENSION: self}
+
+    def on_headers_complete(self) -> None:
+        """Has the whole head."""
+        self._is_torn = False
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Has the whole request."""
