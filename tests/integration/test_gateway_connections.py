@@ -53,6 +53,11 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     body = b"x" * BIG_BYTES if scope["path"] == "/big" else json.dumps(size).encode()
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/late":
+        # The caller has all of it, and the answer has not ended.
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await asyncio.sleep(0.5)
+        body = b""
     await send({"type": "http.response.body", "body": body})
 
 
@@ -339,6 +344,14 @@ def test_call_longer_than_the_grace_time_is_sent_elsewhere() -> None:
         answer = read_all(caller)
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"retry-after: 1\r\n" in answer
+
+
+def test_request_that_comes_before_an_answer_has_ended_waits_for_its_turn(door: Door) -> None:
+    with closing(door.connect()) as caller:
+        caller.sendall(head("/late", OTHER_KEY, 0))
+        assert caller.recv(1000, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
+        caller.sendall(head("/small", OTHER_KEY, 5, "Connection: close") + b"12345")
+        assert read_all(caller).count(b"HTTP/1.1 200") == 2
 
 
 def test_upload_that_stops_is_given_up(hasty: Door, sockets: ExitStack) -> None:

@@ -10,6 +10,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 #: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
 MAX_HEAD_BYTES = 65_536
 
+#: Maximum bytes of a request that comes before the answer to the one before has ended: as many as
+#: come before the connection is no longer read, and more.
+MAX_EARLY_BYTES = 1 << 20
+
 #: What ends a head, and what cannot begin one.
 HEAD_END = b"\r\n\r\n"
 GARBAGE = re.compile(rb"\s*[^\sA-Za-z]")
@@ -28,8 +32,8 @@ EXTENSION = "batchery.connection"
 class Connection(HttpToolsProtocol):
     """Closes if a head does not come in time, or an answer is not read.
 
-    A request that comes before the answer to the one before is not read: the connection closes
-    behind that answer.
+    A request that comes before the answer to the one before waits for its turn. Of several that
+    come together the first is read, and the connection closes behind its answer.
     """
 
     def __init__(
@@ -74,7 +78,11 @@ class Connection(HttpToolsProtocol):
             if self._is_torn:
                 self.transport.close()
         elif self._is_answering:
-            self._end_behind_answer()
+            # The caller may have all of the answer, of which the application does not know the end.
+            self._head += data
+            self.flow.pause_reading()
+            if len(self._head) > MAX_EARLY_BYTES:
+                self._end_behind_answer()
         else:
             self._unset_keepalive_if_required()
             if self._head_timer is None:
@@ -114,10 +122,13 @@ class Connection(HttpToolsProtocol):
             self._wait_for_caller()
 
     def on_response_complete(self) -> None:
-        """Waits for the next head, or for the rest of a body that nobody wants."""
+        """Goes on with what has come, or waits for the rest of a body that nobody wants."""
         super().on_response_complete()
         if self._head is None:
             self._wait_for_caller()
+        elif self._head:
+            early, self._head = bytes(self._head), bytearray()
+            self.data_received(early)
 
     def send_400_response(self, msg: str) -> None:
         """Says that a request is no HTTP, unless an answer to another one is under way."""
