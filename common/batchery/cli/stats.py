@@ -88,6 +88,8 @@ def stats(
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path, redis_url)
+    # Raises what is wrong in the settings; once suppressed, Celery would ask a broker of its own.
+    _ = app.conf.broker_url
     with suppress(Exception):  # They name queues, and this machine may lack what they import.
         app.loader.import_default_modules()
     context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))

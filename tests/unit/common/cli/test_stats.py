@@ -12,6 +12,7 @@ from batchery.cli import stats
 from batchery.cli.console import render
 from batchery.cli.stats import draw, list_served
 from batchery.cli.survey import FirstSeen, Survey, name_tasks, parse_registered, queue_depths
+from batchery.errors import SettingsError
 
 
 def figures(*, clock_s: float = 1.0, jobs: int = 1, items: int = 1, **more: Any) -> dict[str, Any]:
@@ -259,3 +260,17 @@ def test_ctrl_c_inside_a_destructor_still_ends_the_command(
     with pytest.raises(KeyboardInterrupt):
         stats.watch(Celery(set_as_current=False), once=False, as_json=as_json)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_settings_that_cannot_be_read_are_the_error_and_no_other_broker_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read() -> dict[str, Any]:
+        raise SettingsError("setting models.embed.kind = 'embeding'")
+
+    monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
+    app = Celery("models", set_as_current=False)
+    app.add_defaults(read)
+    monkeypatch.setattr(stats, "load_app", lambda *_: app)
+    ended = CliRunner().invoke(stats.stats, ["--once"])
+    assert isinstance(ended.exception, SettingsError)
