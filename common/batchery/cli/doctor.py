@@ -35,6 +35,7 @@ from batchery.errors import SettingsError, StartError, counted
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import Installation, get_installation
 from batchery.queue_limits import find_destination
+from batchery.settings import nearest_name
 from batchery.task import BatchTask
 
 #: Share of Redis's memory beyond which a burst of jobs may fill it, so that publishing is refused.
@@ -86,11 +87,11 @@ class Deployment:
         self.app = app
         self.flower_url = flower_url
         self._timeout_s = timeout_s
-        #: Why Redis does not answer; then nobody asks it any more.
+        #: Why Redis does not answer, or cannot be found; then nobody asks it any more.
         self.redis_problem = ""
 
     def require_redis(self) -> None:
-        """Raises `Unchecked` once Redis did not answer."""
+        """Raises `Unchecked` once Redis did not answer, or if nobody knows where it is."""
         if self.redis_problem:
             raise Unchecked(self.redis_problem)
 
@@ -191,6 +192,9 @@ def find_invalid_app(on: Deployment) -> Iterator[str]:
             _ = on.installation.settings
             yield from [str(on.installation.error)] if on.installation.error else []
     except Exception as error:  # noqa: BLE001 (a module of the app may raise anything)
+        if isinstance(error, SettingsError) and not on.app.conf.broker_read_url:
+            # Celery would now ask its own default, a broker that nobody named.
+            on.redis_problem = "the settings, which say where Redis is, cannot be read"
         yield str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
 
 
@@ -229,6 +233,7 @@ def find_missing_results(on: Deployment) -> Iterator[str]:
 @check("redis-away", "error", "nothing runs without it", "docker compose up --detach redis")
 def find_no_redis(on: Deployment) -> Iterator[str]:
     """A broker that does not answer."""
+    on.require_redis()
     # Kombu itself would wait for ever for a Redis that begins to hang.
     options = on.app.conf.broker_transport_options
     on.app.conf.broker_transport_options = {"socket_timeout": TIMEOUT_S, **options}
@@ -337,7 +342,7 @@ def find_unserved(on: Deployment) -> Iterator[Found]:
     for queue, jobs in on.survey.queues.items():
         if jobs and queue not in consumed:
             text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
-            yield text, {"QUEUE": queue}
+            yield text + nearest_name(queue, sorted(consumed)), {"QUEUE": queue}
 
 
 @check(

@@ -15,6 +15,7 @@ from kombu.exceptions import OperationalError
 from batchery import BatchTask, install
 from batchery.cli.doctor import CHECKS, Deployment, diagnose, draw
 from batchery.cli.survey import Survey
+from batchery.errors import SettingsError
 from batchery.transport.live_workers import RegisteredWorker
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "doctor.md"
@@ -133,6 +134,11 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
             {"survey": make_survey(queues={"celery": 7, "embde": 4120})},
             "4,120 jobs in queue 'embde', and no worker consumes it",
         ),
+        (
+            "queue-unserved",
+            {"survey": make_survey(queues={"celeri": 1})},
+            "1 job in queue 'celeri', and no worker consumes it, the nearest is celery",
+        ),
         ("dead-letters", {"survey": make_survey(dead_letters=3)}, "3 dead letters"),
     ],
 )
@@ -204,6 +210,28 @@ def test_app_that_a_worker_cannot_have_is_found(monkeypatch: pytest.MonkeyPatch)
     assert finding["found"].startswith(
         "ModuleNotFoundError: No module named 'no_such_module_of_test'"
     )
+
+
+def test_settings_that_cannot_be_read_leave_redis_unchecked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read() -> dict[str, Any]:
+        raise SettingsError("setting models.embed.kind = 'embeding'")
+
+    for name in ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL"):
+        monkeypatch.delenv(name, raising=False)
+    app = Celery("models", set_as_current=False)
+    app.add_defaults(read)
+    found = look(Deployment(app))
+    assert [each["check"] for each in found["findings"]] == ["app-invalid"]
+    assert found["unchecked"].keys() >= {"redis-away", "redis-eviction", "queue-unserved"}
+    assert set(found["unchecked"].values()) == {
+        "the settings, which say where Redis is, cannot be read"
+    }
+    # A Redis that is named elsewhere is checked all the same.
+    app = make_app()
+    app.conf.batchery_max_batch_sise = 8
+    assert look(make_deployment(app))["unchecked"] == {}
 
 
 def test_worker_on_the_cpu_beside_gpus_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
