@@ -16,6 +16,7 @@ from batchery.cli.survey import (
 )
 from batchery.errors import SettingsError
 from batchery.queue_limits import find_destination
+from batchery.settings import nearest_name
 from batchery_producer.publisher import route_unknown
 
 #: Duration of a stall after which the user is told once what the client waits for, in seconds.
@@ -152,8 +153,10 @@ def _workers(
         )
     consumers = _consumers(workers, queue)
     if not consumers:
+        consumed = sorted({each["name"] for queues in workers.values() for each in queues})
         return (
-            f"{_list(sorted(workers))} answers, but consumes another queue:"
+            f"{_list(sorted(workers))} answers, but consumes another queue"
+            f"{nearest_name(queue, consumed)}:"
             f" start a worker with `-Q {queue}`, or name its queue: queue=..., or --queue"
         )
     known = _read_tasks(app, consumers)
