@@ -129,6 +129,10 @@ def test_a_dry_run_writes_nothing_and_says_how_long_it_takes(
     assert "probe: 512 jobs in" in stderr
     assert "1 of them failed; all rows would take about" in stderr
     assert f"the first failure: {source}, line 8: KeyError: " in stderr
+    code, stdout, _ = Command(tmp_path, redis_url, *arguments, "--json").end()
+    report = json.loads(stdout)
+    assert (code, report["ending"]) == (1, "some_failed")
+    assert f"{source}: 2,000 rows can be sent, 1 cannot" in report["findings"]
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert set(store.scan_iter("celery-task-meta-*")) == before
 
@@ -169,7 +173,8 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
     before = datetime.now(UTC)
     stderr = wait_for(probe, "the worker answers in time", patient(60))
     assert re.search(r"probe: no result within 1\d s: 3 waiting in queue 'nobody'; ", stderr)
-    assert "answers, but consumes another queue: start a worker with `-Q nobody`" in stderr
+    assert "answers, but consumes another queue" in stderr
+    assert "start a worker with `-Q nobody`" in stderr
     messages = [json.loads(each) for each in store.lrange("nobody\x06\x166", 0, -1)]
     assert len(messages) == 3
     for message in messages:

@@ -285,7 +285,8 @@ def submit(
         options = SubmitOptions(stop=interrupt, **flags)
         if dry_run:
             ending, findings = try_file(source, task, output, app=app, options=options)
-            click.echo(findings, err=True)
+            report = {"ending": ending.name.lower(), "findings": findings.splitlines()}
+            click.echo(json.dumps(report) if as_json else findings, err=not as_json)
             sys.exit(ending.value)
         with Display(Console(stderr=True, quiet=quiet), task) as shown:
             options = replace(options, progress=shown.show, began=shown.note, notice=shown.note)
