@@ -9,6 +9,7 @@ import ssl
 from typing import Any
 
 import kombu.transport
+from celery import Celery
 from celery.app import backends
 from celery.backends.redis import RedisBackend
 
@@ -35,6 +36,15 @@ def given_redis_url(url: str) -> str:
         return redis_url(check_broker_url(url))
     except ValueError as error:
         raise SettingsError(f"the URL of Redis: {error}") from None
+
+
+def use_redis(app: Celery, url: str) -> None:
+    """Makes a Redis the app's broker and result backend, whatever its environment names."""
+    # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
+    # and CELERY_RESULT_BACKEND above them.
+    url = given_redis_url(url)
+    app.conf.update(broker_read_url=url, broker_write_url=url)
+    app.backend_cls = url
 
 
 class ValkeyTransport(Transport):

@@ -17,7 +17,7 @@ from batchery.errors import BatchArgumentError, BatcheryError, NoResult
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
 from batchery.retry import RetryPolicy
 from batchery.task import check_options
-from batchery.valkey import given_redis_url
+from batchery.valkey import use_redis
 from batchery_producer.answers import (
     Answer,
     Outcome,
@@ -371,8 +371,9 @@ def make_app(app: Celery | str) -> Celery:
     """
     if isinstance(app, Celery):
         return app
-    url = given_redis_url(app)
-    return Celery("client", broker=url, backend=url, set_as_current=False)
+    made = Celery("client", set_as_current=False)
+    use_redis(made, app)
+    return made
 
 
 def close_app(app: Any) -> None:

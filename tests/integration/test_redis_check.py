@@ -9,8 +9,9 @@ import pytest
 from celery import Celery
 
 from batchery import install
-from batchery.cli.app import check_backend, check_broker, check_redis, use_redis
+from batchery.cli.app import check_backend, check_broker, check_redis
 from batchery.errors import RedisUnavailable
+from batchery.valkey import use_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import open_redis, wait_for

@@ -22,8 +22,8 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError, StartError
-from batchery.valkey import given_redis_url
 from batchery.valkey import redis_url as as_redis
+from batchery.valkey import use_redis
 
 #: Serves the models of the settings.
 DEFAULT_APP = "batchery.app"
@@ -120,15 +120,6 @@ def load_app(path: str, redis_url: str | None = None, *, with_tasks: bool = Fals
                 f"app {path!r}: its tasks cannot be imported: {type(error).__name__}: {error}"
             ) from error
     return app
-
-
-def use_redis(app: Celery, url: str) -> None:
-    """Makes a Redis the app's broker and result backend, whatever its environment names."""
-    # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
-    # and CELERY_RESULT_BACKEND above them.
-    url = given_redis_url(url)
-    app.conf.update(broker_read_url=url, broker_write_url=url)
-    app.backend_cls = url
 
 
 def check_broker(app: Celery, timeout_s: float = TIMEOUT_S) -> None:

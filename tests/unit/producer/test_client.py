@@ -42,6 +42,18 @@ def test_keywords_of_many_jobs_are_refused_for_one(app: Celery, call: Callable[.
         call(app, keywords={"mark": "!"})
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_client_uses_the_redis_it_was_given_whatever_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Client] | type[AsyncClient]
+) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://elsewhere:1/0")
+    monkeypatch.setenv("CELERY_RESULT_BACKEND", "redis://elsewhere:1/0")
+    app = kind("redis://localhost:2/3").app
+    brokers = [app.connection_for_read(), app.connection_for_write()]
+    assert [(each.hostname, each.port) for each in brokers] == [("localhost", 2)] * 2
+    assert app.backend.as_uri() == "redis://localhost:2/3"
+
+
 def test_plain_keywords_are_refused_for_many(app: Celery) -> None:
     with pytest.raises(TypeError, match="mark"):
         list(Client(app).task("shop.shout").map(["x"], mark="!"))
