@@ -154,7 +154,7 @@ class TaskClient:
 
         Raises:
             SettingsError: The app's result backend is no Redis.
-            GaveUp: Redis stays away.
+            GaveUp: Redis stays away for `timeout_s`, or for two minutes.
             Exception: What `delay` raises.
         """
         check_keywords(self.name, keywords)
@@ -173,7 +173,7 @@ class TaskClient:
 
         explain = partial(explain_stall, app, name, options)
         stream = PieceStream(reader, task_id, timeout_s=timeout_s, cancel=cancel, explain=explain)
-        reader.open([stream])
+        reader.open([stream], timeout_s)
         headers = {**(options.get("headers") or {}), **STREAMED}
         try:
             self._send(item, keywords, {**options, "task_id": task_id, "headers": headers})

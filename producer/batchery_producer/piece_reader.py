@@ -186,11 +186,15 @@ class PieceReader:
         #: Id of the last wake.
         self._woken = "0-0"
 
-    def open(self, streams: Sequence[Following]) -> None:
+    def open(self, streams: Sequence[Following], timeout_s: float | None = None) -> None:
         """Makes the streams of jobs that are about to be sent, and follows them.
 
+        Args:
+            streams: Of these jobs.
+            timeout_s: How long their caller waits for anything, in seconds; None for ever.
+
         Raises:
-            GaveUp: Redis stays away.
+            GaveUp: Redis stays away for so long, or for two minutes.
         """
         for stream in streams:
             stream.is_known = True
@@ -206,7 +210,8 @@ class PieceReader:
                 ("SET", reader_key(self.backend, stream.id), stream.keep_s or "", "EX", READER_S),
                 *self._spell_woken(stream.id),
             ]
-        self.retries.call(partial(self._send, commands), self._errors)
+        retries = self.retries if timeout_s is None else RetryPolicy.within(timeout_s)
+        retries.call(partial(self._send, commands), self._errors)
 
     def follow(self, stream: Following) -> None:
         """Follows the stream of a job that was sent before; at once after `wake`."""

@@ -59,6 +59,14 @@ def test_a_timeout_bounds_a_map_while_redis_is_away(
     assert time.monotonic() - began_s < SOON_S
 
 
+def test_a_timeout_bounds_the_start_of_a_stream_while_redis_is_away(own_redis: OwnRedis) -> None:
+    own_redis.kill()
+    began_s = time.monotonic()
+    with Client(own_redis.url) as client, pytest.raises(GaveUp):
+        client.task("nobody").stream("a", timeout_s=TIMEOUT_S)
+    assert time.monotonic() - began_s < SOON_S
+
+
 def test_jobs_that_were_not_sent_are_not_revoked(
     redis_url: str, worker: Worker, client: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
