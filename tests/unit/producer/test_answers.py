@@ -109,3 +109,9 @@ def test_failure_in_any_stored_form_is_described() -> None:
     assert describe(None) == ("NoneType", "None")
     assert describe({"exc_type": "E", "exc_message": "text"}) == ("E", "text")
     assert describe({}) == ("Exception", "")
+
+
+def test_failure_that_cannot_be_restored_says_its_type_and_text() -> None:
+    answer = Answer(error=("OutOfStock", "none left"))
+    (outcome,) = read_outcomes(answer, range(1), False, BACKEND)
+    assert repr(outcome.error) == repr(Exception("OutOfStock: none left"))

@@ -324,3 +324,10 @@ def test_stream_is_removed_at_the_end_unless_redis_was_away_for_too_long(
     scene.retries.is_spent = is_spent
     scene.collector.close()
     assert len(scene.client.removed) == removed
+
+
+def test_failure_whose_result_is_stored_last_is_no_success(scene: Scene) -> None:
+    scene.collector.expect(["a"])
+    stored = {"exc_type": "OutOfStock", "exc_message": ["none left"]}
+    scene.store("a", stored, status="FAILURE")
+    assert scene.collect() == {"a": Answer(error=("OutOfStock", "none left"))}

@@ -313,3 +313,7 @@ def test_full_disk_says_where_the_ids_are_kept() -> None:
         seen._execute("PRAGMA max_page_count = 3")
         with pytest.raises(DatasetError, match=r"ids cannot be kept .* is full; .* SQLITE_TMPDIR"):
             fill(seen)
+
+
+def test_total_is_unknown_before_the_first_row_is_read(tmp_path: Path) -> None:
+    assert Dataset(write(tmp_path / "d.txt", "one\n")).total is None

@@ -174,6 +174,38 @@ def test_suspect_of_dead_device_runs_while_other_devices_work() -> None:
     assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=2)) == ["8"]
 
 
+def test_all_devices_wait_for_a_job_recovered_from_dead_worker_whatever_they_serve() -> None:
+    scheduler: Scheduler[None] = Scheduler(slotted={"embed"})
+    scheduler.admit(job(1, KEYS[2]))
+    scheduler.quarantine_recovered(recovered(8))
+    assert scheduler.next_batch(0, False, 0.0, task="embed") is None
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["8"]
+    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["1"]
+
+
+def test_suspects_share_slots_with_their_cohort_alone() -> None:
+    scheduler: Scheduler[None] = Scheduler(slotted={"embed"})
+    scheduler.admit(job(1, KEYS[2]))
+    for number in (2, 3, 4):
+        scheduler.quarantine(replace(job(number, KEYS[2]), among=2))
+    first = scheduler.next_batch(0, False, 0.0, task="embed")
+    assert (ids(first), first and first.cohort) == (["2"], 2)
+    assert ids(scheduler.next_batch(1, False, 0.0, task="embed", cohort=2)) == ["3"]
+    assert scheduler.next_batch(2, False, 0.0, task="embed", cohort=2) is None
+    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["4"]
+    assert scheduler.next_batch(1, False, 0.0, task="embed", cohort=2) is None
+    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["1"]
+
+
+def test_device_with_slots_gets_the_jobs_of_its_own_task_alone() -> None:
+    scheduler: Scheduler[None] = Scheduler(slotted={"shout", "embed"})
+    scheduler.admit(job(1))
+    scheduler.admit(job(2, KEYS[2]))
+    assert scheduler.next_batch(0, False, 0.0) is None
+    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["2"]
+    assert ids(scheduler.next_batch(0, False, 0.0, task="shout")) == ["1"]
+
+
 def test_clear_drops_recovered_jobs_that_were_not_started_here() -> None:
     scheduler = admitted(job(1))
     scheduler.quarantine_recovered(recovered(2))

@@ -267,3 +267,15 @@ def test_no_time_is_too_long_to_wait_for() -> None:
         first = function.submit(1)
         assert function.options(timeout_s=1e300)(2) == 2
         assert first.result(WAIT_S) == 1
+
+
+def test_who_waits_for_the_load_is_refused_if_it_was_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function = batched(echo)
+    assert function(1) == 1
+    function.close()
+    # As if it was closed between the check and the call.
+    monkeypatch.setattr(function._thread, "check", lambda: None)
+    with pytest.raises(BatcherClosed):
+        function._thread.start().result(0)

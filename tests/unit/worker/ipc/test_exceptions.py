@@ -12,6 +12,7 @@ from celery import Celery
 from pydantic import TypeAdapter, ValidationError
 
 from batchery.outcomes import Failed
+from batchery.tracebacks import collect_frames
 from batchery_worker.ipc.exceptions import (
     MAX_ATTRIBUTE_BYTES,
     encode_chain,
@@ -45,6 +46,11 @@ class Soft(Exception):
 def travelled(error: BaseException) -> Exception:
     spelled: Any = encode_exception(error, BACKEND)
     return read_exception(marshal.loads(marshal.dumps(spelled)), BACKEND)
+
+
+def travelled_with_causes(failed: Failed) -> Exception:
+    spelled = marshal.loads(marshal.dumps(encode_chain(failed, BACKEND)))
+    return read_chain(spelled, failed.traceback, BACKEND)
 
 
 def json_error() -> Exception:
@@ -136,15 +142,20 @@ class Immutable(Exception):
 def test_exceptions_that_refuse_attributes_have_their_class_and_cause(
     make: Callable[[], Exception],
 ) -> None:
-    def travel(failed: Failed) -> Exception:
-        spelled = marshal.loads(marshal.dumps(encode_chain(failed, BACKEND)))
-        return read_chain(spelled, failed.traceback, BACKEND)
-
     error = make()
     with pytest.raises(type(error)) as caught:
         raise error from LookupError("gone")
-    found = travel(Failed(caught.value))
+    found = travelled_with_causes(Failed(caught.value))
     assert (type(found), found.args) == (type(error), error.args)
     assert repr(found.__cause__) == "LookupError('gone')"
-    told = travel(Failed(make(), "as text"))
+    told = travelled_with_causes(Failed(make(), "as text"))
     assert str(told.__cause__) == "as text"
+
+
+def test_where_it_was_raised_travels_as_its_traceback_or_as_frames() -> None:
+    raised = json_error()
+    frames = collect_frames(raised)
+    assert frames
+    assert collect_frames(travelled_with_causes(Failed(raised))) == frames
+    told = Failed(ValueError("without a traceback"), frames=frames)
+    assert collect_frames(travelled_with_causes(told)) == frames

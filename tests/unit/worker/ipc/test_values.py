@@ -3,13 +3,14 @@
 import json
 import struct
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.ipc.values import MAX_PLAIN_INT, Encoded, is_plain, plain_json
+from batchery_worker.ipc.values import MAX_PLAIN_INT, Encoded, encoded, is_plain, plain_json
 
 #: Of every plane, halves of surrogate pairs included.
 TEXT = st.text(st.characters(codec=None, exclude_categories=()))
@@ -121,3 +122,35 @@ def test_a_value_is_decoded_once() -> None:
     unknown = Encoded(b"[1, 2]")
     assert unknown.value == [1, 2]
     assert unknown.value is unknown.value
+
+
+DAY = date(2031, 5, 17)
+
+
+@pytest.mark.parametrize("value", [[1, "größer"], DAY, {"day": [DAY]}], ids=repr)
+def test_encoded_value_is_read_as_what_it_was(value: Any) -> None:
+    found = encoded(value)
+    assert found is not None
+    assert Encoded(found.json).value == value
+
+
+def test_only_a_plain_value_is_written_in_utf_8() -> None:
+    texts = [found.json for value in ("ü", ["ü", DAY]) if (found := encoded(value))]
+    assert [text.isascii() for text in texts] == [False, True]
+
+
+def test_plain_value_with_celery_s_mark_of_a_type_is_encoded_in_the_ordinary_way() -> None:
+    assert encoded({"__type__": "date"}) is None
+
+
+def test_head_of_a_long_value_is_its_beginning() -> None:
+    found = Encoded(plain_json(list(range(1000)))).head(10)
+    assert 10 < len(str(found)) < 1000
+    assert found == list(range(len(found)))
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_head_has_dates_and_the_like_as_they_were(length: int) -> None:
+    day_first = encoded([DAY, *range(length)])
+    assert day_first is not None
+    assert Encoded(day_first.json).head(10)[0] == DAY
