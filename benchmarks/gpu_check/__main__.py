@@ -44,7 +44,6 @@ LIMITS_S = {
     "hidden waits": 25,
     "cudnn on and off": 15,
     "memory flat": 15,
-    "a model put aside": 15,
     "layers in main memory": 15,
     "a pipeline on two cards": 15,
 }

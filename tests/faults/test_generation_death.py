@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,8 +80,9 @@ class Writing:
         self._redis.close()
 
     def _read(self, name: int, stream: Any) -> None:
-        for piece in stream:
-            self._heard[name] += piece["text"]
+        with suppress(TaskRevokedError):  # How a cancelled one ends.
+            for piece in stream:
+                self._heard[name] += piece["text"]
 
     def ended(self) -> int:
         """How many jobs have."""

@@ -129,14 +129,9 @@ def test_figures_change_while_jobs_run(
         )
         assert device.startswith(f"cpu {model_worker.name}, ready ")
         assert device.endswith(" MiB main memory")
-        assert [row.split()[0] for row in page.rows("queues")] == [
-            "celery",
-            "embed",
-            "few",
-            "fits",
-            "many",
-            "mood",
-        ]
+        # Batch files of other tests have a queue, too.
+        queues = {row.split()[0] for row in page.rows("queues")}
+        assert {"celery", "embed", "few", "fits", "many", "mood"} <= queues
         assert "tokens/s" in page.text("rates")
     still = lambda: page.number("items_per_s") == 0 == page.number("waiting")  # noqa: E731
     wait_for(still, "quiet", patient(60))

@@ -1,6 +1,5 @@
 """Which tasks workers serve: listed, refused where there are none; stock workers undisturbed."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from batchery import SettingsError
 from batchery_producer import submit_file
 from batchery_producer.diagnosis import find_task
 from support.bulk_runs import APP, Command, write_rows
-from support.harness import Worker, wait_for
+from support.harness import Worker
 from support.patience import patient
 
 
@@ -30,25 +29,6 @@ def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(
         submit_file(source, f"{APP}.shot", tmp_path / "out.jsonl", app=client)
     assert not store.exists(f"{APP}.shot")
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_an_unknown_model_of_an_openai_file_is_refused(
-    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
-) -> None:
-    body = {"model": "text-embedding-9", "input": "some text"}
-    row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
-    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    arguments = ["in.jsonl", "-A", APP, "-o", "out.jsonl", "--overwrite", "--timeout", "0.5"]
-
-    def refusal() -> str:
-        """What it says; nothing if the worker did not answer in time, so that it was sent."""
-        store.delete("text-embedding-9")
-        code, _, said = Command(tmp_path, redis_url, *arguments).end()
-        return said if code == 2 else ""
-
-    err = wait_for(refusal, "the worker answers in time", patient(60))
-    assert "no worker that answers has a task 'text-embedding-9'" in err
-    assert not store.exists("text-embedding-9")
 
 
 def test_a_task_whose_worker_is_yet_to_come_needs_its_queue(client: Celery, worker: Worker) -> None:
