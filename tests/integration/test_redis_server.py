@@ -218,8 +218,11 @@ def test_process_that_ignores_sigterm_is_killed_after_the_timeout() -> None:
 #: Starts a process from a thread that ends; it starts another one. Forks, which keeps none alive.
 #: Prints the ids of all three.
 FAMILY = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from batchery_worker.devstack.guarded_process import GuardedProcess
+
+# Where tests run in the background of a shell, Ctrl-C is ignored by all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHILD = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True);"
 told = threading.Event()

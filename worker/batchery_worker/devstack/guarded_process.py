@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,9 +69,6 @@ class GuardedProcess:
         self._lifeline, theirs = socket.socketpair()
         # A fork of the owner must not keep the process alive.
         fork_gate.keep_private(self._lifeline)
-        # An owner that exits with it running ends it first: a thread that reads its output would
-        # hold a lock which the interpreter's end waits for.
-        weakref.finalize(self, self._lifeline.close)
         with theirs:
             # Isolated and without site: quick to start, and no package can get in the way.
             self._guard = subprocess.Popen(
