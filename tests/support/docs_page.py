@@ -59,6 +59,9 @@ PAGE_S = patient(150.0)
 #: Where a page finds the gateway that it starts; no other test has this port.
 GATEWAY = "http://localhost:8000"
 
+#: What pages call their Redis, and the variable that says which one it is.
+REDIS, REDIS_VARIABLE = "redis://localhost:6379/0", "BATCHERY_REDIS_URL"
+
 #: Maximum length of what a failure shows of the log, in characters.
 MAX_LOG_CHARS = 10_000
 
@@ -167,7 +170,12 @@ class Reader:
         Raises:
             Exception: A block does not do what the page says; its notes name page and line.
         """
-        document = Document.parse(str(page), self)
+        with tempfile.TemporaryDirectory() as folder:
+            # What a page calls its Redis is that of the test: a client takes what it is given.
+            text = page.read_text(encoding="utf-8")
+            copy = Path(folder, page.name)
+            copy.write_text(text.replace(REDIS, os.environ.get(REDIS_VARIABLE, REDIS)), "utf-8")
+            document = Document.parse(str(copy), self)
         with self._shell:
             self._new_shell(document.namespace)
             try:
