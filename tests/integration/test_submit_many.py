@@ -37,9 +37,11 @@ def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> No
 
 
 def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:
+    # Callers that gave up in other tests leave theirs to their hour of life.
+    others = set(store.keys("batchery:reply:*"))
     results: Any = shop.shout.submit_many(["text"] * COUNT)
     results.join(timeout=patient(30))
-    assert not store.keys("batchery:reply:*")
+    assert not set(store.keys("batchery:reply:*")) - others
     consumer: Any = shop.app.backend
     channels = {f"celery-task-meta-{each.id}".encode() for each in results.results}
     assert not channels & set(store.pubsub_channels())
