@@ -13,10 +13,10 @@ from batchery.errors import GaveUp
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.client import Client, Progress, TaskClient
+from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
+from batchery_producer.files.run import submit_file
 from batchery_producer.piece_stream import AsyncPieceStream, PieceStream
 from batchery_producer.publisher import Publisher
-from batchery_producer.run.file_run import submit_file
-from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 
 __all__ = [
     "AsyncClient",

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from batchery_producer import answers, collector, openai_generation
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import read_lines
-from batchery_producer.files.source import decompressed, decompression_errors
+from batchery_producer.files.source import damage_errors, decompressed
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
 from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
@@ -213,17 +214,11 @@ def read_result(data: bytes) -> None:
 
 
 def read_rows(make: Callable[[Any], Iterator[Any]]) -> Callable[[bytes], object]:
-    """Reads all rows of a file; one that is wrong ends itself alone."""
+    """Reads the rows of a file."""
 
     def read(data: bytes) -> object:
-        found = make(decompressed(io.BufferedReader(io.BytesIO(data))))
-        for _ in range(MAX_ROWS):
-            try:
-                if next(found, None) is None:
-                    break
-            except rows.InvalidLine:
-                pass
-        return found
+        rows_ = make(decompressed(io.BufferedReader(io.BytesIO(data))))
+        return list(islice(rows_, MAX_ROWS))
 
     return read
 
@@ -241,7 +236,7 @@ def table(writer: str) -> bytes:
 def read_csv(stream: Any) -> Iterator[Any]:
     """As a bulk run reads it: with the delimiter that its first bytes show."""
     delimiter = rows.find_delimiter(stream.peek(4096), "utf-8")
-    return rows.CsvRows(rows.Lines(stream), delimiter=delimiter)
+    return rows.read_csv(rows.split_lines(stream), delimiter=delimiter)
 
 
 def read_journal(data: bytes) -> None:
@@ -253,7 +248,7 @@ def read_journal(data: bytes) -> None:
             Journal.read(path)
         finished = FinishedRows(["a"])
         for entry, _ in read_lines(path):
-            finished.note(entry)
+            finished.note(entry, path)
 
 
 def read_request(value: Any) -> None:
@@ -317,7 +312,7 @@ CHAT_BODY = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "st
 FILE_ERRORS: tuple[type[Exception], ...] = (
     DatasetError,
     zstandard.ZstdError,
-    *decompression_errors(),
+    *damage_errors(),
 )
 
 DECODERS: Mapping[str, Decoder] = {
@@ -358,12 +353,12 @@ DECODERS: Mapping[str, Decoder] = {
         ),
     ),
     "jsonl": Decoder(
-        read_rows(lambda stream: rows.JsonRows(rows.Lines(stream))), FILE_ERRORS, (REQUEST,)
+        read_rows(lambda file: rows.read_json(rows.split_lines(file))), FILE_ERRORS, (REQUEST,)
     ),
     "csv": Decoder(read_rows(read_csv), FILE_ERRORS, (b'id;text\n1;"a\nb"\n2;c', b"a,b\n1,2\n")),
-    "text": Decoder(read_rows(lambda stream: rows.TextRows(rows.Lines(stream))), FILE_ERRORS),
+    "text": Decoder(read_rows(lambda file: rows.read_text(rows.split_lines(file))), FILE_ERRORS),
     "arrow": Decoder(
-        read_rows(lambda stream: rows.TableRows(stream, "arrow")),
+        read_rows(lambda stream: rows.read_table(stream, "arrow")),
         FILE_ERRORS,
         # The third has a text that begins beyond the end of all texts, the last one a column whose
         # name is no UTF-8.
@@ -378,7 +373,7 @@ DECODERS: Mapping[str, Decoder] = {
         is_bounded=False,
     ),
     "parquet": Decoder(
-        read_rows(lambda stream: rows.TableRows(stream, "parquet")),
+        read_rows(lambda stream: rows.read_table(stream, "parquet")),
         FILE_ERRORS,
         (table("parquet.ParquetWriter"),),
         is_bounded=False,

@@ -2,20 +2,17 @@
 
 import gzip
 import json
-import time
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import pytest
 import redis
 from celery import Celery
 
 from batchery import BatchTask, SettingsError, install
-from batchery_producer import Ending, Snapshot, SubmitOptions, submit_file
+from batchery_producer import Ending, Snapshot, submit_file
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
-from support.harness import Worker, wait_for
+from support.harness import Worker
 from support.patience import patient
 
 
@@ -68,24 +65,6 @@ def test_a_keyword_that_the_task_does_not_take_is_one_error(tmp_path: Path, redi
             keywords={"marc": "!"},
         )
     assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-def test_jobs_share_batches_and_keywords_reach_them(
-    tmp_path: Path, client: Celery, worker: Worker
-) -> None:
-    summary = submit_file(
-        write_rows(tmp_path / "in.jsonl", 200),
-        f"{APP}.read_batch",
-        tmp_path / "out.jsonl",
-        app=client,
-        queue=QUEUE,
-        keywords={"tag": "bulk", "pause_s": 0.02},
-        timeout_s=patient(30),
-    )
-    assert summary.ending is Ending.SUCCEEDED
-    results = [row["result"] for row in read_rows(tmp_path / "out.jsonl")]
-    assert {result["tag"] for result in results} == {"bulk"}
-    assert max(len(result["mates"]) for result in results) > 8
 
 
 def test_results_may_stay_in_the_backend(
@@ -162,54 +141,6 @@ def test_the_command_reads_stdin_and_writes_stdout(
     ]
 
 
-def test_a_slow_input_does_not_hold_up_results(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    output = tmp_path / "out.jsonl"
-    command = Command(
-        tmp_path, redis_url, "-", "-A", APP, "--task", f"{APP}.shout", "-o", str(output)
-    )
-    stdin = command.process.stdin
-    assert stdin is not None
-    stdin.write(b'{"text": "one"}\n')
-    stdin.flush()
-    wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first result")
-    assert [row["result"] for row in read_rows(output)] == ["ONE"]
-    code, _, _ = command.end(b'{"text": "two"}\n')
-    assert code == 0
-    assert sorted(row["result"] for row in read_rows(output)) == ["ONE", "TWO"]
-
-
-def test_jobs_that_expire_fail_as_revoked(tmp_path: Path, client: Celery, worker: Worker) -> None:
-    sent_s: list[float] = []
-    consumed: list[Any] = []
-    queue = "late"
-
-    def start_late(run: Snapshot) -> None:
-        if run.submitted == 3 and not sent_s:
-            sent_s.append(time.monotonic())
-        if sent_s and time.monotonic() > sent_s[0] + 0.5 and not consumed:
-            # If nobody answers, it is said again.
-            told = client.control.add_consumer(
-                queue, destination=[worker.name], reply=True, timeout=10
-            )
-            consumed.extend(told or ())
-
-    summary = submit_file(
-        write_rows(tmp_path / "in.jsonl", 3),
-        f"{APP}.shout",
-        tmp_path / "out.jsonl",
-        app=client,
-        queue=queue,
-        expires_s=0.2,
-        timeout_s=patient(30),
-        progress=start_late,
-    )
-    assert (summary.succeeded, summary.failed) == (0, 3)
-    kinds = {row["error"]["type"] for row in read_rows(tmp_path / "out.errors.jsonl")}
-    assert kinds == {"TaskRevokedError"}
-
-
 def test_a_backend_that_is_not_redis_works_too(
     tmp_path: Path, redis_url: str, start_worker: StartWorker
 ) -> None:
@@ -231,39 +162,3 @@ def test_a_backend_that_is_not_redis_works_too(
     assert summary.ending is Ending.SUCCEEDED
     assert len(read_rows(tmp_path / "out.jsonl")) == 50
     assert list(results.iterdir()) == []
-
-
-def test_rows_at_a_url_become_results_at_a_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: Celery, worker: Worker
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    memory = fsspec.filesystem("memory")
-    memory.pipe("memory://shop/in.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
-    try:
-        summary = submit_file(
-            "memory://shop/*.gz",
-            f"{APP}.shout",
-            "memory://shop/out.jsonl",
-            app=client,
-            options=SubmitOptions(queue=QUEUE, ordered=True),
-            timeout_s=patient(60),
-        )
-        assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 2)
-        lines = memory.cat("memory://shop/out.jsonl").splitlines()
-        assert [json.loads(line)["result"] for line in lines] == ["ONE", "TWO"]
-        assert list(tmp_path.iterdir()) == []
-    finally:
-        memory.rm("memory://shop", recursive=True)
-
-
-def test_run_that_ends_early_writes_nothing_to_a_url_and_names_its_results(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    folder = tmp_path / "there"
-    folder.mkdir()
-    command = ["-", "-A", APP, "--task", f"{APP}.shout", "--format", "text"]
-    command += ["-o", f"file://{folder}/out.parquet", "--on-error", "stop", "--window", "1"]
-    code, _, stderr = Command(tmp_path, redis_url, *command).end(b"one\n\xff\n" + b"two\n" * 20)
-    assert (code, list(folder.iterdir())) == (1, []), stderr
-    assert "; results in out.parquet.part\n" in stderr
-    assert read_rows(tmp_path / "out.parquet.part")[0]["result"] == "ONE"

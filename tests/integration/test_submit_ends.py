@@ -34,7 +34,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def test_ctrl_c_while_waiting_for_stdin_ends_it(
+def test_slow_input_holds_up_no_result_and_ctrl_c_while_it_waits_ends_it(
     tmp_path: Path, redis_url: str, worker: Worker
 ) -> None:
     output = tmp_path / "out.jsonl"
@@ -141,16 +141,6 @@ def test_a_queue_that_stays_full_ends_it_as_well(
     assert "queue 'nobody' holds 3 jobs, and its maximum is 3" in summary.message
 
 
-def test_a_task_that_no_worker_has_is_refused_at_once(
-    tmp_path: Path, client: Celery, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", patient(2))
-    source = write_rows(tmp_path / "in.jsonl", 3)
-    with pytest.raises(SettingsError, match=r"'no\.such\.task': .* has no such task; it has apps"):
-        submit_file(source, "no.such.task", tmp_path / "out.jsonl", app=client, queue=QUEUE)
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 def test_an_app_without_results_is_refused(tmp_path: Path, redis_url: str) -> None:
     source = write_rows(tmp_path / "in.jsonl", 1)
     app = Celery("mute", broker=redis_url, set_as_current=False)
@@ -170,37 +160,16 @@ def test_a_redis_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_an_output_that_is_full_ends_it_with_exit_code_2(
+def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
     tmp_path: Path, redis_url: str, worker: Worker
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", 10)
-    command = Command(
-        tmp_path, redis_url, "in.jsonl", "-A", APP, "--task", f"{APP}.shout", "-o", "/dev/full"
-    )
-    code, _, stderr = command.end()
-    assert code == 2
-    assert "/dev/full: cannot be written: No space left on device" in stderr
-    assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize(
-    ("from_stdin", "wrong", "why"),
-    [
-        (False, ["--field", "texts"], "no field 'texts', the nearest is text"),
-        (True, ["--id-field", "key"], "no field 'key'"),
-    ],
-)
-def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
-    tmp_path: Path, redis_url: str, worker: Worker, from_stdin: bool, wrong: list[str], why: str
-) -> None:
-    content = write_rows(tmp_path / "in.jsonl", 300).read_bytes()
-    command = ["-" if from_stdin else "in.jsonl", "-A", APP, "--task", f"{APP}.shout"]
-    command += ["-o", "out.jsonl"]
-    code, _, stderr = Command(tmp_path, redis_url, *command, *wrong).end(content)
+    write_rows(tmp_path / "in.jsonl", 300)
+    command = ["in.jsonl", "-A", APP, "--task", f"{APP}.shout", "-o", "out.jsonl"]
+    code, _, stderr = Command(tmp_path, redis_url, *command, "--field", "texts").end()
     assert (code, stderr.count("\n")) == (2, 1)
-    assert f"{why}; so far no row of 100 has it: name another with --field" in stderr
+    assert "no field 'texts', the nearest is text; so far no row of 100 has it: name" in stderr
     assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
-    code, _, stderr = Command(tmp_path, redis_url, *command).end(content)
+    code, _, stderr = Command(tmp_path, redis_url, *command).end()
     assert code == 0
     said, done = stderr.splitlines()
     assert said.endswith(": the item is 'text', the id is 'id'")

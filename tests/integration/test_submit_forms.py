@@ -13,7 +13,7 @@ import redis
 from celery import Celery
 
 from batchery_producer import Ending, submit_file
-from batchery_producer.cli.submit import PROBE_S
+from batchery_producer.files.run import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -42,32 +42,6 @@ def test_a_cell_of_a_table_that_no_message_can_have_fails_alone(
         assert [(each["id"], each["error"]["type"]) for each in errors] == [
             (id_, "InvalidLine") for id_ in failed
         ]
-
-
-def test_many_parquet_files_become_one_in_their_order(
-    tmp_path: Path, client: Celery, worker: Worker
-) -> None:
-    (tmp_path / "results").mkdir()
-    for part in range(3):
-        rows = [{"key": f"{part}-{n}", "title": f"text {part} {n}"} for n in range(40)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{part}.parquet")
-    summary = submit_file(
-        str(tmp_path / "*.parquet"),
-        f"{APP}.shout",
-        tmp_path / "results" / "out.parquet",
-        app=client,
-        queue=QUEUE,
-        field="title",
-        id_field="key",
-        ordered=True,
-        timeout_s=patient(30),
-    )
-    assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 120)
-    rows = pyarrow.parquet.read_table(tmp_path / "results" / "out.parquet").to_pylist()
-    assert [(row["id"], row["result"]) for row in rows] == [
-        (f"{part}-{n}", f"TEXT {part} {n}") for part in range(3) for n in range(40)
-    ]
-    assert rows[-1]["file"].endswith("2.parquet")
 
 
 def test_failures_can_be_tried_again(tmp_path: Path, client: Celery, worker: Worker) -> None:

@@ -1,20 +1,16 @@
 """`batchery submit`: a file in, a file of results out; the command around `submit_file`."""
 
 import json
-import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from itertools import islice, takewhile
-from pathlib import Path
+from itertools import islice
 from textwrap import shorten
 from typing import Any, Self
 
 import click
-from celery import Celery
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -22,29 +18,15 @@ from batchery.cli.app import SECONDS, app_options, load_app
 from batchery.cli.console import Interrupt
 from batchery.cli.main import main
 from batchery.priority_class import LOWEST_PRIORITY
-from batchery.retry import Interrupted
-from batchery_producer.diagnosis import explain_stall
-from batchery_producer.files.dataset import Dataset, begin_reading
-from batchery_producer.files.journal import Journal
-from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import FORMATS, STANDARD_STREAM, is_url
-from batchery_producer.run.file_run import FileRun, submit_file
-from batchery_producer.run.options import WINDOW, Ending, Snapshot, SubmitOptions, Summary, duration
-from batchery_producer.run.output import Output
+from batchery_producer.files.options import WINDOW, Snapshot, SubmitOptions, Summary, duration
+from batchery_producer.files.run import submit_file, try_file
+from batchery_producer.files.source import FORMATS, STANDARD_STREAM
 
 #: Time between two lines without a terminal, in seconds.
 LINE_EVERY_S = 5.0
 
 #: Maximum number of kinds of failures that are named.
 MAX_KINDS = 3
-
-#: Number of jobs in the probe, its maximum duration, and after how long they expire, in seconds.
-PROBE_JOBS = 512
-PROBE_S = 15.0
-PROBE_EXPIRES_S = PROBE_S + 5
-
-#: Maximum number of broken rows that are shown.
-MAX_SHOWN = 5
 
 #: Maximum number of characters of a failure's reason in the summary.
 REASON_CHARS = 300
@@ -102,79 +84,6 @@ def figures(run: Snapshot) -> str:
         *([f"{duration(run.left_s)} left"] if run.left_s is not None else []),
     ]
     return ", ".join(parts)
-
-
-def try_file(
-    source: str | Path | Sequence[str | Path],
-    task: str,
-    output: str | Path,
-    *,
-    app: Celery,
-    options: SubmitOptions,
-) -> tuple[Ending, str]:
-    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
-
-    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
-
-    Returns:
-        How the run would probably end, and the findings as text.
-
-    Raises:
-        BatcheryError: As `submit_file` does.
-    """
-    dataset, end_s, stop = Dataset(source, **options.reading), float("inf"), options.stop
-    Output(dataset, output, **options.writing)
-    probing = replace(
-        options,
-        window=min(options.window, PROBE_JOBS),
-        timeout_s=None,
-        stop_at_failure=False,
-        # Those that no worker has begun by then wait for nobody.
-        expires_s=PROBE_EXPIRES_S,
-        stop=lambda: stop() or time.monotonic() > end_s,
-    )
-    run = FileRun(app, dataset, task, probing)
-    first, shown, good, broken = list[Record](), list[str](), 0, 0
-    try:
-        rows = begin_reading(dataset, stop)
-    except Interrupted:
-        return Ending.INTERRUPTED, "interrupted"
-    for row in takewhile(lambda _: not stop(), rows):
-        good, broken = good + isinstance(row, Record), broken + isinstance(row, Broken)
-        if isinstance(row, Record):
-            first += [row] if good <= PROBE_JOBS else []
-        elif broken <= MAX_SHOWN:
-            shown.append(f"  {dataset.line_name(row.source, row.line)}: {row.reason}")
-    more = [f"  and {broken - MAX_SHOWN:,} more"] if broken > MAX_SHOWN else []
-    counts = f"{dataset.name}: {good:,} rows can be sent, {broken:,} cannot"
-    lines = [dataset.description, counts, *shown, *more]
-    end_s = time.monotonic() + PROBE_S
-    probe = _probe(run, dataset, first) if first else None
-    if stop():
-        return Ending.INTERRUPTED, "\n".join(lines)
-    if probe is None:
-        return Ending.SOME_FAILED, "\n".join(lines)
-    if not probe.rate:
-        reason = explain_stall(app, run.task, {"queue": run.queue})
-        lines.append(f"probe: no result within {probe.seconds:.0f} s: {reason}")
-        return Ending.GAVE_UP, "\n".join(lines)
-    lines.append(
-        f"probe: {probe.succeeded + probe.failed:,} jobs in {probe.seconds:.1f} s,"
-        f" {probe.failed:,} of them failed; all rows would take about"
-        f" {duration(good / probe.rate)}"
-    )
-    lines += [f"  the first failure: {probe.first_failure}"] if probe.failed else []
-    return Ending.SOME_FAILED if broken or probe.failed else Ending.SUCCEEDED, "\n".join(lines)
-
-
-def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
-    journal = Journal(secrets.token_hex(8), run.task, {}, dataset.names, [])
-    with (
-        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
-        Output(dataset, Path(folder, "probe.jsonl")) as files,
-    ):
-        files.open(journal)
-        return run.run(rows, files)
 
 
 def _read_keywords(_context: Any, _parameter: Any, value: str | None) -> dict[str, Any]:
@@ -285,8 +194,8 @@ def submit(
         options = SubmitOptions(stop=interrupt, **flags)
         if dry_run:
             ending, findings = try_file(source, task, output, app=app, options=options)
-            report = {"ending": ending.name.lower(), "findings": findings.splitlines()}
-            click.echo(json.dumps(report) if as_json else findings, err=not as_json)
+            report = json.dumps({"ending": ending.name.lower(), "findings": findings})
+            click.echo(report if as_json else "\n".join(findings), err=not as_json)
             sys.exit(ending.value)
         with Display(Console(stderr=True, quiet=quiet), task) as shown:
             options = replace(options, progress=shown.show, began=shown.note, notice=shown.note)
@@ -294,7 +203,7 @@ def submit(
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:
-        click.echo(describe(summary, output), err=True)
+        click.echo(describe(summary), err=True)
     sys.exit(summary.ending.value)
 
 
@@ -308,8 +217,8 @@ def as_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def describe(summary: Summary, output: str = "") -> str:
-    """A summary in one to six lines, of a run with such an output."""
+def describe(summary: Summary) -> str:
+    """A summary in one to five lines."""
     done = summary.succeeded + summary.failed
     first = (
         f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
@@ -329,9 +238,6 @@ def describe(summary: Summary, output: str = "") -> str:
             f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"
             " workers will run them; their results stay in the backend until they expire"
         )
-    journal = f"{Path(output).name if is_url(output) else output}.journal"
-    if summary.message and Path(journal).exists():
-        lines.append("the same command with --resume goes on from here")
     return "\n".join(lines)
 
 

@@ -1,40 +1,41 @@
-"""Datasets: files or standard input, read as records; each record becomes one job."""
+"""Datasets: files or standard input, read as records, each with an item and an id.
+
+A record becomes one job, or says why it cannot.
+"""
 
 import codecs
+import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from batchery.errors import DatasetError
-from batchery.retry import Interrupted
 from batchery.settings import nearest_name
-from batchery_producer.files.feed import HANDOVER_S, Feed
 from batchery_producer.files.journal import FinishedRows
-from batchery_producer.files.json_lines import read_lines
-from batchery_producer.files.records import Broken, Picker, Record, SeenIds
+from batchery_producer.files.json_lines import read_lines, simplify
+from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
-    CsvRows,
+    Damage,
     InvalidLine,
-    JsonRows,
-    Lines,
-    TableRows,
-    TextRows,
     find_delimiter,
+    read_csv,
+    read_json,
+    read_table,
+    read_text,
+    split_lines,
 )
 from batchery_producer.files.source import (
     Source,
+    damage_errors,
     decompressed,
-    decompression_errors,
     find_sources,
-    is_damage,
     is_url,
 )
-
-Row = Record | Broken
 
 #: Formats of tables; their rows are no lines.
 TABLES = ("parquet", "arrow")
@@ -55,60 +56,209 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 FIRST_ROWS = 100
 
 
-class Failures:
-    """The rows that a file of failures names.
+#: Default names of the fields that hold the item and the caller's id.
+ITEM_FIELD = "text"
+ID_FIELDS = ("id", "custom_id")
 
-    A failure names its row by the id; one without an id, by the number of the row.
+#: Marks a field that is absent.
+MISSING = object()
+
+_encode_id = json.JSONEncoder(sort_keys=True, default=simplify).encode
+
+
+class Record(NamedTuple):
+    """A row of the input.
 
     Attributes:
-        not_found: Which failures are of no row of the input; empty until all rows were read.
+        source: Number of its file, from 0.
+        row: Number of the row in its file, from 1; neither blank lines nor a header count.
+        line: Line of the input at which the row begins, from 1.
+        id: The caller's, of any type; or, where rows have no ids, the number of the row, after the
+            file's name if there are several files. None if only this row has none: a number might
+            be another row's id.
+        item: The argument of the job.
+        broken: Why it cannot become a job; empty if it can.
+        lacks_field: Whether that is because it has not the field which the caller named.
     """
 
-    def __init__(self, path: str | Path, names: Sequence[str]) -> None:
-        """Checks that the file exists; `names` are those of the input's files.
+    source: int
+    row: int
+    line: int
+    id: Any
+    item: Any = None
+    broken: str = ""
+    lacks_field: bool = False
 
-        Raises:
-            DatasetError: It does not.
-        """
-        self.path = Path(path)
-        self.not_found = ""
-        self._rows = FinishedRows(names)
-        if not self.path.is_file():
-            raise DatasetError(f"{path}: there is no such file of failures")
 
-    def of(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yields the rows that the file names.
+class SeenIds:
+    """The ids seen so far, in a temporary database on disk, so that memory does not grow.
 
-        Raises:
-            DatasetError: The file has another form, or belongs to another input.
-        """
-        with SeenIds() as named:
-            for entry, _ in read_lines(self.path, has_ends=False):
-                named.first_line(self._find_key(entry), 0, 0)
-            total, _ = named.count()
-            if not total:
-                raise DatasetError(f"{self.path}: no failures; there is nothing to try again")
-            for row in rows:
-                if named.forget({"id": row.id}) or named.forget({"row": [row.source, row.row]}):
-                    yield row
-            count, which = named.count()
-        if count:
-            self.not_found = (
-                f"{self.path}: {count:,} of {total:,} failures are of no row of the input, such as"
-                f" {which}; is it of another input?"
-            )
-        if count == total:
-            raise DatasetError(self.not_found)
+    For use by one thread at a time. Each method raises `DatasetError` if the disk is full.
+    """
 
-    def _find_key(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "error" not in entry:
-            raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
-        if entry.get("id") is not None:
-            return {"id": entry["id"]}
+    def __init__(self) -> None:
+        self._base = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._execute("PRAGMA journal_mode = OFF")
+        self._execute(
+            "CREATE TABLE seen (id TEXT PRIMARY KEY, source INTEGER, line INTEGER) WITHOUT ROWID"
+        )
+        self._execute("BEGIN")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._base.close()
+
+    def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:
+        """Remembers the id of a line; returns source and line that had this id first."""
+        key = _encode_id(id_)
+        if self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line).rowcount:
+            return source, line
+        found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
+        return int(found[0]), int(found[1])
+
+    def forget(self, id_: Any) -> bool:
+        """Removes an id; returns whether it was remembered."""
+        return self._execute("DELETE FROM seen WHERE id = ?", _encode_id(id_)).rowcount > 0
+
+    def count(self) -> tuple[int, str]:
+        """How many ids are remembered, and one of them as JSON; empty if there is none."""
+        found = self._execute("SELECT COUNT(*), IFNULL(MIN(id), '') FROM seen").fetchone()
+        return int(found[0]), str(found[1])
+
+    def _execute(self, command: str, *values: Any) -> sqlite3.Cursor:
         try:
-            return {"row": self._rows.locate(entry)}
-        except DatasetError as error:
-            raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
+            return self._base.execute(command, values)
+        except sqlite3.Error as error:
+            raise DatasetError(
+                f"the ids cannot be kept in SQLite's temporary folder: {error}; make room there, or"
+                " name another folder in the environment variable SQLITE_TMPDIR"
+            ) from error
+
+
+class Picker:
+    """Picks item and id out of a source's rows; the first row with fields determines them.
+
+    Attributes:
+        field: Holds the item; None until it is determined.
+        id_field: Holds the id, likewise; None if the number of the row is the id.
+        unseen: Which of the fields that the caller names no row has had so far.
+        fields: Those of the first row that has some.
+    """
+
+    def __init__(
+        self,
+        field: str | None,
+        id_field: str | None,
+        seen: SeenIds,
+        source: int,
+        names: Sequence[str],
+    ) -> None:
+        """Prepares for the first row.
+
+        Args:
+            field: Holds the item: a key, a path of keys with dots, or a column. By default `text`,
+                or the only string.
+            id_field: Holds the caller's id. By default `id` or `custom_id` if the first row has it;
+                if it has none, the number of the row is the id.
+            seen: Detects ids that were used before.
+            source: Number of the source, from 0.
+            names: Of all sources.
+        """
+        self.field, self.id_field = field, id_field
+        self.unseen = {each for each in (field, id_field) if each is not None}
+        self.fields: Sequence[str] = ()
+        self._seen, self._source, self._names = seen, source, names
+        #: Whether a row could be read, so that it is known whether rows have ids.
+        self._has_rows = False
+
+    def pick(self, number: int, line: int, row: Mapping[str, Any] | str | InvalidLine) -> Record:
+        """Makes a record of the row with this number.
+
+        Raises:
+            DatasetError: This is the first row, and it is unclear which field is the item.
+        """
+        id_, item, broken, lacks_field = None, None, "", False
+        if isinstance(row, InvalidLine):
+            broken = str(row)
+        elif isinstance(row, str):
+            item, self._has_rows, lacks_field = row, True, bool(self.field)
+            broken = "a bare string; it has no fields" if lacks_field else ""
+        else:
+            if self.unseen or not self.fields:
+                self._determine_fields(row)
+            item = lookup(row, self.field or ITEM_FIELD)
+            id_ = self._find_id(row)
+            if id_ is not None and (broken := self._find_use(id_, line)):
+                id_ = None  # It is another row's.
+            elif item is MISSING:
+                near, lacks_field = nearest_name(str(self.field), row), True
+                broken = f"no field {self.field!r}{near}; {name_fields(row)}"
+        if id_ is None and self.id_field is None and self._has_rows:
+            id_ = number if len(self._names) == 1 else f"{self._names[self._source]}:{number}"
+        item = None if broken else item
+        return Record(self._source, number, line, id_, item, broken, lacks_field)
+
+    def _find_id(self, row: Mapping[str, Any]) -> Any:
+        id_ = lookup(row, self.id_field) if self.id_field else None
+        return None if id_ is MISSING or (isinstance(id_, str) and not id_.strip()) else id_
+
+    def _find_use(self, id_: Any, line: int) -> str:
+        """Where an earlier row has the id, for messages; empty if none has."""
+        source, first = self._seen.first_line(id_, self._source, line)
+        if (source, first) == (self._source, line):
+            return ""
+        where = "" if source == self._source else f"{self._names[source]}, "
+        return f"the id {id_!r:.100} is already used in {where}line {first}"
+
+    def _determine_fields(self, row: Mapping[str, Any]) -> None:
+        self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
+        if self.fields:
+            return
+        self.id_field = self.id_field or next((name for name in ID_FIELDS if name in row), None)
+        self.field = self.field or choose_field(row, id_field=self.id_field)
+        self.fields, self._has_rows = list(row), bool(row)
+
+
+def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
+    """Determines which field of a row is the item.
+
+    Args:
+        row: The first of the input.
+        id_field: The field that is the id, if any.
+
+    Raises:
+        DatasetError: There is no `text`, and not exactly one other string.
+    """
+    if ITEM_FIELD in row:
+        return ITEM_FIELD
+    texts = [name for name, value in row.items() if isinstance(value, str) and name != id_field]
+    if len(texts) == 1:
+        return texts[0]
+    is_request = {"custom_id", "url", "body"} <= row.keys()
+    hint = "; `batchery serve` takes OpenAI's batch files" if is_request else ""
+    raise DatasetError(
+        f"no field {ITEM_FIELD!r} in the first row, and {len(texts) or 'no'} others that can be"
+        f" the text; name one with --field: {name_fields(row)}{hint}"
+    )
+
+
+def lookup(row: Mapping[str, Any], path: str) -> Any:
+    """Finds a field by its name, or by a path with dots; returns `MISSING` if it is absent."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def name_fields(row: Mapping[str, Any]) -> str:
+    """The fields of a row, for messages."""
+    return f"fields: {', '.join(map(repr, row)) or 'none'}"
 
 
 class Dataset:
@@ -119,59 +269,44 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input or a pipe.
-        is_retry: Whether only rows that failed are read.
+        not_found: Which failures to retry are of no row; empty until all rows were read.
     """
 
     def __init__(
         self,
         names: str | Path | Sequence[str | Path],
-        *,
-        format: str | None = None,  # noqa: A002 (what every tool calls it)
-        field: str | None = None,
-        id_field: str | None = None,
-        delimiter: str | None = None,
-        encoding: str = "utf-8",
-        limit: int | None = None,
-        sample: int | None = None,
-        retry_failed: str | Path | None = None,
+        options: SubmitOptions | None = None,
+        **changes: Any,
     ) -> None:
         """Checks that the input can be read.
 
         Args:
             names: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input.
-            format: One of `FORMATS`; by default as each name ends, and JSON lines for standard
-                input.
-            field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
-                `text`, or the only field that is a string.
-            id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
-                one, otherwise the number of the row is the id.
-            delimiter: Between the columns of CSV; by default what divides the header.
-            encoding: Of lines and CSV; one in which a line feed is one byte.
-            limit: Read only so many rows.
-            sample: Read only so many rows, chosen at random, but the same ones each time. This
-                reads the input twice.
-            retry_failed: A file of failures of an earlier run; read only the rows that it names.
+            options: How to read them, and which rows.
+            changes: Single options, which override those in `options`.
 
         Raises:
             DatasetError: A file is missing, cannot be read, or has an unknown format or
                 encoding; or a stream was to be sampled, which can be read only once.
         """
-        self.sources = find_sources(names, format)
+        self._options = options = replace(options or SubmitOptions(), **changes)
+        self.sources = find_sources(names, options.format)
         self.names = [each.name for each in self.sources]
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.name = self.names[0] + more
         self.is_stream = any(each.size_bytes is None for each in self.sources)
+        self.not_found = ""
         given = [names] if isinstance(names, str | Path) else names
         self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
-        self._field, self._id_field = field, id_field
-        self._delimiter = checked_delimiter(delimiter)
-        if delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
+        self._delimiter = checked_delimiter(options.delimiter)
+        if self._delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
             raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
-        self._encoding = checked_encoding(encoding)
-        self._limit, self._sample = limit, sample
-        self._failures = Failures(retry_failed, self.names) if retry_failed else None
-        self.is_retry = self._failures is not None
-        if sample is not None and self.is_stream:
+        self._encoding = checked_encoding(options.encoding)
+        failures = options.retry_failed
+        self._failures = None if failures is None else Path(failures)
+        if self._failures and not self._failures.is_file():
+            raise DatasetError(f"{failures}: there is no such file of failures")
+        if options.sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
@@ -183,8 +318,7 @@ class Dataset:
     @property
     def inputs(self) -> Sequence[Path]:
         """Files on this machine that must not be overwritten."""
-        paths = [each.path for each in self.sources if each.path is not None]
-        return [*paths, self._failures.path] if self._failures else paths
+        return [each for each in (*(one.path for one in self.sources), self._failures) if each]
 
     def would_read(self, path: Path) -> bool:
         """Whether another run with the same names would read a file, once it is there."""
@@ -193,19 +327,15 @@ class Dataset:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that determine the item and the id of a row, and which rows a sample has."""
+        options = self._options
         return {
             "formats": sorted({each.format for each in self.sources}),
-            "field": self._field,
-            "id field": self._id_field,
+            "field": options.field,
+            "id field": options.id_field,
             "delimiter": self._delimiter,
             "encoding": self._encoding,
-            "sample": self._sample and f"{self._sample} of {self._limit or 'all'} rows",
+            "sample": options.sample and f"{options.sample} of {options.limit or 'all'} rows",
         }
-
-    @property
-    def not_found(self) -> str:
-        """Which failures to retry are of no row; empty if none is, or not all rows were read."""
-        return self._failures.not_found if self._failures else ""
 
     @property
     def description(self) -> str:
@@ -225,122 +355,152 @@ class Dataset:
         if self._complete:
             return self._read_rows
         rows, read_bytes = self._measured
-        limits = [each for each in (self._limit, self._sample) if each is not None]
+        limits = [each for each in (self._options.limit, self._options.sample) if each is not None]
         if read_bytes and not self.is_stream:
             size_bytes = sum(each.size_bytes or 0 for each in self.sources)
             limits.append(max(rows * size_bytes // read_bytes, self._read_rows))
         return min(limits, default=None)
 
-    @property
-    def unseen(self) -> Iterable[str]:
-        """Which of the fields that the caller names no row has had so far."""
-        return sorted(self._first.unseen) if self._first else ()
-
-    @property
-    def fields(self) -> Sequence[str]:
-        """The fields of the first row that has some."""
-        return self._first.fields if self._first else ()
-
-    def __iter__(self) -> Iterator[Row]:
-        """Yields a record, or a broken row, for each row, in order.
+    def __iter__(self) -> Iterator[Record]:
+        """Yields a record for each row, in order.
 
         Raises:
             DatasetError: The input is empty, or has another format than stated.
         """
+        limit, sample = self._options.limit, self._options.sample
         chosen: set[int] | None = None
-        if self._sample is not None:
+        if sample is not None:
             with SeenIds() as seen:
-                chosen = _choose(islice(self._all(seen), self._limit), self._sample)
+                chosen = _choose(islice(self._all(seen), limit), sample)
         with SeenIds() as seen:
-            rows: Iterator[Row] = islice(self._all(seen), self._limit)
+            rows: Iterator[Record] = islice(self._all(seen), limit)
             if chosen is not None:
                 rows = (row for number, row in enumerate(rows) if number in chosen)
-            if self._failures is not None:
-                rows = self._failures.of(rows)
-            yield from rows
+            yield from self._failed(rows, self._failures) if self._failures else rows
         if chosen is not None:
             self._read_rows = len(chosen)
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
-    def check_files(self) -> None:
-        """Reads the first row of each file here, as a run would end at a bad one after hours.
+    def checked(self) -> Iterator[Record]:
+        """As iteration, but a wrong field, format or encoding is noticed before the first row.
 
         Raises:
-            DatasetError: As iteration does.
+            DatasetError: The input is unusable, or none of the first rows has the fields, or most
+                of them cannot be read, or a later file cannot be read at all.
         """
-        with SeenIds() as seen:
-            for number, source in enumerate(self.sources[1:] if self._limit is None else (), 1):
-                if source.path is not None and source.size_bytes is not None:
-                    next(self._rows_in(source, number, seen), None)
+        with SeenIds() as seen:  # A run would end at a bad file after hours.
+            for number, source in enumerate(self.sources[1:], 1):
+                if self._options.limit is None and source.path and source.size_bytes is not None:
+                    next(self._read(source, number, seen), None)
         self._first, self._found_delimiter = None, ""
+        rows, first, broken = iter(self), list[Record](), list[Record]()
+        for row in islice(rows, FIRST_ROWS):
+            first.append(row)
+            broken += [row] if row.broken and not row.lacks_field else []
+            if not (row.broken or broken or self._unseen):
+                break
+        if len(broken) > len(first) / 2 and self._failures is None:
+            raise DatasetError(
+                f"{self.line_name(broken[0])}: {broken[0].broken}; of the first {len(first)} rows,"
+                f" {len(broken)} cannot be read: check --format, --encoding and --delimiter"
+            )
+        for field in self._unseen:
+            fields = self._first.fields if self._first else ()
+            raise DatasetError(
+                f"{self.name}: no field {field!r}{nearest_name(field, fields)}; so far no"
+                f" row of {len(first)} has it: name another with --field or --id-field;"
+                f" there are {', '.join(map(repr, fields)) or 'none'}"
+            )
+        yield from chain(first, rows)
 
-    def line_name(self, source: int, line: int) -> str:
-        """Names a line in messages."""
-        return f"{self.names[source]}, line {line}"
+    def line_name(self, row: Record) -> str:
+        """Names the line of a row in messages."""
+        return f"{self.names[row.source]}, line {row.line}"
 
-    def _all(self, seen: SeenIds) -> Iterator[Row]:
+    @property
+    def _unseen(self) -> Sequence[str]:
+        return sorted(self._first.unseen) if self._first else ()
+
+    def _all(self, seen: SeenIds) -> Iterator[Record]:
         self._before_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
-            yield from self._rows_in(source, number, seen)
+            yield from self._read(source, number, seen)
             self._before_bytes += source.size_bytes or 0
 
-    def _rows_in(self, source: Source, number: int, seen: SeenIds) -> Iterator[Row]:
-        picker = Picker(self._field, self._id_field, seen, number, self.names)
+    def _read(self, source: Source, number: int, seen: SeenIds) -> Iterator[Record]:
+        options = self._options
+        picker = Picker(options.field, options.id_field, seen, number, self.names)
         self._first = self._first or picker
         with source.reading() as raw:
             try:
-                for row in _pick_all(self._open_rows(source, raw), picker, source):
+                for count, (line, row) in enumerate(self._open_rows(source, raw), 1):
+                    if isinstance(row, Damage):
+                        if count == 1:
+                            raise DatasetError(f"cannot be read: {row}")
+                        row = Damage(f"cannot be read from here on: {row}")
                     self._read_rows += 1
                     if self._read_rows % MEASURE_ROWS == 0 and source.size_bytes is not None:
                         self._measured = self._read_rows, self._before_bytes + raw.tell()
-                    yield row
+                    yield picker.pick(count, line, row)
             except DatasetError as error:
                 raise DatasetError(f"{source.name}: {error}") from None
 
-    def _open_rows(self, source: Source, raw: BufferedReader) -> TableRows | TextRows:
+    def _open_rows(self, source: Source, raw: BufferedReader) -> Iterator[tuple[int, Any]]:
+        is_remote = source.remote is not None
         if raw.peek(2)[:2] in UTF16_MARKS:
             raise DatasetError("UTF-16; convert it to UTF-8, with iconv for example")
         if source.format == "parquet" and source.size_bytes is None:
             raise DatasetError("a pipe cannot be Parquet, whose index is at its end")
         if source.format in TABLES:
-            return TableRows(raw, source.format)
+            return read_table(raw, source.format, is_remote=is_remote)
         stream: Any = decompressed(raw)
+        lines = split_lines(stream, is_remote=is_remote)
         if source.format not in ("csv", "tsv"):
-            rows = JsonRows if source.format == "jsonl" else TextRows
-            return rows(Lines(stream), self._encoding)
+            read = read_json if source.format == "jsonl" else read_text
+            return read(lines, self._encoding)
         delimiter = self._delimiter or ("\t" if source.format == "tsv" else None)
         if delimiter is None:
             try:
                 delimiter = find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
-            except decompression_errors():
+            except damage_errors():
                 delimiter = ","  # Reading fails again, and says where.
         self._found_delimiter = self._found_delimiter or delimiter
-        return CsvRows(Lines(stream), self._encoding, delimiter)
+        return read_csv(lines, self._encoding, delimiter)
+
+    def _failed(self, rows: Iterable[Record], failures: Path) -> Iterator[Record]:
+        """The rows that a file of failures names: by the id; one without an id, by its number.
+
+        Raises:
+            DatasetError: The file has another form, or belongs to another input.
+        """
+        place = FinishedRows(self.names)
+        with SeenIds() as named:
+            for entry, _ in read_lines(failures, has_ends=False):
+                if "error" not in entry:
+                    why = "no file of failures, which has an error in each line"
+                    raise DatasetError(f"{failures}: {why}")
+                has_id = entry.get("id") is not None
+                key = {"id": entry["id"]} if has_id else {"row": place.locate(entry, failures)}
+                named.first_line(key, 0, 0)
+            total, _ = named.count()
+            if not total:
+                raise DatasetError(f"{failures}: no failures; there is nothing to try again")
+            for row in rows:
+                if named.forget({"id": row.id}) or named.forget({"row": (row.source, row.row)}):
+                    yield row
+            count, which = named.count()
+        if count:
+            self.not_found = (
+                f"{failures}: {count:,} of {total:,} failures are of no row of the input, such as"
+                f" {which}; is it of another input?"
+            )
+        if count == total:
+            raise DatasetError(self.not_found)
 
 
-def _pick_all(rows: TableRows | TextRows, picker: Picker, source: Source) -> Iterator[Row]:
-    """All rows of a file; the first damage of its bytes is the last row."""
-    damage: Exception | None = None
-    while damage is None:
-        picker.row += 1
-        try:
-            if (row := next(rows, None)) is None:
-                return
-            yield picker.pick(rows.number, row)
-        except InvalidLine as error:
-            yield picker.broken(rows.number, str(error))
-        except decompression_errors() as error:
-            if not is_damage(error, is_remote=source.remote is not None):
-                raise  # What follows may be read by another run.
-            damage = error
-    if picker.row == 1:
-        raise DatasetError(f"cannot be read: {damage}")
-    yield picker.broken(rows.number, f"cannot be read from here on: {damage}")
-
-
-def _choose(rows: Iterable[Row], size: int) -> set[int]:
+def _choose(rows: Iterable[Record], size: int) -> set[int]:
     """Chooses rows at random, each set with equal probability; their numbers from 0."""
     chooser, chosen = random.Random(SEED), list[int]()
     for number, _ in enumerate(rows):
@@ -378,46 +538,3 @@ def checked_encoding(encoding: str) -> str:
         f"encoding {encoding!r}: unknown, or not read line by line; latin-1, cp1252, gb18030 and"
         " most others are. Convert UTF-16 to UTF-8, with iconv for example"
     )
-
-
-def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Row]:
-    """Reads the first rows, so that a wrong field, format or encoding is noticed early.
-
-    Returns:
-        All rows, with those that were read.
-
-    Raises:
-        Interrupted: `stop` returned True.
-        DatasetError: The input is unusable, or none of the first rows has the fields, or most of
-            them cannot be read.
-    """
-    dataset.check_files()
-    rows, first = iter(dataset), list[Row]()
-    with closing(Feed(_until_usable(dataset, rows), FIRST_ROWS)) as feed:
-        while not feed.exhausted:
-            if stop():
-                raise Interrupted("asked to stop")
-            first += feed.take(FIRST_ROWS, HANDOVER_S)
-    broken = [each for each in first if isinstance(each, Broken) and not each.lacks_field]
-    if len(broken) > len(first) / 2 and not dataset.is_retry:
-        raise DatasetError(
-            f"{dataset.line_name(broken[0].source, broken[0].line)}: {broken[0].reason}; of the"
-            f" first {len(first)} rows, {len(broken)} cannot be read:"
-            " check --format, --encoding and --delimiter"
-        )
-    for field in dataset.unseen:
-        raise DatasetError(
-            f"{dataset.name}: no field {field!r}{nearest_name(field, dataset.fields)}; so far no"
-            f" row of {len(first)} has it: name another with --field or --id-field;"
-            f" there are {', '.join(map(repr, dataset.fields)) or 'none'}"
-        )
-    return chain(first, rows)
-
-
-def _until_usable(dataset: Dataset, rows: Iterator[Row]) -> Iterator[Row]:
-    is_unreadable = False
-    for row in islice(rows, FIRST_ROWS):
-        yield row
-        is_unreadable |= isinstance(row, Broken) and not row.lacks_field
-        if isinstance(row, Record) and not is_unreadable and not dataset.unseen:
-            return

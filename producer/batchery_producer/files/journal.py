@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchery.errors import DatasetError
-from batchery_producer.files.json_lines import encoded, naming_errors
-from batchery_producer.files.source import Source
+from batchery_producer.files.json_lines import encoded
+from batchery_producer.files.source import Source, naming_errors
 
 #: What is raised by reading a journal that is none.
 ODD_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -90,10 +90,9 @@ class Journal:
             with naming_errors(str(path)):
                 new.write_text(json.dumps({"v": VERSION, **asdict(self)}) + "\n")
                 os.replace(new, path)
-        except DatasetError:
+        finally:
             with suppress(OSError):
                 new.unlink()
-            raise
 
     def check(self, now: "Journal") -> None:
         """Checks that another process, which was asked for the run `now`, can go on with this one.
@@ -101,18 +100,16 @@ class Journal:
         Raises:
             DatasetError: Task, input or settings differ.
         """
-        given: list[tuple[str, Any, Any]] = [("task", self.task, now.task)]
-        given += [(name, value, now.settings.get(name)) for name, value in self.settings.items()]
-        given += [("number of files", str(len(self.files)), str(len(now.files)))]
-        for name, before, after in given:
-            if before != after:
+        count = {"number of files": len(self.files)}
+        for name, before in {"task": self.task, **self.settings, **count}.items():
+            known = {"task": now.task, **now.settings, "number of files": len(now.files)}
+            if before != (after := known.get(name)):
                 raise DatasetError(
                     f"{name}: {after!r} now, {before!r} when the run began; use the same again to"
                     " resume, or --overwrite to begin anew"
                 )
-        prints = zip(now.files, self.fingerprints, now.fingerprints, strict=True)
-        for file, before, after in prints:
-            if before != after:
+        for file, *prints in zip(now.files, self.fingerprints, now.fingerprints, strict=True):
+            if prints[0] != prints[1]:
                 raise DatasetError(
                     f"{file}: has changed since the run began, so results would belong to other"
                     " rows; --overwrite computes all of them anew"
@@ -156,26 +153,25 @@ class FinishedRows:
         bits = self._bits[source]
         return row >> 3 < len(bits) and bool(bits[row >> 3] & 1 << (row & 7))
 
-    def locate(self, entry: Mapping[str, Any]) -> tuple[int, int]:
+    def locate(self, entry: Mapping[str, Any], name: str | Path) -> tuple[int, int]:
         """The file, counted from 0, and the row that an entry belongs to; raises as `note`."""
         row = entry.get("row")
         source = self._numbers.get(entry["file"]) if "file" in entry else 0
         if source is None or type(row) is not int or not 0 <= row < MAX_ROWS:
-            raise DatasetError(f"id {entry.get('id')!r}: not a row that this run wrote")
+            raise DatasetError(f"{name}: id {entry.get('id')!r}: is of another input")
         return source, row
 
-    def note(self, entry: Mapping[str, Any]) -> bool:
-        """Notes an entry of the output or the failures; True if it is the first of its row.
+    def note(self, entry: Mapping[str, Any], name: str | Path) -> None:
+        """Notes an entry of the output or the failures, whose name is for messages.
 
         Raises:
             DatasetError: The entry belongs to no row of the input.
         """
-        source, row = self.locate(entry)
+        source, row = self.locate(entry, name)
         if (source, row) in self:
-            return False
+            return
         bits = self._bits[source]
         bits.extend(bytes(max((row >> 3) + 1 - len(bits), 0)))
         bits[row >> 3] |= 1 << (row & 7)
         self.count += 1
         self.failed += "error" in entry
-        return True

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -14,13 +14,10 @@ from typing import Any
 
 from batchery.errors import DatasetError
 from batchery_producer.files.rows import MAX_LINE_BYTES
+from batchery_producer.files.source import naming_errors
 
 #: Lines in memory are written when they take this much, even without a flush, in bytes.
 BUFFER_BYTES = 4 * 1024 * 1024
-
-
-class TooLong(ValueError):
-    """A line is longer than the maximum that can be read again; it was not added."""
 
 
 class JsonLines:
@@ -38,14 +35,6 @@ class JsonLines:
         self._is_regular = False
         self._lines = bytearray()
 
-    def open(self) -> None:
-        """Creates the file, or empties it.
-
-        Raises:
-            DatasetError: It cannot be written, or another process writes it.
-        """
-        self._open(0)
-
     def resume(self) -> Iterator[Mapping[str, Any]]:
         """Yields the entries of the file; then truncates an incomplete end and appends after it.
 
@@ -54,14 +43,19 @@ class JsonLines:
         """
         if self.path is None or not self.path.exists():
             return
-        self._open(None)
+        self.open(is_resumed=True)
         end = 0
         for entry, end in read_lines(self.path):  # noqa: B007 (the last one is used)
             yield entry
         with naming_errors(self.name):
             os.truncate(self.path, end)
 
-    def _open(self, size_bytes: int | None) -> None:
+    def open(self, *, is_resumed: bool = False) -> None:
+        """Creates the file, or empties it unless it is resumed.
+
+        Raises:
+            DatasetError: It cannot be written, or another process writes it.
+        """
         with naming_errors(self.name):
             # Unbuffered, so that `close` does not retry what a full disk refused.
             # Append mode, so that writing after a truncation leaves no hole.
@@ -78,21 +72,22 @@ class JsonLines:
                 raise BlockingIOError(0, "another process is writing it") from None
             except OSError:
                 pass  # Some filesystems of clusters know no locks.
-            if size_bytes is not None:
-                self._file.truncate(size_bytes)
+            if not is_resumed:
+                self._file.truncate(0)
 
-    def write(self, entry: Mapping[str, Any]) -> None:
+    def write(self, entry: Mapping[str, Any]) -> str:
         """Adds a line, which the next `flush` writes at the latest; raises the same errors.
 
-        Raises:
-            TooLong: The line could not be read again.
+        Returns:
+            Why it was not added: it is longer than what can be read again; empty otherwise.
         """
         line = encoded(entry)
         if len(line) >= MAX_LINE_BYTES:
-            raise TooLong(f"{len(line):,} bytes as JSON; the maximum is {MAX_LINE_BYTES:,}")
+            return f"{len(line):,} bytes as JSON; the maximum is {MAX_LINE_BYTES:,}"
         self._lines += line + b"\n"
         if len(self._lines) >= BUFFER_BYTES:
             self.flush()
+        return ""
 
     def flush(self) -> None:
         """Hands the added lines to the operating system.
@@ -110,8 +105,8 @@ class JsonLines:
             status = os.fstat(self._file.fileno())
             if self._is_regular and not status.st_nlink:
                 # The system would accept the data and drop it when this process ends.
-                raise FileNotFoundError(0, "the file was removed")
-            rest = memoryview(self._lines)
+                raise OSError(0, "the file was removed")
+            rest = bytes(self._lines)
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
@@ -119,8 +114,6 @@ class JsonLines:
                 if self._is_regular:
                     self._file.truncate(status.st_size)
                 raise
-            finally:
-                rest.release()
         self._lines.clear()
 
     def close(self) -> None:
@@ -133,8 +126,7 @@ class JsonLines:
 def encoded(entry: Mapping[str, Any]) -> bytes:
     """An entry as JSON, without a line end; what is no finite number is null."""
     try:
-        text = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=simplify)
-        return text.encode()
+        return _encode(entry).encode()
     except UnicodeEncodeError:  # JSON can escape a lone surrogate, UTF-8 cannot.
         return json.dumps(entry, default=simplify).encode()
     except ValueError:
@@ -148,6 +140,9 @@ def simplify(value: Any) -> Any:
         return base64.b64encode(value).decode()
     convert = getattr(value, "isoformat", getattr(value, "tolist", partial(str, value)))
     return convert()
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=simplify).encode
 
 
 def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[str, Any], int]]:
@@ -180,16 +175,3 @@ def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[s
                 yield entry, end
             else:
                 broken = number  # Tolerated at the end, where a power failure may tear a line.
-
-
-@contextmanager
-def naming_errors(name: str, what: str = "written") -> Iterator[None]:
-    """Names a file in the error of an operation on it.
-
-    Raises:
-        DatasetError: In place of the system's error.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DatasetError(f"{name}: cannot be {what}: {error.strerror}") from None

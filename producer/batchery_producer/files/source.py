@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EACCES
 from importlib import import_module
 from io import BufferedReader
 from lzma import LZMAError
@@ -24,12 +25,15 @@ CHUNK_BYTES = 256 * 1024
 
 #: File extension, without that of a compression -> format.
 EXTENSIONS: Mapping[str, str] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
-    **dict.fromkeys((".txt", ".text"), "text"),
-    **dict.fromkeys((".arrow", ".feather"), "arrow"),
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".txt": "text",
+    ".text": "text",
 }
 
 #: Formats that can be read.
@@ -82,7 +86,7 @@ def decompressed(raw: BufferedReader) -> BinaryIO:
     return cast(BinaryIO, import_module(library).open(raw)) if library else raw
 
 
-def decompression_errors() -> tuple[type[Exception], ...]:
+def damage_errors() -> tuple[type[Exception], ...]:
     """What reading a damaged file may raise."""
     of_zstd = getattr(sys.modules.get("zstandard"), "ZstdError", EOFError)
     return (OSError, EOFError, zlib.error, LZMAError, of_zstd)
@@ -103,6 +107,26 @@ def split_compression(name: str | Path) -> tuple[str, str]:
     return str(name)[: -len(extension)], extension
 
 
+@contextmanager
+def naming_errors(name: str, what: str = "written") -> Iterator[None]:
+    """Names a file or a URL in the error of an operation on it.
+
+    Raises:
+        DatasetError: In place of the system's error; of a URL, in place of any.
+    """
+    try:
+        yield
+    except DatasetError:
+        raise
+    except Exception as error:  # Each filesystem has errors of its own.
+        if not (isinstance(error, OSError) or is_url(name)):
+            raise
+        why = getattr(error, "strerror", None) or error
+        if why is error and isinstance(error, FileNotFoundError):
+            why = "there is no such file"
+        raise DatasetError(f"{name}: cannot be {what}: {why}") from None
+
+
 class Remote(NamedTuple):
     """A file at a URL.
 
@@ -119,30 +143,11 @@ class Remote(NamedTuple):
         """Finds the filesystem of a URL.
 
         Raises:
-            DatasetError: There is none, or its package is not installed.
+            DatasetError: There is none, or its package is not installed, which the error names.
         """
         core = extra("fsspec.core")
-        try:
+        with naming_errors(url, "reached"):
             return cls(*core.url_to_fs(url))
-        # Each filesystem has errors of its own; where its package is missing, the error names it.
-        except Exception as error:  # noqa: BLE001
-            raise DatasetError(f"{url}: cannot be reached: {error}") from None
-
-    @contextmanager
-    def reaching(self, url: str) -> Iterator[None]:
-        """Names the URL in whatever error the filesystem raises.
-
-        Raises:
-            DatasetError: The file cannot be read or written.
-        """
-        try:
-            yield
-        except DatasetError:
-            raise
-        except FileNotFoundError:
-            raise DatasetError(f"{url}: there is no such file") from None
-        except Exception as error:  # noqa: BLE001 (as above)
-            raise DatasetError(f"{url}: cannot be reached: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +177,15 @@ class Source:
         Raises:
             DatasetError: It cannot be read; also while it is open.
         """
-        try:
-            if self.remote is not None:
-                with self.remote.reaching(self.name):
-                    file = self.remote.filesystem.open(self.remote.path, "rb")
-                    with BufferedReader(file, CHUNK_BYTES) as raw:
-                        yield raw
-                return
-            # Not sys.stdin, because a thread that waits in it would crash the exit.
-            with open(self.path or 0, "rb", closefd=self.path is not None) as raw:
+        with naming_errors(self.name, "read"):
+            if self.remote is None:
+                # Not sys.stdin, because a thread that waits in it would crash the exit.
+                raw = open(self.path or 0, "rb", closefd=self.path is not None)  # noqa: SIM115
+            else:
+                file = self.remote.filesystem.open(self.remote.path, "rb")
+                raw = BufferedReader(file, CHUNK_BYTES)
+            with raw:
                 yield raw
-        except OSError as error:
-            raise DatasetError(f"{self.name}: cannot be read: {error}") from None
 
     def fingerprint(self) -> str:
         """A text that changes with the file.
@@ -192,7 +194,7 @@ class Source:
             DatasetError: The file cannot be read.
         """
         if self.remote is not None:
-            with self.remote.reaching(self.name):
+            with naming_errors(self.name, "read"):
                 # That of HTTP takes files for unchanging.
                 key = self.remote.filesystem.ukey(self.remote.path)
             return f"{key} {self.size_bytes} {self.etag}"
@@ -223,10 +225,11 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
         raise DatasetError("no input; name a file, a pattern, or - for standard input")
     if STANDARD_STREAM in found and len(found) > 1:
         raise DatasetError("standard input cannot be read together with files; choose one of them")
-    places = [path if is_url(path) else os.path.realpath(path) for path in found]
-    for number, place in enumerate(places):
-        if place in places[:number]:
-            raise DatasetError(f"{found[number]}: named twice; its rows would be submitted twice")
+    places = set[str]()
+    for path in found:
+        if (place := path if is_url(path) else os.path.realpath(path)) in places:
+            raise DatasetError(f"{path}: named twice; its rows would be submitted twice")
+        places.add(place)
     sources = [_find_source(path, format_) for path in found]
     # Empty files among others are usual: their writer had fewer rows than files.
     full = [each for each in sources if each.size_bytes != 0]
@@ -245,7 +248,7 @@ def _expand(name: str) -> list[str]:
         return [name]
     if is_url(name):
         remote = Remote.at(name)
-        with remote.reaching(name):
+        with naming_errors(name, "read"):
             if remote.filesystem.exists(remote.path):
                 return [name]  # A question mark may be part of a URL.
             there = remote.filesystem.glob(remote.path, detail=True)
@@ -259,39 +262,28 @@ def _expand(name: str) -> list[str]:
 
 
 def _find_source(name: str, format_: str | None) -> Source:
-    size_bytes, path, remote, etag, is_folder = None, None, None, None, False
+    path, remote, etag, is_folder = None, None, None, False
+    size_bytes: int | None = None
     if is_url(name):
         remote = Remote.at(name)
-        with remote.reaching(name):
+        with naming_errors(name, "read"):
             info = remote.filesystem.info(remote.path)
         size_bytes, etag, is_folder = info["size"], info.get("ETag"), info["type"] == "directory"
     elif name != STANDARD_STREAM:
         path = Path(name)
-        try:
+        with naming_errors(name, "read"):
             status = path.stat()
-        except OSError as error:
-            raise DatasetError(f"{name}: cannot be read: {error.strerror}") from None
+            if not os.access(path, os.R_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES))
         size_bytes = status.st_size if S_ISREG(status.st_mode) else None
         is_folder = path.is_dir()
-        if not os.access(path, os.R_OK):
-            raise DatasetError(f"{name}: cannot be read: Permission denied")
     if is_folder:
         raise DatasetError(f"{name}: a directory; name files, such as '{name}/*.jsonl'")
-    format_ = choose_format(name, format_)
-    name = "standard input" if name == STANDARD_STREAM else name
-    return Source(name, format_, size_bytes, path, remote, etag)
+    title = "standard input" if name == STANDARD_STREAM else name
+    return Source(title, _choose_format(name, format_), size_bytes, path, remote, etag)
 
 
-def choose_format(name: str, given: str | None) -> str:
-    """The format of an input.
-
-    Args:
-        name: Name of the file, or `-`.
-        given: Format that the user names; None determines it by the name.
-
-    Raises:
-        DatasetError: The format is unknown, or the name determines none.
-    """
+def _choose_format(name: str, given: str | None) -> str:
     if given is not None and given not in FORMATS:
         raise DatasetError(f"format {given!r}: unknown; there are {', '.join(FORMATS)}")
     if given is not None or name == STANDARD_STREAM:

@@ -17,10 +17,10 @@ import orjson
 from batchery.errors import BatcheryError, InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
 from batchery_producer.answers import Answer, joined
+from batchery_producer.files.dataset import SeenIds
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.json_lines import encoded
-from batchery_producer.files.records import SeenIds
-from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
+from batchery_producer.files.rows import InvalidLine, read_json, split_lines
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller, check_copies
@@ -66,31 +66,22 @@ class TooManyValues(InvalidLine):
     """A line has more in it than a body of the route may have."""
 
 
-class RequestLines(Lines):
-    """The lines of a file, none of which takes long to be read."""
-
-    def __init__(self, stream: BinaryIO, look: Callable[[], object]) -> None:
-        super().__init__(stream)
-        self._look = look
-
-    def __next__(self) -> bytes:
-        """The next line; raises an `InvalidLine` if it is too long, or has too much in it."""
-        self._look()
-        line = super().__next__()
-        bare = TEXTS.sub(b"", line)
+def split_requests(
+    file: BinaryIO, look: Callable[[], object] = lambda: None
+) -> Iterator[bytes | InvalidLine]:
+    """The lines of a file, none of which takes long to be read; `look` is called before each."""
+    for line in split_lines(file, is_remote=True):
+        look()
+        bare = b"" if isinstance(line, InvalidLine) else TEXTS.sub(b"", line)
         values = bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
-        if values > MAX_VALUES:
-            raise TooManyValues(
+        yield (
+            line
+            if values <= MAX_VALUES
+            else TooManyValues(
                 f"more than {MAX_VALUES:,} values, of which a list or an object counts as"
                 f" {CONTAINER_VALUES}; make several requests of it"
             )
-        return line
-
-
-class RequestRows(JsonRows):
-    """The lines of a file that came over HTTP, where nobody can name an encoding."""
-
-    encoding_hint = "upload the file in UTF-8"
+        )
 
 
 @dataclass(slots=True)
@@ -124,16 +115,13 @@ def validated(
         find_model: Gives the model of a name; raises a `Problem` if there is none.
         look: Called with each request; what it raises ends this.
     """
-    found, jobs = Validated(), SLICE_JOBS
-    lines = RequestLines(file, look)
-    rows = RequestRows(lines)
+    found, jobs, start = Validated(), SLICE_JOBS, Slice(0, 0)
     with SeenIds() as seen:
         checker = RequestChecker(endpoint, find_model, seen)
-        while True:
-            start = Slice(lines.read_bytes, lines.number)
-            row, error = checker.check_next(rows)
-            if row is None:
-                break
+        # Nobody can name an encoding over HTTP.
+        rows = read_json(split_requests(file, look), hint="upload the file in UTF-8")
+        for line, row in rows:
+            error = checker.check(line, row)
             found.requests += 1
             if jobs >= SLICE_JOBS or start.offset - found.slices[-1].offset >= SLICE_BYTES:
                 found.slices.append(start)
@@ -145,6 +133,7 @@ def validated(
                 break
             if error is not None and len(found.errors) < MAX_ERRORS:
                 found.errors.append(error)
+            start = Slice(file.tell(), line)
     if not found.requests:
         text = "the file has no requests"
         found.errors.append(BatchError(code="empty_file", message=text))
@@ -163,26 +152,22 @@ class RequestChecker:
         self._name = ""
         self.model: str | None = None
 
-    def check_next(self, rows: JsonRows) -> tuple[Mapping[str, Any] | None, BatchError | None]:
-        """The next row, None at the end; and what is wrong with it."""
-        row: Any = {}
+    def check(self, line: int, row: Any) -> BatchError | None:
+        """What is wrong with a row of the file, if anything."""
         try:
-            row = next(rows, None)
-            found = row if row is None else self._find_error(rows.number, row)
-        except TooManyValues as error:
-            found = ("too_large", str(error), None)
-        except InvalidLine as error:
-            found = ("invalid_json_line", str(error), None)
+            found = self._find_error(line, row)
         except Problem as problem:
             found = ("model_not_found", problem.message, "body.model")
         if not found:
-            return row, None
+            return None
         code, text, param = found
         message = text.encode(errors="replace").decode()
-        told = BatchError(code=code, line=rows.number, message=message, param=param)
-        return row if isinstance(row, Mapping) else {}, told
+        return BatchError(code=code, line=line, message=message, param=param)
 
     def _find_error(self, line: int, row: Any) -> tuple[str, str, str | None] | None:
+        if isinstance(row, InvalidLine):
+            is_large = isinstance(row, TooManyValues)
+            return "too_large" if is_large else "invalid_json_line", str(row), None
         if not isinstance(row, Mapping):
             text = "a text; expected an object with custom_id, method, url and body"
             return "invalid_json_line", text, None
@@ -216,9 +201,9 @@ class RequestChecker:
         return None
 
 
-def _count_jobs(row: Mapping[str, Any]) -> int:
+def _count_jobs(row: Any) -> int:
     """How many jobs a request becomes at most."""
-    body = row.get("body")
+    body = row.get("body") if isinstance(row, Mapping) else None
     given = body.get("input", body.get("prompt")) if isinstance(body, Mapping) else None
     return -(-len(given) // ITEMS_PER_JOB) if isinstance(given, list) and given else 1
 
@@ -389,15 +374,13 @@ class BatchRequests:
         ends = [each.lines for each in record.slices[number + 1 : number + 2]]
         with self._files.open(record.owner, record.input_file_id) as file:
             file.seek(start.offset)
-            lines = Lines(file)
-            lines.number = start.lines
-            rows = JsonRows(lines)
-            for row in rows:
-                if ends and rows.number > ends[0]:
+            for count, row in read_json(split_lines(file, is_remote=True)):
+                line = start.lines + count
+                if ends and line > ends[0]:
                     return
                 # The file was validated.
                 assert isinstance(row, Mapping)
-                yield self._request(rows.number, row["custom_id"], row["body"])
+                yield self._request(line, row["custom_id"], row["body"])
 
     def _request(self, line: int, custom_id: str, body: Mapping[str, Any]) -> Request:
         record = self._record

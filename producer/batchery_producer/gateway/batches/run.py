@@ -26,6 +26,7 @@ from batchery.settings import Settings
 from batchery_producer.answers import build_header
 from batchery_producer.broker import REVOKE_CHUNK
 from batchery_producer.collector import collector_for
+from batchery_producer.files.recovery import InFlightRecovery
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     OUTPUT_PURPOSE,
@@ -57,7 +58,6 @@ from batchery_producer.gateway.models import ServedModel, ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import BATCH, SLICE, Store
 from batchery_producer.publisher import Publisher
-from batchery_producer.run.recovery import InFlightRecovery
 
 #: Slices in flight at once: while one is awaited, the next one is in the queue already.
 AHEAD = 2

@@ -7,9 +7,9 @@ from click.testing import CliRunner, Result
 from batchery import AppNotImportable
 from batchery.cli.app import load_app
 from batchery.cli.main import main
-from batchery_producer import Ending, Snapshot, Summary
+from batchery_producer import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.cli.submit import as_dict, describe, figures
-from batchery_producer.run.options import duration
+from batchery_producer.files.options import duration
 
 
 def invoke(*arguments: str) -> Result:
@@ -79,6 +79,12 @@ def test_summary_is_json_and_text() -> None:
     assert "no result for 5 s" in text
     assert "6 succeeded, 2 failed; results in out.jsonl" in text
     assert "2 jobs still in flight in queue 'embed'" in text
+
+
+def test_expiry_priority_and_tenant_are_options_of_each_job() -> None:
+    sending = SubmitOptions(expires_s=5, priority=3, tenant="acme").sending
+    assert (sending["expires"], sending["priority"]) == (5, 3)
+    assert "acme" in str(sending["headers"])
 
 
 def test_progress_line_has_the_time_left_if_it_is_known() -> None:

@@ -6,13 +6,14 @@ import pytest
 
 from batchery import DatasetError
 from batchery.retry import Interrupted
-from batchery_producer.files.dataset import FIRST_ROWS, Dataset, begin_reading
+from batchery_producer.files.dataset import FIRST_ROWS, Dataset
+from batchery_producer.files.run import begin
 
 
 def test_reading_begins_if_one_of_the_first_rows_has_the_fields(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"no": 1}\n' * (FIRST_ROWS - 1) + '{"text": "a", "key": null}\n{"no": 2}\n')
-    rows = begin_reading(Dataset(path, field="text", id_field="key"), lambda: False)
+    rows = begin(Dataset(path, field="text", id_field="key").checked(), lambda: False)
     assert [row.line for row in rows] == list(range(1, FIRST_ROWS + 2))
 
 
@@ -29,7 +30,7 @@ def test_reading_does_not_begin_without_a_field_that_the_caller_names(
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a", "key": "b"}\n' * (FIRST_ROWS + 1))
     with pytest.raises(DatasetError, match=rf"{why}.*; there are 'text', 'key'"):
-        begin_reading(Dataset(path, field=field, id_field=id_field), lambda: False)
+        begin(Dataset(path, field=field, id_field=id_field).checked(), lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,13 @@ def test_reading_does_not_begin_if_most_of_the_first_rows_cannot_be_read(
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=why):
-        begin_reading(Dataset(path), lambda: False)
+        begin(Dataset(path).checked(), lambda: False)
 
 
 def test_reading_begins_if_half_of_the_first_rows_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("not JSON\nnor this\n" + '{"text": "a"}\n{"no": 1}\n')
-    rows = begin_reading(Dataset(path), lambda: False)
+    rows = begin(Dataset(path).checked(), lambda: False)
     assert [row.line for row in rows] == [1, 2, 3, 4]
 
 
@@ -62,12 +63,12 @@ def test_reading_does_not_begin_without_a_row_or_when_asked_to_stop(tmp_path: Pa
     path = tmp_path / "in.txt"
     path.write_text("\n\n")
     with pytest.raises(DatasetError, match="empty; there is nothing"):
-        begin_reading(Dataset(path), lambda: False)
+        begin(Dataset(path).checked(), lambda: False)
     path.write_text("a\n")
     with pytest.raises(DatasetError, match=r"no field 'text'; .*there are none"):
-        begin_reading(Dataset(path, field="text"), lambda: False)
+        begin(Dataset(path, field="text").checked(), lambda: False)
     with pytest.raises(Interrupted):
-        begin_reading(Dataset(path), lambda: True)
+        begin(Dataset(path).checked(), lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +89,15 @@ def test_reading_does_not_begin_if_a_later_file_would_end_it(
     (tmp_path / name).write_bytes(content)
     names = [tmp_path / "a.jsonl", tmp_path / name]
     with pytest.raises(DatasetError, match=why):
-        begin_reading(Dataset(names), lambda: False)
+        begin(Dataset(names).checked(), lambda: False)
     # A part of the rows may need none of it.
-    next(begin_reading(Dataset(names, limit=2), lambda: False))
+    next(begin(Dataset(names, limit=2).checked(), lambda: False))
 
 
 def test_files_of_several_formats_are_read_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 1}\n')
     (tmp_path / "b.txt").write_text("one\n")
     dataset = Dataset([tmp_path / "a.jsonl", tmp_path / "b.txt"])
-    assert [row.id for row in begin_reading(dataset, lambda: False)] == [1, f"{tmp_path}/b.txt:1"]
+    assert [row.id for row in begin(dataset.checked(), lambda: False)] == [1, f"{tmp_path}/b.txt:1"]
     assert "the item is 'text', the id is 'id'" in dataset.description
     assert dataset.total == 2

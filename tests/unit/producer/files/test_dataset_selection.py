@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset, begin_reading
+from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.json_lines import JsonLines
-from batchery_producer.files.records import Broken, Record
 
 
 def write(path: Path, entries: list[Any]) -> Path:
@@ -100,7 +99,6 @@ def test_failures_of_rows_that_are_not_there_are_named(tmp_path: Path, source: P
 def test_row_whose_id_another_has_is_tried_again_without_that_one(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [{"id": each, "text": "x"} for each in "abac"])
     duplicate = list(Dataset(source))[2]
-    assert isinstance(duplicate, Broken)
     errors = write(tmp_path / "e.jsonl", [failure(3, id=duplicate.id), failure(4, id="c")])
     assert numbers(Dataset(source, retry_failed=errors)) == [3, 4]
 
@@ -108,13 +106,13 @@ def test_row_whose_id_another_has_is_tried_again_without_that_one(tmp_path: Path
 def test_rows_that_could_not_be_read_are_tried_again_once_they_are_mended(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("not JSON\nnor this\n" + '{"id": 1, "text": "x"}\n' * 2)
-    broken = [row for row in Dataset(source) if isinstance(row, Broken)]
+    broken = [row for row in Dataset(source) if row.broken]
     errors = write(tmp_path / "e.jsonl", [failure(row.row, id=row.id) for row in broken])
-    rows = begin_reading(Dataset(source, retry_failed=errors), lambda: False)
+    rows = list(Dataset(source, retry_failed=errors).checked())
     assert [row.row for row in rows] == [1, 2, 4]
     source.write_text('{"id": 8, "text": "y"}\nnor this\n' + '{"id": 1, "text": "x"}\n' * 2)
-    rows = begin_reading(Dataset(source, retry_failed=errors), lambda: False)
-    assert [(row.id, isinstance(row, Record)) for row in rows] == [(8, 1), (None, 0), (None, 0)]
+    rows = list(Dataset(source, retry_failed=errors).checked())
+    assert [(row.id, not row.broken) for row in rows] == [(8, 1), (None, 0), (None, 0)]
 
 
 def test_last_failure_needs_no_line_end(tmp_path: Path, source: Path) -> None:
@@ -128,7 +126,7 @@ def test_last_failure_needs_no_line_end(tmp_path: Path, source: Path) -> None:
     [
         ([], "no failures"),
         ([{"id": 1, "row": 1, "result": 5}], "no file of failures"),
-        ([failure(1, id=None, file="another")], "is it of another input"),
+        ([failure(1, id=None, file="another")], "is of another input"),
     ],
     ids=["empty", "results", "another"],
 )
@@ -159,8 +157,7 @@ def test_repeated_id_in_another_file_is_found(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"id": 1, "text": "x"}])
     second = write(tmp_path / "b.jsonl", [{"id": 2, "text": "x"}, {"id": 1, "text": "y"}])
     *_, last = Dataset([first, second])
-    assert isinstance(last, Broken)
-    assert last.reason == f"the id 1 is already used in {first}, line 1"
+    assert last.broken == f"the id 1 is already used in {first}, line 1"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchery_producer.files.feed import Feed
+from batchery_producer.files.run import Feed
 
 
 def take_all(feed: Feed[int], most: int = 7) -> list[int]:

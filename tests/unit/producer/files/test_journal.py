@@ -66,7 +66,7 @@ def test_journal_refuses_another_task_format_or_file(tmp_path: Path, path: Path)
     for now, why in [
         (begin(path, settings=other.settings), r"formats: \['csv'\] now, \['text'\] when the run"),
         (begin(path, settings=one.settings, task="other"), "task: 'other' now, 'embed' when"),
-        (begin(path, tmp_path / "more.txt", settings=one.settings), "number of files: '2' now"),
+        (begin(path, tmp_path / "more.txt", settings=one.settings), "number of files: 2 now"),
     ]:
         with pytest.raises(DatasetError, match=why):
             journal.check(now)
@@ -95,8 +95,8 @@ def test_row_is_done_once_it_was_noted(rows: set[tuple[int, int]]) -> None:
     names = ["a.txt", "b.txt"]
     done = FinishedRows(names)
     for source, row in rows:
-        assert done.note({"file": names[source], "row": row, "result": 1})
-        assert not done.note({"file": names[source], "row": row, "error": {}})
+        done.note({"file": names[source], "row": row, "result": 1}, "out")
+        done.note({"file": names[source], "row": row, "error": {}}, "out")
     assert {
         (source, row) for source in (0, 1) for row in range(5001) if (source, row) in done
     } == rows
@@ -107,5 +107,5 @@ def test_row_is_done_once_it_was_noted(rows: set[tuple[int, int]]) -> None:
     "entry", [{}, {"row": "1"}, {"row": -1}, {"row": True}, {"row": 1, "file": "other"}], ids=str
 )
 def test_entry_of_no_row_is_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(DatasetError, match="not a row that this run wrote"):
-        FinishedRows(["a.txt"]).note(entry)
+    with pytest.raises(DatasetError, match="out: id None: is of another input"):
+        FinishedRows(["a.txt"]).note(entry, "out")

@@ -14,7 +14,6 @@ from batchery import DatasetError
 from batchery_producer.files.json_lines import (
     BUFFER_BYTES,
     JsonLines,
-    TooLong,
     encoded,
     read_lines,
 )
@@ -107,8 +106,7 @@ def test_file_in_another_form_is_refused_and_not_changed(tmp_path: Path, line: s
 
 def test_line_longer_than_the_maximum_is_refused(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
-    with pytest.raises(TooLong, match=f"the maximum is {MAX_LINE_BYTES:,}"):
-        file.write({"text": "x" * MAX_LINE_BYTES})
+    assert f"the maximum is {MAX_LINE_BYTES:,}" in file.write({"text": "x" * MAX_LINE_BYTES})
     file.write({"n": 1})
     file.flush()
     file.close()

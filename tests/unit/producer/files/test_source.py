@@ -16,7 +16,6 @@ import zstandard
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.records import Record
 from batchery_producer.files.source import find_sources
 
 FOLDER = "memory://rows"
@@ -32,7 +31,7 @@ def memory() -> Iterator[Any]:
 
 
 def items(dataset: Dataset) -> list[Any]:
-    return [each.item for each in dataset if isinstance(each, Record)]
+    return [each.item for each in dataset if not each.broken]
 
 
 def zstd(data: bytes) -> bytes:
@@ -76,7 +75,7 @@ def test_url_pattern_names_its_files_in_order(memory: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.txt", r"memory://rows/none\.txt: there is no such file"),
+        ("none.txt", r"memory://rows/none\.txt: .* there is no such file"),
         ("*.csv", r"memory://rows/\*\.csv: no file matches"),
         ("inner", "memory://rows/inner: a directory"),
     ],

@@ -8,9 +8,9 @@ from redis.exceptions import NoPermissionError
 
 from batchery import RedisUnavailable
 from batchery.retry import RetryPolicy
+from batchery_producer.files import recovery
 from batchery_producer.files.journal import Journal
-from batchery_producer.run import recovery
-from batchery_producer.run.recovery import InFlightRecovery
+from batchery_producer.files.recovery import InFlightRecovery
 
 JOURNAL = Journal("0123456789abcdef", "embed", {}, ["in.txt"], [])
 IDS = [JOURNAL.task_id(0, row) for row in range(1, 5)]

@@ -89,11 +89,8 @@ def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> It
             yield from (found.decode() for found in pattern.findall(message))
     # Jobs of ordinary tasks are in no list of Redis while they run.
     active = app.control.inspect(timeout=ASK_S).active() or {}
-    yield from (
-        found.decode()
-        for jobs in active.values()
-        for found in pattern.findall(json.dumps([each.get("id") for each in jobs]).encode())
-    )
+    ids = json.dumps([each.get("id") for jobs in active.values() for each in jobs])
+    yield from (found.decode() for found in pattern.findall(ids.encode()))
 
 
 def _messages(channel: Any, queue: str) -> Iterator[bytes]:

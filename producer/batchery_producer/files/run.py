@@ -1,20 +1,27 @@
-"""A run of `submit_file`: rows become jobs, and what comes back is written down."""
+"""A run of `submit_file`: it reads rows, sends jobs, collects results, and writes them down.
+
+Rows are read ahead on a thread, the `Feed`; all else is one loop, `FileRun`, in the caller's
+thread: a `Stream` takes jobs from it and gives it their answers.
+"""
 
 import base64
+import secrets
+import tempfile
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from celery import Celery
 from kombu.exceptions import EncodeError
 
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import (
-    BatcheryError,
     BrokerRefused,
     DatasetError,
     GaveUp,
@@ -22,21 +29,21 @@ from batchery.errors import (
     QueueFull,
     SettingsError,
 )
-from batchery.retry import Interrupted, RetryPolicy
+from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
-from batchery_producer.files.dataset import TABLES, Dataset, Row, begin_reading
-from batchery_producer.files.feed import Feed
+from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary, duration
+from batchery_producer.files.output import Output
+from batchery_producer.files.recovery import COMMAND_S, InFlightRecovery
 from batchery_producer.publisher import Publisher
-from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
-from batchery_producer.run.output import Output
-from batchery_producer.run.recovery import COMMAND_S, InFlightRecovery
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import encode_item
+
+T = TypeVar("T")
 
 #: Number of samples of the count over which the rate is measured, and the time between two, in
 #: seconds: a shorter span jumps with every batch, a longer one hides changes.
@@ -49,28 +56,100 @@ INVALID_LINE = "InvalidLine"
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
 
+#: Number of jobs in the probe, its maximum duration, and after how long they expire, in seconds.
+PROBE_JOBS = 512
+PROBE_S = 15.0
+PROBE_EXPIRES_S = PROBE_S + 5
 
-class Rate:
-    """Rate at which a count grows."""
+#: Maximum number of broken rows that a dry run shows.
+MAX_SHOWN = 5
 
-    def __init__(self, now_s: float) -> None:
-        self._samples = deque([(now_s, 0)], maxlen=RATE_SAMPLES)
 
-    def per_second(self, now_s: float, count: int) -> float:
-        """Notes the count, and returns its growth per second over the last seconds.
+class Feed(Generic[T]):
+    """Iterates on a thread of its own, up to a fixed number of entries ahead.
+
+    So a slow input delays neither results nor Ctrl-C.
+
+    Attributes:
+        exhausted: Whether all entries were taken, and neither entries nor an error will follow.
+    """
+
+    def __init__(self, entries: Iterable[T], ahead: int) -> None:
+        """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
+        self.exhausted = False
+        self._ahead = ahead
+        self._read = deque[T]()
+        self._changed = threading.Condition()
+        self._is_ended = self._is_closed = False
+        self._error: BaseException | None = None
+        # A daemon, because a thread that waits for a pipe cannot be woken.
+        threading.Thread(
+            target=self._run, args=(entries,), name="batchery-feed", daemon=True
+        ).start()
+
+    def take(self, maximum: int, wait_s: float = 0) -> list[T]:
+        """Takes the entries that are there.
 
         Args:
-            now_s: Time in seconds, from any start; never less than in the previous call.
-            count: Total so far.
+            maximum: Maximum number of entries to return, at least 1.
+            wait_s: How long to wait for the first one, in seconds.
+
+        Returns:
+            The entries, which may be none: see `exhausted`.
+
+        Raises:
+            Exception: The error of the iteration, once all entries before it were taken.
         """
-        start_s, before = self._samples[0]
-        if now_s - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now_s, count))
-        return (count - before) / (now_s - start_s) if now_s > start_s else 0.0
+        with self._changed:
+            self._changed.wait_for(lambda: self._read or self._is_ended, wait_s)
+            taken = [self._read.popleft() for _ in range(min(maximum, len(self._read)))]
+            self._changed.notify()
+            is_last = self._is_ended and not self._read
+        if is_last and self._error is not None and not taken:
+            raise self._error
+        self.exhausted = is_last and self._error is None
+        return taken
+
+    def close(self) -> None:
+        """Lets the thread end; entries that were read ahead are lost."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self, entries: Iterable[T]) -> None:
+        try:
+            for entry in entries:
+                with self._changed:
+                    while len(self._read) >= self._ahead and not self._is_closed:
+                        self._changed.wait()
+                    if self._is_closed:
+                        break
+                    self._read.append(entry)
+                    self._changed.notify()
+            if isinstance(entries, Generator):
+                # Closed here, because what the generator has open belongs to this thread.
+                entries.close()
+        except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
+            self._error = error
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify()
 
 
-class Stopped(BatcheryError):
-    """A run ends at its first failure, as the caller asked."""
+def begin(entries: Iterator[T], stop: Callable[[], bool]) -> Iterator[T]:
+    """Waits for the first entry, and returns all.
+
+    Raises:
+        Interrupted: `stop` returned True.
+        Exception: The error of the iteration, if no entry came before it.
+    """
+    first = list[T]()
+    with closing(Feed(islice(entries, 1), 1)) as feed:
+        while not (feed.exhausted or first):
+            if stop():
+                raise Interrupted("asked to stop")
+            first = feed.take(1, STOP_CHECK_S)
+    return chain(first, entries)
 
 
 class FileRun:
@@ -95,9 +174,7 @@ class FileRun:
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
         self.task = find_task(app, task, options.queue)
-        self._app = app
-        self._dataset = dataset
-        self._options = options
+        self._app, self._dataset, self._options = app, dataset, options
         self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
         self._collector = collector_for(app, self._retries)
         self._publisher = Publisher(
@@ -113,8 +190,13 @@ class FileRun:
         self.queue = self._publisher.queue
         _check_keywords(app, self.task, options.keywords or {})
         check_workers(app, self.task, self.queue)
+        known = app.tasks.get(self.task)
+        self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
+        self._succeeded = self._batched = self._batched_items = self._submitted = 0
+        self._kinds = Counter[str]()
+        self._stopped_by = ""
 
-    def run(self, rows: Iterable[Row], output: Output) -> Summary:
+    def run(self, rows: Iterable[Record], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
         Raises:
@@ -122,15 +204,11 @@ class FileRun:
                 that were written stay.
         """
         assert output.journal is not None
-        options, self._output, self._journal = self._options, output, output.journal
-        pattern = self._journal.pattern
-        recovery = InFlightRecovery(self._app, self.queue, pattern, self._retries)
+        self._output, self._journal = output, output.journal
+        recovery = InFlightRecovery(self._app, self.queue, self._journal.pattern, self._retries)
         self._missing = recovery.missing if output.is_resumed else list
-        self._submitted = self._succeeded = self._batched = self._batched_items = 0
-        self._kinds: Counter[str] = Counter()
-        self._stopped_by = ""
         self._began_s = time.monotonic()
-        self._rate = Rate(self._began_s)
+        self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
         self._feed = Feed(rows, ahead=self._window.size)
         self._stream = Stream(
             self._collector,
@@ -138,17 +216,16 @@ class FileRun:
             self,
             self._publisher,
             missing=self._find_missing,
-            keep_results=options.keep_results,
-            timeout_s=options.timeout_s,
-            explain=lambda: explain_stall(self._app, self.task, {"queue": self.queue}),
-            notice=options.notice,
+            keep_results=self._options.keep_results,
+            timeout_s=self._options.timeout_s,
+            explain=self.explain,
+            notice=self._options.notice,
         )
         with closing(self._collector), self._publisher, closing(self._feed):
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
-        not_found = self._dataset.not_found
-        failed = self._kinds.total()
+        failed, not_found = self._kinds.total(), self._dataset.not_found
         if ending is Ending.SUCCEEDED and (failed or output.done.failed or not_found):
             ending = Ending.SOME_FAILED
         return Summary(
@@ -165,33 +242,41 @@ class FileRun:
             output.first_failure,
         )
 
+    def explain(self) -> str:
+        """Says why no results may come."""
+        return explain_stall(self._app, self.task, {"queue": self.queue})
+
     def _run(self) -> tuple[Ending, str]:
         """How the run ended, and why if early."""
         ending, message = Ending.SUCCEEDED, ""
         try:
-            while not self._stream.is_done:
-                if self._options.stop():
-                    raise Interrupted("asked to stop")
+            while not (self._stream.is_done or self._is_stopped()):
                 self._note_all(self._stream.step())
                 if over := self._stream.stalled():
                     raise GaveUp(over)
         except (GaveUp, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
-        except (Interrupted, Stopped) as error:
-            ending, message = Ending.INTERRUPTED, "interrupted"
-            if isinstance(error, Stopped):
-                ending, message = Ending.SOME_FAILED, str(error)
-            with suppress(GaveUp, Interrupted, Stopped):  # Results that are ready now.
-                self._note_all(self._stream.take(self._collector.poll_all()))
+        except Interrupted:
+            pass  # It was asked to stop while it waited.
         finally:
             with suppress(GaveUp, Interrupted):
+                if self._is_stopped():  # Results that are ready now.
+                    self._note_all(self._stream.take(self._collector.poll_all()))
+            with suppress(GaveUp, Interrupted):
                 self._flush()
+        if self._stopped_by:
+            return Ending.SOME_FAILED, self._stopped_by
+        if ending is Ending.SUCCEEDED and not self._stream.is_done:
+            return Ending.INTERRUPTED, "interrupted"
         return ending, message
+
+    def _is_stopped(self) -> bool:
+        return bool(self._stopped_by) or self._options.stop()
 
     def _take_meanwhile(self) -> bool:
         """Takes results while jobs wait for room, which these may need; returns whether to stop."""
         self._note_all(self._stream.take(self._collector.collect(0.0)))
-        return self._options.stop()
+        return self._is_stopped()
 
     @property
     def exhausted(self) -> bool:
@@ -202,20 +287,17 @@ class FileRun:
         """As `JobSource.take`; rows that cannot become jobs fail here."""
         jobs = list[NewJob[Record]]()
         for row in self._feed.take(maximum, wait_s):
-            if reason := row.reason if isinstance(row, Broken) else self._refuse(row):
-                self._fail(row, INVALID_LINE, reason)
+            if broken := row.broken or self._refuse(row):
+                self._fail(row, INVALID_LINE, broken)
                 continue
-            assert isinstance(row, Record)
-            task_id = self._journal.task_id(row.source, row.row)
             # The window holds no items, which may be large.
-            jobs.append(NewJob(task_id, row.item, 0, replace(row, item=None)))
+            task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
+            jobs.append(NewJob(task_id, row.item, 0, bare))
         return jobs
 
     def _refuse(self, row: Record) -> str:
         """Why no message can have an item, which only a table can hold; empty if one can."""
-        known = self._app.tasks.get(self.task)
-        serializer = getattr(known, "serializer", None) or self._app.conf.task_serializer
-        if serializer != "json" or self._dataset.sources[row.source].format not in TABLES:
+        if not self._is_json or self._dataset.sources[row.source].format not in TABLES:
             return ""
         try:
             check_size(base64.b64encode(encode_item(row.item).encode()))
@@ -229,19 +311,13 @@ class FileRun:
         return missing
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
-        """Notes how jobs ended, and what there is to say of the run.
-
-        Raises:
-            Stopped: The run ends at its first failure, and has met it.
-        """
+        """Notes how jobs ended, and says how far the run is."""
         for task_id, row, answer in ended:
             if self._note(task_id, row, answer):
                 self._stream.discard(task_id)
         if self._stream.flush_is_due:
             self._flush()
         self._options.progress(self._snapshot())
-        if self._stopped_by:
-            raise Stopped(self._stopped_by)
 
     def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
         """Adds an answer to the output; returns whether the backend may remove it."""
@@ -258,7 +334,7 @@ class FileRun:
             self._succeeded += 1
         return True
 
-    def _fail(self, row: Row, type_: str, message: str) -> None:
+    def _fail(self, row: Record, type_: str, message: str) -> None:
         said = self._output.failure(row, type_, message)
         self._kinds[type_] += 1
         if self._options.stop_at_failure and not self._stopped_by:
@@ -271,13 +347,17 @@ class FileRun:
 
     def _snapshot(self) -> Snapshot:
         now_s, failed, total = time.monotonic(), self._kinds.total(), self._dataset.total
+        done, (first_s, before) = self._succeeded + failed, self._counts[0]
+        rate = (done - before) / (now_s - first_s) if now_s > first_s else 0.0
+        if now_s - self._counts[-1][0] >= SAMPLE_S:
+            self._counts.append((now_s, done))
         return Snapshot(
             self._submitted,
             self._succeeded,
             failed,
             len(self._window),
             now_s - self._began_s,
-            self._rate.per_second(now_s, self._succeeded + failed),
+            rate,
             None if total is None else max(total - self._output.done.count, 0),
             self._batched_items / self._batched if self._batched else 0.0,
             dict(self._kinds.most_common()),
@@ -321,11 +401,11 @@ def submit_file(
         ValueError: The window is less than 1.
     """
     options = replace(options or SubmitOptions(), **changes)
-    dataset = Dataset(source, **options.reading)
-    files = Output(dataset, output, **options.writing)
+    dataset = Dataset(source, options)
+    files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
     try:
-        rows = begin_reading(dataset, options.stop)
+        rows = begin(dataset.checked(), options.stop)
     except Interrupted:
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
     settings = {"kwargs": dict(options.keywords or {}), **dataset.settings}
@@ -334,10 +414,81 @@ def submit_file(
     with files:
         files.open(Journal.of(dataset.sources, run.task, settings))
         try:
-            return run.run(files.missing(rows), files)
+            summary = run.run(files.missing(rows), files)
         except DatasetError as error:
-            hint = "; --resume goes on from here" if files.is_begun else ""
-            raise DatasetError(f"{error}{hint}") from error
+            raise DatasetError(f"{error}{files.hint}") from error
+        return replace(summary, message=summary.message + files.hint)
+
+
+def try_file(
+    source: str | Path | Sequence[str | Path],
+    task: str,
+    output: str | Path,
+    *,
+    app: Celery,
+    options: SubmitOptions,
+) -> tuple[Ending, list[str]]:
+    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
+
+    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
+
+    Returns:
+        How the run would probably end, and the findings, a line each.
+
+    Raises:
+        BatcheryError: As `submit_file` does.
+    """
+    dataset, end_s, stop = Dataset(source, options), float("inf"), options.stop
+    Output(dataset, output, options)
+    probing = replace(
+        options,
+        window=min(options.window, PROBE_JOBS),
+        timeout_s=None,
+        stop_at_failure=False,
+        # Those that no worker has begun by then wait for nobody.
+        expires_s=PROBE_EXPIRES_S,
+        stop=lambda: stop() or time.monotonic() > end_s,
+    )
+    run = FileRun(app, dataset, task, probing)
+    first, shown, good, broken = list[Record](), list[str](), 0, 0
+    with suppress(Interrupted):
+        for row in takewhile(lambda _: not stop(), begin(dataset.checked(), stop)):
+            good, broken = good + (not row.broken), broken + bool(row.broken)
+            if not row.broken:
+                first += [row] if good <= PROBE_JOBS else []
+            elif broken <= MAX_SHOWN:
+                shown.append(f"  {dataset.line_name(row)}: {row.broken}")
+    shown += [f"  and {broken - MAX_SHOWN:,} more"] if broken > MAX_SHOWN else []
+    counts = f"{dataset.name}: {good:,} rows can be sent, {broken:,} cannot"
+    lines = [dataset.description, counts, *shown]
+    end_s = time.monotonic() + PROBE_S
+    probe = _probe(run, dataset, first) if first and not stop() else None
+    if stop():
+        return Ending.INTERRUPTED, [*lines, "interrupted"]
+    if probe is None:
+        return Ending.SOME_FAILED, lines
+    if not probe.rate:
+        return Ending.GAVE_UP, [
+            *lines,
+            f"probe: no result within {probe.seconds:.0f} s: {run.explain()}",
+        ]
+    lines.append(
+        f"probe: {probe.succeeded + probe.failed:,} jobs in {probe.seconds:.1f} s,"
+        f" {probe.failed:,} of them failed; all rows would take about"
+        f" {duration(good / probe.rate)}"
+    )
+    lines += [f"  the first failure: {probe.first_failure}"] if probe.failed else []
+    return Ending.SOME_FAILED if broken or probe.failed else Ending.SUCCEEDED, lines
+
+
+def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
+    journal = Journal(secrets.token_hex(8), run.task, {}, dataset.names, [])
+    with (
+        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
+        Output(dataset, Path(folder, "probe.jsonl")) as files,
+    ):
+        files.open(journal)
+        return run.run(rows, files)
 
 
 def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:

@@ -118,7 +118,8 @@ class SubmitOptions:
         keywords: Keyword arguments of every job.
         priority: Celery's priority of the jobs; by default that of the task.
         tenant: For whom the jobs run; by default for nobody in particular.
-        errors: Gets one line per failure; by default `<output>.errors.jsonl`.
+        errors: Gets one line per failure; by default `<output>.errors.jsonl`; in the current
+            directory if results go to a URL or, named after the input, to standard output.
         ordered: Write results in the order of the input, when all are there.
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
@@ -132,13 +133,16 @@ class SubmitOptions:
         stop: Asked several times a second; True ends the run. Jobs in flight stay where they are.
         began: Gets a line that says what is read, when the first row was.
         notice: Gets lines for the user; one when nothing comes for a while.
-        format: As for `Dataset`, like all that follow.
-        field: Name of the field that holds the item.
-        id_field: Name of the field that holds the caller's id.
-        delimiter: Between the columns of CSV.
-        encoding: Of lines and CSV.
+        format: Of the input; by default as each name ends, and JSON lines for standard input.
+        field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
+            `text`, or the only field that is a string.
+        id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has one,
+            otherwise the number of the row is the id.
+        delimiter: Between the columns of CSV; by default what divides the header.
+        encoding: Of lines and CSV; one in which a line feed is one byte.
         limit: Read only so many rows.
-        sample: Only so many rows, chosen at random.
+        sample: Read only so many rows, chosen at random, but the same ones each time. This reads
+            the input twice.
         retry_failed: Only the rows that this file of failures names: by their ids, and those
             without an id by their numbers. Where one is not there, the run does not succeed.
     """
@@ -179,15 +183,3 @@ class SubmitOptions:
         given = {"priority": self.priority, "expires": self.expires_s}
         known = {name: value for name, value in given.items() if value is not None}
         return with_tenant(known, self.tenant)
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """The keyword arguments of `Dataset`."""
-        names = "format field id_field delimiter encoding limit sample retry_failed"
-        return {name: getattr(self, name) for name in names.split()}
-
-    @property
-    def writing(self) -> dict[str, Any]:
-        """The keyword arguments of `Output`."""
-        names = ("errors", "ordered", "overwrite", "resume")
-        return {name: getattr(self, name) for name in names}

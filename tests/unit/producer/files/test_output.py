@@ -13,11 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.dataset import Dataset, Record
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.records import Record
+from batchery_producer.files.output import Output
 from batchery_producer.files.rows import MAX_LINE_BYTES
-from batchery_producer.run.output import Output
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def journal(source: Dataset) -> Journal:
 
 
 def record(row: int, id_: Any = None) -> Record:
-    return Record(row, id_ or f"row-{row}", None, row=row)
+    return Record(0, row, row, id_ or f"row-{row}")
 
 
 def write(source: Dataset, name: str, *rows: int, complete: bool = True, **options: Any) -> Output:
@@ -61,7 +60,7 @@ def test_results_and_failures_go_to_different_files(source: Dataset) -> None:
     with Output(source, "out.jsonl") as output:
         output.open(journal(source))
         output.result(record(1, "a"), {"vector": [1.0]})
-        said = output.failure(Record(5, 2, None, row=2), "ValueError", "größer")
+        said = output.failure(Record(0, 2, 5, 2), "ValueError", "größer")
         output.flush()
     assert lines("out.jsonl") == [{"id": "a", "row": 1, "result": {"vector": [1.0]}}]
     assert lines("out.errors.jsonl") == [
@@ -118,7 +117,7 @@ def test_output_that_cannot_be_written_is_refused_at_once(
     Path("in.txt").rename("in.jsonl")
     Path("link.jsonl").symlink_to("in.jsonl")
     with pytest.raises(DatasetError, match=why):
-        Output(Dataset("in.jsonl", format="text"), results, errors)
+        Output(Dataset("in.jsonl", format="text"), results, errors=errors)
 
 
 def test_output_may_replace_an_empty_file_or_with_overwrite_any_but_the_input(
@@ -149,9 +148,9 @@ def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
     Path("one.jsonl").write_text('"one"\n')
     for form in (pattern, Path.cwd() / pattern):
         with pytest.raises(DatasetError, match=r"would read it.*name another"):
-            Output(Dataset(form), results, errors)
-    Output(Dataset(pattern), "out.parquet", "bad.ndjson")
-    Output(Dataset(pattern), "-", errors)  # Nobody can resume it.
+            Output(Dataset(form), results, errors=errors)
+    Output(Dataset(pattern), "out.parquet", errors="bad.ndjson")
+    Output(Dataset(pattern), "-", errors=errors)  # Nobody can resume it.
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out.jsonl.gz"])
@@ -170,7 +169,7 @@ def test_output_of_another_program_or_a_complete_one_is_kept_by_resume(
 def test_streams_and_devices_cannot_be_resumed(source: Dataset) -> None:
     for given, name in ((Dataset("-"), "out.jsonl"), (source, "-"), (source, "/dev/null")):
         with pytest.raises(DatasetError, match="cannot be resumed"):
-            Output(given, name, "e.jsonl", resume=True)
+            Output(given, name, errors="e.jsonl", resume=True)
     with pytest.raises(DatasetError, match="choose one"):
         Output(source, "out.jsonl", resume=True, overwrite=True)
 
@@ -228,7 +227,7 @@ def test_ordered_output_has_the_order_of_the_input(source: Dataset) -> None:
     with Output(both, "out.jsonl.gz", ordered=True) as output:
         output.open(journal(both))
         for place, row in [(1, 900), (0, 3), (1, 7), (0, 1)]:
-            output.result(Record(row, row, None, place, row=row), row)
+            output.result(Record(place, row, row, row), row)
         output.finish(complete=True)
     text = gzip.decompress(Path("out.jsonl.gz").read_bytes())
     rows = [json.loads(line) for line in text.splitlines()]
@@ -282,7 +281,7 @@ def test_results_and_failures_longer_than_a_line_are_refused_or_cut(source: Data
         output.open(journal(source))
         refused = output.result(record(1), "x" * MAX_LINE_BYTES)
         assert "the maximum is 16,777,216" in str(refused)
-        assert output.result(record(1), "x") is None
+        assert output.result(record(1), "x") == ""
         output.failure(record(2), "ValueError", "no good: " + "\ud800" * MAX_LINE_BYTES)
         output.failure(record(3, "\ud800" * (MAX_LINE_BYTES // 4)), "ValueError", "no")
         output.flush()

@@ -9,30 +9,27 @@ complete. So whatever is at a URL is complete.
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Self
 
+from celery.utils.functional import chunks
+
 from batchery.errors import DatasetError
-from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.dataset import Dataset, Record
 from batchery_producer.files.journal import FinishedRows, Journal
-from batchery_producer.files.json_lines import (
-    JsonLines,
-    TooLong,
-    encoded,
-    naming_errors,
-    read_lines,
-)
-from batchery_producer.files.parquet import write_parquet
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.json_lines import JsonLines, encoded, read_lines
+from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.source import (
     COMPRESSIONS,
     STANDARD_STREAM,
     Remote,
     extra,
     is_url,
+    naming_errors,
     split_compression,
 )
 
@@ -42,8 +39,14 @@ Entry = Mapping[str, Any]
 LINES = ("", ".jsonl", ".ndjson")
 TABLE = ".parquet"
 
-#: Maximum length of a failure's message, where the whole one does not fit into a line.
+#: Maximum length of a failure's message in characters, so that its line can be read again.
 MAX_MESSAGE_CHARS = 10_000
+
+#: Number of a table's rows in memory at a time, and in a row group.
+WRITE_ROWS = 4096
+
+#: The columns of a table, those that are there.
+COLUMNS = ("id", "file", "row", "result")
 
 
 class Output:
@@ -65,96 +68,92 @@ class Output:
         self,
         source: Dataset,
         results: str | Path,
-        errors: str | Path | None = None,
-        *,
-        overwrite: bool = False,
-        resume: bool = False,
-        ordered: bool = False,
+        options: SubmitOptions | None = None,
+        **changes: Any,
     ) -> None:
         """Checks the paths, but writes nothing yet.
 
         Args:
             source: The input, which must not be overwritten.
             results: A file or a URL, or `-` for standard output.
-            errors: A file; by default `<name>.errors.jsonl` next to the results; in the current
-                directory if they go to a URL or, named after the input, to standard output.
-            overwrite: Whether files with content may be replaced.
-            resume: Whether to continue an existing output.
-            ordered: Whether results are in the order of the input.
+            options: Where failures go, and what becomes of existing files.
+            changes: Single options, which override those in `options`.
 
         Raises:
             DatasetError: A file cannot be written, would overwrite another one, or is the input; or
                 an existing output cannot be resumed.
         """
+        options = replace(options or SubmitOptions(), **changes)
         name = str(results)
         self._url = name if is_url(name) else None
         self._remote = Remote.at(name) if self._url else None
+        self._path = Path(PurePath(name).name if self._url else name)
+        self._is_table, self._compression, self._ordered = False, "", options.ordered
         is_stream = name == STANDARD_STREAM
-        self._path = None if is_stream else Path(PurePath(name).name if self._url else name)
-        self._bare, self._compression = ("", "") if is_stream else _check_format(name)
-        self._ordered = ordered
-        self._needs_part = bool(self._remote or self._compression or ordered or self._is_table)
-        if is_stream and ordered:
+        if is_stream and options.ordered:
             raise DatasetError("standard output gets results as they come; name a file to order")
+        if not is_stream:
+            self._is_table, self._compression = _check_format(self._path.name)
+        self._needs_part = bool(self._url or self._compression or self._ordered or self._is_table)
         self.done = FinishedRows(source.names)
         self.first_failure = ""
         self.journal: Journal | None = None
-        self.is_resumed = False
         self._is_written = False
         self._source = source
-        errors = Path(errors) if errors else _default_errors_path(source, self._path)
+        errors = Path(options.errors) if options.errors else self._default_errors(is_stream)
         if errors.suffix.lower() not in LINES:
             raise DatasetError(f"{errors}: failures are JSON lines; name it .jsonl")
         self._journal_place = self._journal_path = None
-        if self._path and (os.path.isfile(self._path) or not os.path.exists(self._path)):
+        if not is_stream and (os.path.isfile(self._path) or not os.path.exists(self._path)):
             self._journal_place = self._path.with_name(f"{self._path.name}.journal")
             # What is read from a stream cannot be read again, but replaces what was.
             self._journal_path = None if source.is_stream else self._journal_place
-        self._check(errors, overwrite=overwrite, resume=resume)
-        self._resumes = resume and self.is_begun
-        place = self._path
-        if self._needs_part and place:
-            place = place.with_name(f"{place.name}.part")
-        self.results, self.errors = JsonLines(place), JsonLines(errors)
+        self._check(errors, None if is_stream else self._path, options)
+        self.is_resumed = options.resume and self.is_begun
+        place = self._path.with_name(f"{self._path.name}.part") if self._needs_part else self._path
+        self.results, self.errors = JsonLines(None if is_stream else place), JsonLines(errors)
 
-    def _check(self, errors: Path, *, overwrite: bool, resume: bool) -> None:
-        if resume and overwrite:
-            raise DatasetError(
-                "--resume keeps an existing output and --overwrite does not; choose one"
-            )
-        if resume and self._journal_path is None:
+    def _default_errors(self, is_stream: bool) -> Path:
+        """`out.errors.jsonl` for `out.jsonl.gz`."""
+        path = self._path
+        if is_stream:
+            path = Path((self._source.sources[0].path or Path("stdin")).name)
+        return path.with_name(f"{PurePath(split_compression(path)[0]).stem}.errors.jsonl")
+
+    def _check(self, errors: Path, results: Path | None, options: SubmitOptions) -> None:
+        if options.resume and options.overwrite:
+            raise DatasetError("--resume keeps an output, --overwrite does not; choose one")
+        if options.resume and self._journal_path is None:
             raise DatasetError("streams and devices cannot be resumed; name files for both")
-        if self.is_begun and not (resume or overwrite):
+        if self.is_begun and not (options.resume or options.overwrite):
             raise DatasetError(
                 f"{self._path}: begun and not finished; --resume submits the missing rows,"
                 " --overwrite begins anew"
             )
-        for file, option in ((self._path, ""), (errors, " with --errors")):
+        for file, url, option in ((results, self._url, ""), (errors, None, " with --errors")):
             if file is None:
                 continue
-            with naming_errors(str(file)):
-                self._check_path(file, option)
+            with naming_errors(url or str(file)):
+                self._check_path(file, url, option)
                 is_there = file.is_file() and file.stat().st_size > 0
-            if self._remote is not None and file is self._path:
-                with self._remote.reaching(str(self._url)):
+                if url and self._remote is not None:
                     is_there = self._remote.filesystem.exists(self._remote.path)
-            if is_there and not (overwrite or self.is_begun):
-                name = self._url if self._url and file is self._path else file
+            if is_there and not (options.overwrite or self.is_begun):
                 hint = f"name another file{option}, or use --overwrite"
-                if resume:
+                if options.resume:
                     hint = "complete, or of another program; --overwrite begins anew"
-                raise DatasetError(f"{name}: already there; {hint}")
-        if self._path is not None and self._path.resolve() == errors.resolve():
+                raise DatasetError(f"{url or file}: already there; {hint}")
+        if results is not None and results.resolve() == errors.resolve():
             raise DatasetError(f"{errors}: results and failures need a file each")
 
-    def _check_path(self, file: Path, option: str) -> None:
+    def _check_path(self, file: Path, url: str | None, option: str) -> None:
         if file.is_dir():
             raise DatasetError(f"{file}: a directory; name a file")
         if not file.parent.is_dir():
             raise DatasetError(f"{file}: there is no directory {file.parent}; create it first")
         inputs = self._source.inputs
-        if self._url in self._source.names or (file.exists() and any(map(file.samefile, inputs))):
-            raise DatasetError(f"{self._url or file}: this is the input; name another file{option}")
+        if url in self._source.names or (file.exists() and any(map(file.samefile, inputs))):
+            raise DatasetError(f"{url or file}: this is the input; name another file{option}")
         if self._journal_path and self._source.would_read(file):
             raise DatasetError(
                 f"{file}: a pattern of the input matches it, so that --resume would read it;"
@@ -162,13 +161,14 @@ class Output:
             )
 
     @property
-    def _is_table(self) -> bool:
-        return self._bare.endswith(TABLE)
-
-    @property
     def is_begun(self) -> bool:
         """Whether the output belongs to an unfinished run."""
         return self._journal_path is not None and os.path.exists(self._journal_path)
+
+    @property
+    def hint(self) -> str:
+        """What to say to a run that ends now."""
+        return "; the same command with --resume goes on from here" if self.is_begun else ""
 
     def open(self, journal: Journal) -> Journal:
         """Creates the files, or continues existing ones.
@@ -183,41 +183,29 @@ class Output:
             DatasetError: An existing file belongs to another run or is no output, or a file cannot
                 be written.
         """
+        if self.is_resumed and self._journal_path is not None:
+            self.journal = Journal.read(self._journal_path)
+            self.journal.check(journal)
+            self._read_finished()
+            return self.journal
         self.journal = journal
-        if self._resumes:
-            self._continue()
-        else:
-            self._begin()
-        return self.journal
-
-    def _begin(self) -> None:
-        """Removes files of an earlier run. The journal comes last, when the output exists."""
-        assert self.journal is not None
         self.results.open()
         final = self._path if self._needs_part and not self._url else None
         for path in (self._journal_place, self.errors.path, final):
             if path is not None and path.is_file():
                 path.unlink()
-        if self._journal_path is not None:
-            self.journal.write(self._journal_path)
+        if self._journal_path is not None:  # It comes last, when the output exists.
+            journal.write(self._journal_path)
+        return journal
 
-    def _continue(self) -> None:
-        assert self.journal is not None
-        assert self._journal_path is not None
-        before = Journal.read(self._journal_path)
-        before.check(self.journal)
-        self.journal = before
-        self.is_resumed = True
-        self.done = FinishedRows(self.journal.files)
+    def _read_finished(self) -> None:
         for file in (self.results, self.errors):
             for entry in file.resume():
-                try:
-                    self.done.note(entry)
-                except DatasetError as error:
-                    raise DatasetError(f"{file.name}: {error}") from None
+                self.done.note(entry, file.name)
                 if not self.first_failure and isinstance(why := entry.get("error"), dict):
-                    where = self._source.line_name(self.done.locate(entry)[0], entry.get("line", 0))
-                    self.first_failure = f"{where}: {why.get('type')}: {why.get('message')}"
+                    place = self.done.locate(entry, file.name)
+                    row = Record(*place, entry.get("line", 0), None)
+                    self._note_failure(row, why.get("type"), why.get("message"))
 
     def __enter__(self) -> Self:
         return self
@@ -235,40 +223,33 @@ class Output:
         ]
         return self._url if self._url and self._is_written else found[0], found[1]
 
-    def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
+    def missing(self, rows: Iterable[Record]) -> Iterator[Record]:
         """Rows of the input that are not done."""
         return (row for row in rows if (row.source, row.row) not in self.done)
 
-    def result(self, row: Record, result: Any) -> str | None:
-        """Adds the result of a job.
+    def result(self, row: Record, result: Any) -> str:
+        """Adds the result of a job; returns why it cannot be written, or an empty text."""
+        return self.results.write({**self._head(row), "result": result})
 
-        Returns:
-            None; or why the result cannot be written.
-        """
-        try:
-            self.results.write({**self._head(row), "result": result})
-        except TooLong as error:
-            return str(error)
-        return None
-
-    def failure(self, row: Record | Broken, type_: str, message: str) -> str:
+    def failure(self, row: Record, type_: str, message: str) -> str:
         """Adds a job that failed, or a row that could not become one; what is too long is cut.
 
         Returns:
             Where the failure was, and why.
         """
-        short = message[:MAX_MESSAGE_CHARS]
-        for id_, text in ((row.id, message), (row.id, short), (None, short)):
-            with suppress(TooLong):
-                entry = {**self._head(row), "id": id_, "line": row.line}
-                self.errors.write({**entry, "error": {"type": type_, "message": text}})
-                break
-        said = f"{self._source.line_name(row.source, row.line)}: {type_}: {message}"
+        error = {"type": type_, "message": message[:MAX_MESSAGE_CHARS]}
+        entry = {**self._head(row), "line": row.line, "error": error}
+        if self.errors.write(entry):
+            self.errors.write({**entry, "id": None})
+        return self._note_failure(row, type_, message)
+
+    def _note_failure(self, row: Record, type_: Any, message: Any) -> str:
+        said = f"{self._source.line_name(row)}: {type_}: {message}"
         self.first_failure = self.first_failure or said
         return said
 
-    def _head(self, row: Record | Broken) -> dict[str, Any]:
-        files = self.journal.files if self.journal else ()
+    def _head(self, row: Record) -> dict[str, Any]:
+        files = self._source.names if self.journal is None else self.journal.files
         file = {"file": files[row.source]} if len(files) > 1 else {}
         return {"id": row.id, **file, "row": row.row}
 
@@ -296,7 +277,6 @@ class Output:
             self.results.path.unlink()  # After the journal, with which it can be used again.
 
     def _write_final(self) -> None:
-        assert self._path is not None
         self.results.close()
         new = self._path.with_name(f"{self._path.name}.new")
         try:
@@ -307,11 +287,9 @@ class Output:
             else:
                 self._remote.filesystem.put_file(str(new), self._remote.path)
         except Exception as error:  # Arrow and filesystems have errors of their own.
-            raise DatasetError(
-                f"{self._url or self._path}: cannot be written:"
-                f" {getattr(error, 'strerror', None) or error}; the results are in"
-                f" {self.results.path}"
-            ) from error
+            name, why = self._url or self._path, getattr(error, "strerror", None) or error
+            where = f"the results are in {self.results.path}"
+            raise DatasetError(f"{name}: cannot be written: {why}; {where}") from error
         finally:
             new.unlink(missing_ok=True)
         self._is_written = True
@@ -320,28 +298,27 @@ class Output:
         if self._is_table:
             write_parquet(self._entries, file)
             return
-        library = COMPRESSIONS[self._compression][1] if self._compression else ""
-        target: Any = import_module(library).open(file, "wb") if library else file
-        for entry in self._entries():
-            target.write(encoded(entry) + b"\n")
-        if target is not file:
-            target.close()
+        packed: Any = nullcontext(file)
+        if self._compression:
+            packed = import_module(COMPRESSIONS[self._compression][1]).open(file, "wb")
+        with packed as target:
+            for entry in self._entries():
+                target.write(encoded(entry) + b"\n")
 
     def _entries(self) -> Iterator[Entry]:
         assert self.results.path is not None
-        assert self.journal is not None
-        if self._ordered:
+        if self._ordered and self.journal is not None:
             return _read_sorted(self.results.path, self.journal.files)
         return (entry for entry, _ in read_lines(self.results.path))
 
 
-def _check_format(name: str) -> tuple[str, str]:
-    """A file name without the extension of a compression, and that extension.
+def _check_format(name: str) -> tuple[bool, str]:
+    """Whether a file is a table, and the extension of its compression.
 
     Raises:
-        DatasetError: Results cannot be written in the form that it asks for.
+        DatasetError: Results cannot be written in the form that its name asks for.
     """
-    bare, compression = split_compression(PurePath(name).name)
+    bare, compression = split_compression(name)
     extension = PurePath(bare.lower()).suffix
     if extension not in (*LINES, TABLE):
         known = ", ".join((*LINES[1:], TABLE))
@@ -352,14 +329,7 @@ def _check_format(name: str) -> tuple[str, str]:
             raise DatasetError(f"{name}: Parquet is compressed in itself; name it without suffix")
     if compression == ".zst":
         extra("zstandard")
-    return bare.lower(), compression
-
-
-def _default_errors_path(source: Dataset, results: Path | None) -> Path:
-    """Default path of the file of failures: `out.errors.jsonl` for `out.jsonl.gz`."""
-    if results is None:
-        results = Path((source.sources[0].path or Path("stdin")).name)
-    return results.with_name(f"{PurePath(split_compression(results)[0]).stem}.errors.jsonl")
+    return extension == TABLE, compression
 
 
 def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
@@ -377,3 +347,61 @@ def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
             for offset in filter(None, of_file):
                 file.seek(offset - 1)
                 yield json.loads(file.readline())
+
+
+def write_parquet(entries: Callable[[], Iterable[Entry]], file: BinaryIO) -> None:
+    """Writes a table whose columns have types that hold all of their values.
+
+    Where no type does, the column has JSON texts.
+
+    Args:
+        entries: Gives the rows, each time from the first.
+        file: A file that can be written anew.
+    """
+    arrow = extra("pyarrow")
+    errors = (arrow.ArrowException, OverflowError, ValueError, TypeError)
+    types: dict[str, Any] = {}
+    for batch in chunks(iter(entries()), WRITE_ROWS):
+        for name in batch[0]:
+            try:
+                type_ = arrow.array([each[name] for each in batch]).type
+                types[name] = _join_types(types.get(name, type_), type_)
+            except errors:
+                types[name] = arrow.string()
+    types = types or {"id": arrow.null(), "row": arrow.int64(), "result": arrow.null()}
+    schema = arrow.schema([(name, types[name]) for name in COLUMNS if name in types])
+    try:
+        _write_table(schema, entries, file)
+    except errors:  # Integers of one part may be too large to stand beside the floats of another.
+        file.seek(0)
+        file.truncate()
+        texts = {**dict.fromkeys(schema.names, arrow.string()), "row": arrow.int64()}
+        _write_table(arrow.schema(texts), entries, file)
+
+
+def _join_types(one: Any, other: Any) -> Any:
+    arrow = extra("pyarrow")
+    schemas = [arrow.schema({"column": each}) for each in (one, other)]
+    joined = arrow.unify_schemas(schemas, promote_options="permissive").field(0).type
+    # An object without a single field cannot be written to a Parquet file.
+    return arrow.string() if "struct<>" in str(joined) else joined
+
+
+def _write_table(schema: Any, entries: Callable[[], Iterable[Entry]], file: BinaryIO) -> None:
+    arrow = extra("pyarrow")
+    with extra("pyarrow.parquet").ParquetWriter(file, schema) as writer:
+        for batch in chunks(iter(entries()), WRITE_ROWS):
+            columns = []
+            for field in schema:
+                values = [each[field.name] for each in batch]
+                if field.type == arrow.string():
+                    values = [_as_text(each) for each in values]
+                columns.append(arrow.array(values, field.type))
+            writer.write_batch(arrow.record_batch(columns, schema=schema))
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()  # UTF-8 has no lone surrogate.

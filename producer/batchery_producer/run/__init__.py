@@ -1,1 +1,0 @@
-"""One run of `batchery submit`: read, send, collect, write, resume."""
