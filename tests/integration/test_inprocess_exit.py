@@ -59,23 +59,20 @@ slow("never")
 """
 
 
+def run(program: str) -> list[str]:
+    """Runs a program to its end; returns the lines that it printed."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def test_what_waits_is_answered_when_the_program_ends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=START_S
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [int(line) for line in done.stdout.split()] == list(range(20))
+    assert run(ENDS) == list(map(str, range(20)))
 
 
 def test_engine_answers_what_waits_when_the_program_ends(minilm_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE.format(model=str(minilm_path))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_S,
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["40", "40"]), done.stderr
+    assert run(ENGINE.format(model=str(minilm_path))) == ["40", "40"]
 
 
 def test_ctrl_c_ends_the_wait_and_drops_the_call(tmp_path: Path) -> None:

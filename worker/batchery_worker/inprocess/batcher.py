@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import math
-import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -13,7 +12,7 @@ from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
+from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Answer, Call, Gate, settle
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
@@ -40,9 +39,6 @@ COLLATOR_OPTIONS = ("pad", "mask", "trim", "device")
 
 #: Python 3.13 gives a decorator under `@classmethod` no way to know the class.
 NO_CLASS_METHODS = "no class method can be batched; use a @staticmethod above @batched"
-
-#: Instances get their batchers one by one: their first calls may come from several threads.
-_binding = threading.Lock()
 
 
 class BatchedCall(Generic[T, R]):
@@ -197,11 +193,11 @@ class BatchedCall(Generic[T, R]):
         """A call that is ready to be sent."""
         thread, own, options = self._thread, self._call_options, self._thread.options
         thread.check(waits=not isinstance(future, Future))
-        if others and isinstance(item, type):
-            raise BatchArgumentError(f"{thread.name}: {NO_CLASS_METHODS}")
         if others:
             raise BatchArgumentError(
-                f"{thread.name} takes exactly one positional argument, the item, but got"
+                f"{thread.name}: {NO_CLASS_METHODS}"
+                if isinstance(item, type)
+                else f"{thread.name} takes exactly one positional argument, the item, but got"
                 f" {1 + len(others)}; pass options as keywords, and several items as a list"
             )
         items = tuple(item) if many else (item,)
@@ -215,8 +211,8 @@ class BatchedCall(Generic[T, R]):
             )
             call.deadline_s = inf if own.deadline_s is None else own.deadline_s
             call.returns_exceptions = own.return_exceptions
-        if thread.collator is not None:
-            _check_items(call, thread.collator, options.length)
+        if thread.runner.collator is not None:
+            _check_items(call, thread.runner.collator)
         elif options.length is not None:
             call.lengths = [_count(thread.name, options.length, each) for each in items]
         return call
@@ -238,18 +234,15 @@ class BatchedFunction(BatchedCall[T, R]):
         #: `app.task(base=BatchTask)(embed.function)`.
         self.function = function
         self._options = given_options
-        self._slot = f"_batcher_of_{describe_function(function)}"
+        #: By the `id` of each instance, as long as it lives.
+        self._threads: dict[int, BatcherThread] = {}
         super().__init__(self._make_thread(self))
         functools.update_wrapper(self, function)
 
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
         name = describe_function(self.function)
-        return make_thread(anchor, BatchLoop(self.function, name, *choose(name, self._options)))
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        # A method of the same name may be inherited, and called by `super()`.
-        self._slot = f"_batcher_of_{owner.__qualname__}.{name}"
+        return make_thread(anchor, BatchRunner(self.function, name, *choose(name, self._options)))
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -258,45 +251,16 @@ class BatchedFunction(BatchedCall[T, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        held = getattr(instance, "__dict__", {}).get(self._slot)
-        # A copy of an object has all that the object has, and needs a batcher of its own.
-        if held is None or held.owner() is not instance:
-            held = self._bind(instance)
-        return BatchedCall(held.thread, instance)
+        return BatchedCall(self._threads.get(id(instance)) or self._bind(instance), instance)
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        # With this method, Python looks here first, and not into the instance.
-        raise AttributeError(f"{self._thread.name} is a batched method")
-
-    def _bind(self, instance: Any) -> "_Held":
-        held: _Held | None
+    def _bind(self, instance: Any) -> BatcherThread:
         if isinstance(instance, type):
             raise BatchArgumentError(f"{self._thread.name}: {NO_CLASS_METHODS}")
-        if not hasattr(instance, "__dict__"):
-            raise BatchArgumentError(
-                f"{self._thread.name}: instances of {type(instance).__name__} have no __dict__,"
-                ' where their batcher would be; add "__dict__" to __slots__'
-            )
-        with _binding:
-            held = vars(instance).get(self._slot)
-            if held is None or held.owner() is not instance:
-                thread = self._make_thread(instance)
-                held = vars(instance)[self._slot] = _Held(weakref.ref(instance), thread)
-        return held
-
-
-class _Held:
-    """The batcher that an instance holds; it goes with the instance."""
-
-    __slots__ = ("owner", "thread")
-
-    def __init__(self, owner: "weakref.ref[Any]", thread: BatcherThread) -> None:
-        self.owner = owner
-        self.thread = thread
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled or copied deeply, an instance goes without; it gets one at its first call.
-        return type(None), ()
+        key, made = id(instance), self._make_thread(instance)
+        # Another object may have the same `id` later, but not before this is called.
+        weakref.finalize(instance, self._threads.pop, key, None).atexit = False
+        # Of several threads that come here at once, each gets the same.
+        return self._threads.setdefault(key, made)
 
 
 class Batcher(BatchedCall[Any, Any]):
@@ -325,7 +289,7 @@ class Batcher(BatchedCall[Any, Any]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        thread = make_thread(self, BatchLoop(type(self).infer, name, *choose(name, options)))
+        thread = make_thread(self, BatchRunner(type(self).infer, name, *choose(name, options)))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive, and there is a call whenever it loads.
         myself = weakref.ref(self)
@@ -397,12 +361,11 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
 
 
 def _decorate(options: Mapping[str, Any], function: Any) -> BatchedFunction[Any, Any]:
-    if isinstance(function, staticmethod):
-        raise BatchArgumentError(f"batched({function!r:.80}): put @staticmethod above @batched")
-    if isinstance(function, classmethod):
-        raise BatchArgumentError(f"batched({function!r:.80}): {NO_CLASS_METHODS}")
-    if not callable(function) or isinstance(function, type):
-        raise BatchArgumentError(f"batched({function!r:.80}): decorate a function or a method")
+    if not callable(function) or isinstance(function, type | staticmethod | classmethod):
+        raise BatchArgumentError(
+            f"batched({function!r:.80}): decorate a function or a method; a static method with"
+            f" @staticmethod above @batched. {NO_CLASS_METHODS.capitalize()}"
+        )
     return BatchedFunction(function, options)
 
 
@@ -414,40 +377,38 @@ def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Colla
     """
     own = {each: options[each] for each in options if each not in COLLATOR_OPTIONS}
     arrays = {each: options[each] for each in options if each in COLLATOR_OPTIONS}
-    collator = Collator(**arrays) if arrays else None
-    if collator is not None and collator.pads:
-        own.setdefault("length", collator.length)
     check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
-    return BatcherOptions(**own), collator
+    if not arrays:
+        return BatcherOptions(**own), None
+    if "length" in own:
+        raise BatchArgumentError(f"{name}: length: items that are dicts of arrays are counted")
+    collator = Collator(**arrays)
+    return BatcherOptions(**own, length=collator.length if collator.pads else None), collator
 
 
-def _check_items(call: Call, collator: Collator, length: Callable[[Any], int] | None) -> None:
+def _check_items(call: Call, collator: Collator) -> None:
     """Checks items that are dicts of arrays, and notes what may share a batch.
 
     Args:
         call: Gets the features of its items; nobody else has it yet.
         collator: Checks them.
-        length: Counts the tokens of an item, if they are counted.
 
     Raises:
         InvalidItem: An item is wrong, and the call does not return exceptions.
     """
-    checked: list[Features | None] = [None] * len(call.items)
-    lengths = [1] * len(call.items)
+    checked: list[Features | None] = []
     for index, item in enumerate(call.items):
         try:
-            features = checked[index] = collator.features(item)
+            checked.append(collator.features(item))
         except InvalidItem as error:
             if call.many:
                 error = InvalidItem(f"items[{index}]: {error}")
             if not call.returns_exceptions:
                 raise error from None
+            checked.append(None)
             call.answer(index, Failed(error))
-            continue
-        if length is not None:
-            is_usual = length == collator.length
-            lengths[index] = features.length if is_usual else _count("length", length, item)
-    call.items, call.lengths = checked, lengths
+    call.items = checked
+    call.lengths = [1 if each is None else each.length for each in checked]
     call.keys = [None if each is None else each.key for each in checked]
 
 
@@ -468,9 +429,9 @@ def describe_function(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
-def make_thread(anchor: Any, loop: BatchLoop) -> BatcherThread:
+def make_thread(anchor: Any, runner: BatchRunner) -> BatcherThread:
     """A batcher that ends with its anchor."""
-    thread = BatcherThread(loop)
+    thread = BatcherThread(runner)
     try:
         end = weakref.finalize(anchor, thread.close, wait=False)
     except TypeError:

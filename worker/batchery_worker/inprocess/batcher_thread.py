@@ -8,17 +8,22 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
-from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
+from batchery.errors import BatchArgumentError, BatcherClosed, DeadlineExceeded, QueueFull
 from batchery.execution.bisect_failures import as_exception
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
-from batchery_worker.inprocess.calls import Call, Gate, limited
-from batchery_worker.job import Lane
+from batchery.outcomes import Failed
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner, Item
+from batchery_worker.inprocess.calls import Call, Gate, limited, settle
+from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 #: Put behind the last call.
 END = None
@@ -41,45 +46,47 @@ _started: "weakref.WeakSet[BatcherThread]" = weakref.WeakSet()
 class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
-    def __init__(self, loop: BatchLoop) -> None:
-        self.name = loop.name
-        self.options = options = loop.options
-        #: What items are checked by, in their caller's thread.
-        self.collator = loop.collator
+    def __init__(self, runner: BatchRunner) -> None:
+        self.name = runner.name
+        self.options = options = runner.options
+        self.runner = runner
         #: Whose items they are where the call does not say.
         self.usual_lane = Lane(next(iter(options.classes)))
         #: What is called before the first batch; until it has succeeded, every batch fails.
         self.load: Callable[[], object] | None = None
         #: What is called after the last batch, on the thread.
         self.unload: Callable[[], object] = lambda: None
-        self._loop = loop
+        target_s = options.target_latency_ms and options.target_latency_ms / 1e3
+        self._limits = Limits(options.max_batch_size, options.max_wait_ms / 1e3, target_s)
+        self._usual_key = BatchKey(self.name)
+        self._scheduler: Scheduler[Item] = Scheduler(options.classes, sheds_late=options.shed_late)
+        #: The batch that runs next, if its items were asked for already.
+        self._ahead: Batch[Item] | None = None
+        #: The jobs of the batch that runs.
+        self._running: Sequence[Job[Item]] = ()
         #: Calls; futures of those who wait for `load` alone; then the end.
         self._incoming: SimpleQueue[Call | Future[None] | None] = SimpleQueue()
-        #: Calls for which there is no space yet.
-        self._outside: deque[Call] = deque()
-        #: How many items have space, where that is limited.
+        #: How many items wait, but for those of the calls for which there is no space yet.
         self._waiting = 0
-        if options.max_waiting is not None:
-            loop.on_taken = self._free
-        self._lock = threading.Lock()
+        self._outside: deque[Call] = deque()
+        #: For all that callers change. Reentrant, as whatever ends with its anchor is closed by the
+        #: garbage collector, in the middle of anything.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         #: How many items the next batch waits for, and until when.
         self._expected, self._expected_s = 0, 0.0
         #: Why no call is taken any more.
         self._problem: str | None = None
-        self._has_ended = False
+        #: Whether all calls were taken in that will ever come.
+        self._is_ending = False
 
     @property
     def stats(self) -> BatcherStats:
         """What the batches looked like so far."""
-        outside = self._incoming.qsize() + sum([call.left for call in self._outside])
-        return self._loop.stats(self._loop.waiting + outside)
+        with self._lock:
+            return replace(self.runner.stats, waiting=self._count_waiting())
 
-    @property
-    def _is_own_thread(self) -> bool:
-        return self._thread is threading.current_thread()
-
-    def check(self, *, waits: bool = True) -> None:
+    def check(self, *, waits: bool) -> None:
         """Makes sure that a call would be answered.
 
         Args:
@@ -90,9 +97,8 @@ class BatcherThread:
             BatchArgumentError: The batch function itself calls, or a callback of a future that
                 waits, and would wait for itself.
         """
-        if self._problem is not None:
-            raise self._closed()
-        if self._is_own_thread and (waits or self._loop.is_computing):
+        self._check_open()
+        if self._is_own_thread() and (waits or self.runner.is_computing):
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
                 " itself; call the bare function. A callback of a future may only submit"
@@ -105,33 +111,38 @@ class BatcherThread:
             QueueFull: There is no space, and callers are refused.
             BatcherClosed: It is closed.
         """
-        if self.options.max_waiting is not None:
-            call.has_space = not self._outside and self._take_space(call.left)
-            if not call.has_space:
-                if self.options.when_full == "refuse":
-                    raise self._full()
-                if isinstance(call.future, Future) and not self._is_own_thread:
+        with self._lock:
+            self._check_open()
+            call.sent_s = monotonic()
+            if not self._outside and self._fits(call):
+                self._put(call)
+            elif self.options.when_full == "refuse":
+                raise self._full()
+            else:
+                if isinstance(call.future, Future) and not self._is_own_thread():
                     call.entrance = Gate()
-        call.sent_s = monotonic()
-        self._put(call)
+                self._outside.append(call)
 
     def start(self) -> "Future[None]":
         """Loads now; the future is done when that is."""
-        self.check()
         future: Future[None] = Future()
-        self._put(future)
+        with self._lock:
+            self._check_open()
+            self._put(future)
         return future
 
     def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
-        """What the function may prepare while it runs: see `BatchLoop.look_ahead`."""
-        if not self._take_in_waiting():
-            # The end is taken in by the thread's own loop.
-            self._incoming.put(END)
-        return self._loop.look_ahead()
+        """The batch that runs next, so that it can be prepared meanwhile: its items and keywords.
 
-    def add_tokens(self, tokens: int, computed_tokens: int) -> None:
-        """Counts tokens of a function that plans its own passes, and those with padding."""
-        self._loop.add_tokens(tokens, computed_tokens)
+        For the function, while it runs. As in a worker, a batch leaves early only if it is full:
+        until then it keeps growing. Items whose callers give up before its turn will not come.
+        """
+        self._take_in_within(0.0)
+        self._ahead = self._ahead or self._scheduler.next_batch(1, False, monotonic())
+        if self._ahead is None:
+            return None
+        calls = [job.payload for job in self._ahead.jobs]
+        return [call.items[index] for call, index in calls], calls[0][0].keywords
 
     def close(self, *, wait: bool = True, problem: str = "it is closed") -> None:
         """Takes no more calls, and answers those that are there.
@@ -141,12 +152,16 @@ class BatcherThread:
             problem: Why, for those who call later.
         """
         with self._lock:
-            thread = self._thread
+            thread, refused = self._thread, self._outside
+            self._outside = deque()
             if self._problem is None:
                 self._problem = problem
-                if thread is not None:
-                    self._incoming.put(END)
-        if wait and thread is not None and not self._is_own_thread:
+                self._incoming.put(END)
+        for call in refused:
+            call.fail(self._closed())
+            if call.entrance is not None:
+                call.entrance.open()
+        if wait and thread is not None and not self._is_own_thread():
             thread.join()
 
     def forked(self) -> None:
@@ -154,163 +169,210 @@ class BatcherThread:
         self._problem = "it was used before this process was forked; make it after the fork"
         self._thread = None
         # The parent's threads may have held its locks.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._incoming = SimpleQueue()
 
-    def _take_space(self, items: int) -> bool:
-        """Takes space for a call; one that is larger than all of it goes in alone."""
-        maximum = self.options.max_waiting or 0
-        with self._lock:
-            if 0 < self._waiting > maximum - items:
-                return False
-            self._waiting += items
-            return True
+    def _is_own_thread(self) -> bool:
+        return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def _free(self, items: int) -> None:
-        with self._lock:
-            self._waiting -= items
+    def _fits(self, call: Call) -> bool:
+        """Whether there is space for a call; one that is larger than all of it goes in alone."""
+        maximum = self.options.max_waiting
+        return maximum is None or not 0 < self._waiting > maximum - call.left
+
+    def _count_waiting(self) -> int:
+        """How many items wait, for space too; the lock must be held."""
+        return self._waiting + sum([call.left for call in self._outside])
+
+    def _check_open(self) -> None:
+        if self._problem is not None:
+            raise self._closed()
 
     def _put(self, call: "Call | Future[None]") -> None:
+        """Queues what has space; the lock must be held."""
         if self._thread is None:
-            with self._lock:
-                if self._problem is not None:
-                    raise self._closed()
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._main, name=f"batchery-{self.name}", daemon=True
-                    )
-                    _started.add(self)
-                    self._thread.start()
+            self._thread = threading.Thread(
+                target=self._main, name=f"batchery-{self.name}", daemon=True
+            )
+            _started.add(self)
+            self._thread.start()
+        if isinstance(call, Call):
+            self._waiting += call.left
         self._incoming.put(call)
-        if self._has_ended:
-            self._refuse_rest()
 
     def _main(self) -> None:
-        try:
-            while self._take_in():
-                self._turn()
-                self._let_in()
-            while self._outside:
-                self._refuse(self._outside.popleft())
-            while self._loop.waiting:
-                self._turn(draining=True)
-        finally:
-            self._has_ended = True
-            self._loop.fail_all(self._closed())
-            self._refuse_rest()
-            self._loop.close()
-            self.unload()
-
-    def _turn(self, *, draining: bool = False) -> None:
-        try:
-            if self.load is not None and self._loop.waiting:
-                self._load()
-            self._loop.turn(draining=draining)
-            if self._loop.answered_threads:
-                self._expect_answered_threads()
-        except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
-            self._loop.fail_all(as_exception(error, self.name))
+        while not self._is_ending or self._scheduler.holds_any or self._ahead:
+            try:
+                self._take_in()
+                if self._scheduler.holds_any:
+                    self._load()
+                self._run_next()
+            except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
+                self._fail_all(as_exception(error, self.name))
+        self.runner.close()
+        self.unload()
 
     def _load(self) -> None:
         if self.load is not None:
             self.load()
             self.load = None
 
-    def _take_in(self) -> bool:
-        """Takes in what was called; waits if nothing is due. Returns False at the end."""
-        loop, wake_s = self._loop, self._loop.wake_s()
-        if not self._take(None if wake_s is None else limited(wake_s - monotonic())):
-            return False
-        while loop.waiting < self._expected and (left_s := self._expected_s - monotonic()) > 0:
-            if not self._take(left_s):
-                return False
+    def _take_in(self) -> None:
+        """Takes in what was called; waits if nothing is due."""
+        times = [self._scheduler.wake_s(), self._scheduler.late_s()]
+        due_s = min((each for each in times if each is not None), default=inf)
+        self._take_in_within(0.0 if self._ahead else due_s - monotonic())
+        while len(self._scheduler) < self._expected:
+            if self._is_ending or (left_s := self._expected_s - monotonic()) <= 0:
+                break
+            self._take_in_within(left_s)
         self._expected = 0
-        return True
 
-    def _take(self, timeout_s: float | None) -> bool:
-        """Takes in what is there, and waits for it if need be. Returns False at the end."""
-        try:
-            call = self._incoming.get(timeout=timeout_s)
-        except Empty:
-            return True
-        return self._admit(call) and self._take_in_waiting()
+    def _take_in_within(self, timeout_s: float) -> None:
+        """Takes in what is there, and waits for it if need be."""
+        with suppress(Empty):
+            while not self._is_ending:
+                self._admit(self._incoming.get(timeout=limited(timeout_s)))
+                timeout_s = 0.0
 
-    def _take_in_waiting(self) -> bool:
-        """Takes in what was called so far. Returns False at the end."""
-        try:
-            while self._admit(self._incoming.get_nowait()):
-                pass
-        except Empty:
-            return True
-        return False
-
-    def _admit(self, call: "Call | Future[None] | None") -> bool:
-        if isinstance(call, Call):
-            if call.has_space:
-                self._loop.admit(call)
-            else:
-                self._outside.append(call)
-                self._let_in()
-        elif call is not END and call.set_running_or_notify_cancel():
+    def _admit(self, call: "Call | Future[None] | None") -> None:
+        if call is END:
+            self._is_ending = True
+        elif isinstance(call, Call):
+            self._admit_items(call)
+        elif call.set_running_or_notify_cancel():
             try:
                 self._load()
             except BaseException as error:  # noqa: BLE001 - it belongs to who waits
                 call.set_exception(as_exception(error, self.name))
             else:
                 call.set_result(None)
-        return call is not END
 
-    def _let_in(self) -> None:
-        """Admits the calls for which there is space, in their order."""
-        while self._outside:
-            call = self._outside[0]
-            if not self._take_space(call.left):
-                return
-            self._loop.admit(self._outside.popleft())
-            if call.entrance is not None:
-                call.entrance.open()
+    def _admit_items(self, call: Call) -> None:
+        """Makes jobs of the items that were not refused; they wait for their turn."""
+        deadline_s = call.sent_s + call.deadline_s
+        for index, own in enumerate(call.keys or [""] * len(call.items)):
+            if own is None:
+                continue
+            key = self._usual_key
+            if own or call.key:
+                key = BatchKey(self.name, f"{call.key} {own}")
+            item = call, index
+            self._scheduler.admit(
+                Job("", key, self._limits, 1, call.sent_s, item, call.lane, deadline_s)
+            )
 
-    def _full(self) -> QueueFull:
-        stats = self.stats
-        error = QueueFull(
-            f"{self.name}: {stats.waiting} items wait, and max_waiting is"
-            f" {self.options.max_waiting}; try again later"
-        )
-        rate = stats.mean_batch_size / stats.mean_run_ms if stats.mean_run_ms else 0.0
-        error.retry_after_s = stats.waiting / rate / 1e3 if rate else UNKNOWN_WAIT_S
-        return error
+    def _run_next(self) -> None:
+        """Runs the next batch, if one is due."""
+        now_s = monotonic()
+        self._give_up_late(now_s)
+        # At the end no more calls come, so no batch waits for them.
+        ahead_s = self._limits.max_wait_s if self._is_ending else 0.0
+        batch, self._ahead = self._ahead, None
+        if batch is None:
+            batch = self._scheduler.next_batch(0, False, now_s + ahead_s, left_s=-ahead_s)
+            # Those too that the batch would answer too late: nothing else may come for them.
+            self._give_up_late(now_s)
+        if batch is None:
+            return
+        self._let_go(batch.jobs)
+        self._running = batch.jobs
+        calls = {job.payload[0] for job in batch.jobs}
+        if gone := {call for call in calls if call.future.cancelled()}:
+            self._drop([job for job in batch.jobs if job.payload[0] in gone], None)
+            self._running = [job for job in batch.jobs if job.payload[0] not in gone]
+        if self._running:
+            self._run(batch, self._running, now_s)
+        else:
+            self._scheduler.ended(batch, None)
+        self._running = ()
+        self._give_up_late(monotonic())  # `look_ahead` may have found some.
 
-    def _expect_answered_threads(self) -> None:
+    def _run(self, batch: Batch[Item], jobs: Sequence[Job[Item]], now_s: float) -> None:
+        """Runs a batch; the callers of each part are answered as soon as it has run."""
+        stats, before_s = self.runner.stats, self.runner.stats.run_s
+        stats.batches += 1
+        stats.wait_s += sum([now_s - job.arrived_s for job in jobs])
+        answered_threads = 0
+        for part in self.runner.cut([job.payload for job in jobs]):
+            began_s = monotonic()
+            outcomes = self.runner.run(part)
+            stats.run_s += monotonic() - began_s
+            stats.items += len(part)
+            # Threads of earlier parts may have called again by now.
+            answered_threads = self._answer(part, outcomes)
+        # Only now, while those who were answered wake up.
+        self._scheduler.ended(batch, stats.run_s - before_s)
+        if answered_threads:
+            self._expect(answered_threads + self._waiting)
+
+    def _expect(self, items: int) -> None:
         """Notes how many items wait as soon as the threads that were answered have called again.
 
         They wake up one after the other, and most call again at once. A batch that left meanwhile
         would run without them, and the next one without the others, for ever.
         """
-        loop = self._loop
-        expected = loop.answered_threads + loop.waiting + self._incoming.qsize()
-        expected = min(expected, self.options.max_batch_size)
-        limit_s = MAX_LINGER_SHARE * loop.expected_run_s(expected)
-        if expected > 1 and limit_s > MIN_LINGER_S:
-            self._expected, self._expected_s = expected, monotonic() + limit_s
+        items = min(items, self.options.max_batch_size)
+        limit_s = MAX_LINGER_SHARE * self._scheduler.costs.expected_s(self.name, items)
+        if items > 1 and limit_s > MIN_LINGER_S:
+            self._expected, self._expected_s = items, monotonic() + limit_s
+
+    def _answer(self, items: Sequence[Item], outcomes: Sequence[Any]) -> int:
+        """Hands outcomes to their callers; returns how many threads were answered."""
+        ended = [
+            call
+            for (call, index), outcome in zip(items, outcomes, strict=True)
+            if call.answer(index, outcome)
+        ]
+        self.runner.stats.failed += sum([isinstance(each, Failed) for each in outcomes])
+        settle(ended)
+        return sum([isinstance(call.future, Gate) for call in ended])
+
+    def _give_up_late(self, now_s: float) -> None:
+        if late := self._scheduler.take_late(now_s):
+            self._let_go(late)
+            error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
+            self._drop(late, Failed(error))
+
+    def _drop(self, jobs: Sequence[Job[Item]], outcome: Failed | None) -> None:
+        """Answers jobs that do not run; None where their callers have given up."""
+        self.runner.stats.dropped += len(jobs)
+        self._answer([job.payload for job in jobs], [outcome] * len(jobs))
+
+    def _let_go(self, jobs: Sequence[Job[Item]]) -> None:
+        """Notes that jobs wait no longer, and lets those in for which there is space now."""
+        with self._lock:
+            self._waiting -= len(jobs)
+            while self._outside and self._fits(self._outside[0]):
+                call = self._outside.popleft()
+                self._put(call)
+                if call.entrance is not None:
+                    call.entrance.open()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fails every call that was taken in, or that the batch under way has not answered."""
+        running, self._running = self._running, ()
+        jobs = self._scheduler.clear()
+        if self._ahead is not None:
+            self._scheduler.ended(self._ahead, None)
+            jobs, self._ahead = [*self._ahead.jobs, *jobs], None
+        self._let_go(jobs)
+        for call in dict.fromkeys(job.payload[0] for job in (*running, *jobs)):
+            if call.left:
+                call.fail(error)
+
+    def _full(self) -> QueueFull:
+        stats, waiting = self.runner.stats, self._count_waiting()
+        error = QueueFull(
+            f"{self.name}: {waiting} items wait, and max_waiting is"
+            f" {self.options.max_waiting}; try again later"
+        )
+        item_s = stats.run_s / stats.items if stats.items else 0.0
+        error.retry_after_s = waiting * item_s or UNKNOWN_WAIT_S
+        return error
 
     def _closed(self) -> BatcherClosed:
-        return BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
-
-    def _refuse_rest(self) -> None:
-        """Fails the calls that came behind the end."""
-        try:
-            while True:
-                self._refuse(self._incoming.get_nowait())
-        except Empty:
-            pass
-
-    def _refuse(self, call: "Call | Future[None] | None") -> None:
-        if isinstance(call, Call):
-            call.fail(self._closed())
-            if call.entrance is not None:
-                call.entrance.open()
-        elif call is not END and call.set_running_or_notify_cancel():
-            call.set_exception(self._closed())
+        return BatcherClosed(f"{self.name}: {self._problem}")
 
 
 def _forked() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -12,7 +12,7 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, TypeVar
 
 from batchery.outcomes import Failed
-from batchery_worker.job import USUAL_LANE, Lane
+from batchery_worker.job import Lane
 
 logger = logging.getLogger("batchery.inprocess")
 
@@ -69,11 +69,11 @@ class Call:
     #: Once it is cancelled, nobody waits any more: what has not begun is dropped.
     future: Answer
     #: The object whose method is called; it lives as long as the call.
-    owner: Any = None
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    owner: Any
+    keywords: Mapping[str, Any]
     #: Equal for equal keywords.
-    key: str = ""
-    lane: Lane = USUAL_LANE
+    key: str
+    lane: Lane
     #: In how many seconds it should be answered.
     deadline_s: float = inf
     returns_exceptions: bool = False
@@ -81,8 +81,7 @@ class Call:
     lengths: Sequence[int] | None = None
     #: Where items have keys, too: that of each, or None for an item that was refused.
     keys: Sequence[str | None] | None = None
-    #: Whether there is space for it; where its caller waits for that alone, the entrance opens.
-    has_space: bool = True
+    #: Where its caller waits for space alone, it opens when there is some.
     entrance: Gate | None = None
     sent_s: float = 0.0
     outcomes: list[Any] = field(init=False)
@@ -111,13 +110,14 @@ class Call:
         Raises:
             BaseException: That of the first item that failed, unless exceptions are returned.
         """
-        if self.returns_exceptions and self.many:
+        if not self.many:
+            return _value(self.outcomes[0])
+        if self.returns_exceptions:
             return [
                 copy_exception(each.exception) if isinstance(each, Failed) else each
                 for each in self.outcomes
             ]
-        values = [_value(each) for each in self.outcomes]
-        return values if self.many else values[0]
+        return list(map(_value, self.outcomes))
 
 
 def _value(outcome: Any) -> Any:
@@ -137,10 +137,10 @@ def settle(calls: Iterable[Call]) -> None:
         future = call.future
         if isinstance(future, Gate):
             future.open()
-        elif isinstance(future, asyncio.Future):
-            by_loop.setdefault(future.get_loop(), []).append(future)
-        elif future.set_running_or_notify_cancel():
+        elif isinstance(future, Future):
             _set_result(call, future)
+        else:
+            by_loop.setdefault(future.get_loop(), []).append(future)
     for loop, futures in by_loop.items():
         with suppress(RuntimeError):  # The loop has ended, and whoever waited with it.
             loop.call_soon_threadsafe(_wake, futures)
@@ -154,6 +154,9 @@ def _set_result(call: Call, future: "Future[Any]") -> None:
             future.set_exception(error)
         else:
             future.set_result(value)
+    except InvalidStateError:
+        # It was cancelled. Only this tells those who wait for several futures.
+        future.set_running_or_notify_cancel()
     except BaseException:
         # Futures log and drop what else their callbacks raise; other callers must not suffer.
         logger.exception("a callback of a future raised")
@@ -171,10 +174,9 @@ def copy_exception(error: E) -> E:
     Its `__init__` is not called, as that may take other arguments than `args`. What cannot be made
     without it, such as pydantic's, is shared, and so is what refuses attributes.
     """
-    try:
+    with suppress(Exception):  # Whatever the class does.
         return _copy(error)
-    except Exception:  # noqa: BLE001 - whatever the class does
-        return error
+    return error
 
 
 def _copy(error: E) -> E:

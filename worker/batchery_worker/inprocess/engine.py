@@ -1,25 +1,32 @@
 """`Engine`: a model of the settings in the caller's own process, without a broker."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
 
 from kombu.utils.imports import symbol_by_name
 
 from batchery.device_names import is_device
-from batchery.errors import BatchArgumentError, SettingsError
+from batchery.errors import BatchArgumentError, DeviceDied, SettingsError
+from batchery.execution.batch import are_same, prepare
 from batchery.installer import KINDS
 from batchery.model import Model
+from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, Settings
+from batchery.tracebacks import with_frames
 from batchery_worker.device.loading import EngineModel
-from batchery_worker.inprocess.batch_loop import BatchLoop
+from batchery_worker.device.served_model import LoadedModel
+from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
-from batchery_worker.inprocess.engine_device import LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
+
+#: Says which batch comes next, if that is known: its items and its keywords.
+LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
 
 
 class EngineCall(BatchedCall[Any, Any]):
@@ -127,8 +134,8 @@ class Engine(EngineCall):
             or settings.max_batch_tokens,
             settings.memory_fraction,
         )
-        self._device = LocalDevice(served)
-        thread = make_thread(self, BatchLoop(_run, name, chosen))
+        self._device = _Device(served)
+        thread = make_thread(self, BatchRunner(_run, name, chosen))
         # The thread must not keep the engine alive.
         thread.load, thread.unload = self._device.load, self._device.close
         super().__init__(thread, self)
@@ -166,14 +173,90 @@ class Engine(EngineCall):
         return self
 
 
+class _Device:
+    """Computes on the calling thread, always the same one: CUDA knows a device per thread."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._served: LoadedModel | None = None
+        #: Why it computes nothing any more, until it is closed; empty while it does.
+        self.problem = ""
+        #: The batch that comes next: its items as they were given, and prepared.
+        self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
+
+    def load(self) -> None:
+        """Loads the model and warms it up."""
+        _, self._served = self._model.serve()
+
+    def run(
+        self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
+    ) -> tuple[list[Any], int, int]:
+        """Computes one batch; prepares the next one while passes run that were only launched.
+
+        Returns:
+            One outcome per item, in order; the tokens of the items, and those that were computed,
+            with padding.
+        """
+        served = self._served
+        assert served is not None
+        if self.problem:
+            return self._refuse(items)
+        prepared = self._prepared(items, keywords)
+        self._ahead = None
+
+        def start_next() -> None:
+            if self._ahead is None:
+                following = look_ahead()
+                if following is None:
+                    return
+                self._ahead = (*following, prepare(served.model, *following))
+            _, coming, ready = self._ahead
+            served.start(ready, self._model.work(coming))
+
+        work = self._model.work(keywords)
+        try:
+            answer = served.compute(prepared, work, nullcontext, start_next)
+        except DeviceDied as error:
+            self.problem = f"{error}; only a new process can use this device"
+            return self._refuse(items)
+        for each in answer[0]:
+            if isinstance(each, Failed) and each.frames:
+                with_frames(each.exception, each.frames)
+        return answer
+
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` would show of the model."""
+        return {} if self._served is None else self._served.figures()
+
+    def close(self) -> None:
+        """Frees the model."""
+        served, self._served, self._ahead = self._served, None, None
+        if served is not None and not self.problem:
+            served.model.unload()
+
+    def _refuse(self, items: Sequence[Any]) -> tuple[list[Any], int, int]:
+        # Not raised: halves of the batch would try it again.
+        return [Failed(DeviceDied(self.problem)) for _ in items], 0, 0
+
+    def _prepared(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        """The items, prepared now or before: callers may have given up in between."""
+        assert self._served is not None
+        if self._ahead is not None:
+            ahead, same_keywords, prepared = self._ahead
+            if keywords == same_keywords and are_same(items, ahead):
+                return prepared
+        return prepare(self._served.model, items, keywords)
+
+
 def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:
     """The function of the batcher: computes one batch."""
     thread, device = engine._thread, engine._device
-    answer = device.run(items, keywords, thread.look_ahead)
+    outcomes, tokens, computed_tokens = device.run(items, keywords, thread.look_ahead)
     if device.problem:
         thread.close(wait=False, problem=device.problem)
-    thread.add_tokens(answer.tokens, answer.computed_tokens)
-    return answer.outcomes
+    thread.runner.stats.tokens += tokens
+    thread.runner.stats.computed_tokens += computed_tokens
+    return outcomes
 
 
 def _find(

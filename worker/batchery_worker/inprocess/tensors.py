@@ -6,7 +6,7 @@ Neither numpy nor torch is loaded before an item needs it.
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
@@ -61,9 +61,6 @@ class Collator:
     - Several of them, in a tuple or a dict, also in one another. Each item gets a tuple or a dict
       of its rows.
     - A list with one outcome per item, as from any batch function: a value, or `Failed`.
-
-    A row is a view of the answer, unless it is less than half of the memory behind the answer.
-    Then it is a copy, so that a result that is kept for long does not keep its whole batch.
     """
 
     def __init__(
@@ -88,28 +85,29 @@ class Collator:
         Raises:
             BatchArgumentError: One of them is impossible.
         """
-        if not isinstance(pad, Mapping | None) or not all(
-            isinstance(fill, int | float) for fill in (pad or {}).values()
+        own = {} if pad is None else pad
+        if not isinstance(own, Mapping) or not all(
+            isinstance(fill, int | float) for fill in own.values()
         ):
-            raise BatchArgumentError(
-                f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'
-            )
-        if not isinstance(mask, str | None) or (pad or {}).get(mask or "", 0):
-            raise BatchArgumentError(f"mask={mask!r}: name a feature; it is padded with 0")
-        if (mask is not None or trim) and not pad:
-            raise BatchArgumentError("mask and trim need pad, which says what has tokens")
-        if not isinstance(device, str | None):
-            raise BatchArgumentError(f'device={device!r}: give a name, such as "cuda:0"')
-        self._fill = dict(pad or {})
-        #: An item needs one of them.
-        self._padded = tuple(self._fill)
+            text = f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'
+        elif not isinstance(mask, str | None) or own.get(mask or "", 0):
+            text = f"mask={mask!r}: name a feature; it is padded with 0"
+        elif (mask is not None or trim) and not own:
+            text = "mask and trim need pad, which says what has tokens"
+        elif not isinstance(device, str | None):
+            text = f'device={device!r}: give a name, such as "cuda:0"'
+        else:
+            text = ""
+        if text:
+            raise BatchArgumentError(text)
+        #: Features with tokens, of which an item needs one; and what they are padded with.
+        self._padded = dict(own)
+        self._fill = {**own, mask: 0} if mask is not None else self._padded
         self._mask = mask
-        if mask is not None:
-            self._fill[mask] = 0
+        self._trim = trim
         self._device = device
         self._to_device: HostToDevice | None = None
-        self._trim = trim
-        self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._encode)
+        self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._spell)
 
     @property
     def pads(self) -> bool:
@@ -136,17 +134,20 @@ class Collator:
             raise InvalidItem(
                 f"an item is {item!r:.40}; give a dict with an array of numbers per feature"
             )
-        arrays, signature = {}, []
-        length = 0
+        arrays, signature, length = {}, [], 0
         for name, value in item.items():
             array = arrays[name] = _array(name, value)
             shape = tuple(array.shape)
             if name in self._fill:
-                length = _tokens(name, shape, length)
-                shape = shape[1:]
+                if not shape or not shape[0] or length not in (0, shape[0]):
+                    raise InvalidItem(
+                        f"feature {name} has the shape {list(shape)}; its first dimension must be"
+                        f" {length or 'one or more'} tokens, as it is padded"
+                    )
+                length, shape = shape[0], shape[1:]
             kind = array.device if is_tensor(array) else "numpy"
             signature.append((name, kind, array.dtype, shape))
-        if self._padded and not any(name in arrays for name in self._padded):
+        if self._padded and self._padded.keys().isdisjoint(arrays):
             raise InvalidItem(
                 f"an item has the features {', '.join(arrays)}, and none that is padded:"
                 f" {', '.join(self._padded)}"
@@ -165,17 +166,15 @@ class Collator:
             DeviceUnavailable: There is no such device.
         """
         lengths = [each.length for each in items]
-        stacked = {}
-        for name in items[0].arrays:
-            column = [each.arrays[name] for each in items]
-            is_padded = name in self._fill and min(lengths) < max(lengths)
-            stacked[name] = (
-                _padded(column, lengths, self._fill[name]) if is_padded else _stacked(column)
-            )
+        fills = self._fill if min(lengths) < max(lengths) else {}
+        stacked = {
+            name: _stacked([each.arrays[name] for each in items], lengths, fills.get(name))
+            for name in items[0].arrays
+        }
         if self._mask is not None and self._mask not in stacked:
             like = next(stacked[name] for name in self._padded if name in stacked)
             stacked[self._mask] = _build_mask(lengths, like)
-        return stacked if self._device is None else self._sent(stacked, self._device)
+        return stacked if self._device is None else self._send(stacked, self._device)
 
     def rows(self, answer: Any, lengths: Sequence[int], name: str) -> Any:
         """One outcome per item.
@@ -191,22 +190,28 @@ class Collator:
         """
         if isinstance(answer, tuple | Mapping) or _is_array(answer):
             return _rows(answer, lengths, f"{name}: the output", self._trim)
-        return list(map(own_row, answer)) if isinstance(answer, list) else answer
+        return answer
 
-    def _encode(self, signature: Signature) -> str:
+    def _spell(self, signature: Signature) -> str:
         """The key of items; checks that their features can hold what they are padded with."""
         for name, _, dtype, _ in signature:
-            fill = self._fill.get(name, 0)
-            if not _holds(dtype, fill):
+            if not _holds(dtype, fill := self._fill.get(name, 0)):
                 raise InvalidItem(f"feature {name} is {dtype}, and cannot be padded with {fill}")
-        return repr(
-            [(name, str(kind), str(dtype), shape) for name, kind, dtype, shape in signature]
-        )
+        return repr([(name, str(kind), str(dtype), own) for name, kind, dtype, own in signature])
 
-    def _sent(self, stacked: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def _send(self, stacked: Mapping[str, Any], name: str) -> dict[str, Any]:
         """The same on the device, without waiting for the end of the copies."""
         if self._to_device is None:
-            self._to_device = _host_to_device(name)
+            from batchery_worker.models.hardware.transfers import HostToDevice
+
+            torch = sys.modules["torch"]
+            try:
+                device = torch.device(name)
+            except RuntimeError as error:
+                raise DeviceUnavailable(f"device={name!r}: {error}") from None
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise DeviceUnavailable(f"device={name!r}: torch finds no CUDA device")
+            self._to_device = HostToDevice(device)
         return {
             # Items that are on a device have no part in pinned memory.
             feature: each.to(name)
@@ -224,67 +229,41 @@ def _array(name: Any, value: Any) -> Any:
         return value
     import numpy as np
 
-    if not isinstance(value, np.ndarray):
-        try:
-            value = np.asarray(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidItem(f"feature {name} is no array of numbers ({error})") from None
-    if value.dtype.kind not in NUMBER_KINDS:
-        raise InvalidItem(f"feature {name} is no array of numbers, but of {value.dtype}")
-    return value
-
-
-def _tokens(name: str, shape: tuple[int, ...], length: int) -> int:
-    """The tokens of a padded feature; 0 stands for a length that is not known yet."""
-    if not shape:
-        raise InvalidItem(f"feature {name} is a scalar; it is padded, so give an array of tokens")
-    if not shape[0]:
-        raise InvalidItem(f"feature {name} is empty; give at least one token")
-    if length and shape[0] != length:
-        raise InvalidItem(
-            f"feature {name} has {shape[0]} tokens, and those before it {length};"
-            " padded features of an item have the same number of tokens"
-        )
-    return shape[0]
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidItem(f"feature {name} is no array of numbers ({error})") from None
+    if array.dtype.kind not in NUMBER_KINDS:
+        raise InvalidItem(f"feature {name} is no array of numbers, but of {array.dtype}")
+    return array
 
 
 def _holds(dtype: Any, fill: float) -> bool:
     """Whether an array of this dtype can hold a number as it is; of fractions, nearly."""
-    torch: Any = sys.modules.get("torch")
-    try:
-        of_torch: Any = getattr(torch, "dtype", ())
-        if isinstance(dtype, of_torch):
-            if dtype.is_floating_point or dtype.is_complex:
-                return True
-            # `pad_sequence` takes a float, whatever the dtype.
-            return bool(torch.full((), fill, dtype=dtype).item() == fill == float(fill))
-        import numpy as np
-
-        with np.errstate(invalid="ignore"):
-            return dtype.kind in "fc" or bool(np.full((), fill, dtype).item() == fill)
-    except (ValueError, OverflowError, RuntimeError):
-        return False
+    name = getattr(dtype, "name", str(dtype))
+    if "float" in name or "complex" in name:
+        return True
+    if "bool" in name:
+        return fill in (0, 1)
+    info = sys.modules["torch" if name.startswith("torch") else "numpy"].iinfo(dtype)
+    # `pad_sequence` takes a float, whatever the dtype.
+    return bool(info.min <= fill <= info.max and fill == float(fill) == round(fill))
 
 
-def _stacked(column: Sequence[Any]) -> Any:
-    """Arrays of one shape as one: [items, ...]."""
-    if is_tensor(column[0]):
-        return sys.modules["torch"].stack(column)
-    import numpy as np
-
-    return np.stack(column)
+def _library(array: Any) -> Any:
+    """Whose array it is: numpy or torch, which name most things alike."""
+    return sys.modules["torch" if is_tensor(array) else "numpy"]
 
 
-def _padded(column: Sequence[Any], lengths: Sequence[int], fill: float) -> Any:
-    """Arrays of several lengths as one: [items, tokens of the longest, ...]."""
-    if is_tensor(column[0]):
-        pad_sequence = sys.modules["torch"].nn.utils.rnn.pad_sequence
+def _stacked(column: Sequence[Any], lengths: Sequence[int], fill: float | None) -> Any:
+    """Arrays as one: [items, ...]; padded to the longest, if there is what to pad with."""
+    library, first = _library(column[0]), column[0]
+    if fill is None:
+        return library.stack(column)
+    if is_tensor(first):
         # For 64 texts of 100 tokens it takes half as long as a copy of each into `torch.full`.
-        return pad_sequence(column, batch_first=True, padding_value=fill)
-    import numpy as np
-
-    first = column[0]
-    padded = np.full((len(column), max(lengths), *first.shape[1:]), fill, first.dtype)
+        return library.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fill)
+    padded = library.full((len(column), max(lengths), *first.shape[1:]), fill, first.dtype)
     for row, length, array in zip(padded, lengths, column, strict=True):
         row[:length] = array
     return padded
@@ -292,28 +271,9 @@ def _padded(column: Sequence[Any], lengths: Sequence[int], fill: float) -> Any:
 
 def _build_mask(lengths: Sequence[int], like: Any) -> Any:
     """1 for tokens and 0 for padding: int64, [items, tokens of the longest]."""
-    longest = max(lengths)
-    if is_tensor(like):
-        torch = sys.modules["torch"]
-        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        return mask.long().to(like.device)
-    import numpy as np
-
-    return (np.arange(longest) < np.array(lengths)[:, None]).astype(np.int64)
-
-
-def _host_to_device(name: str) -> "HostToDevice":
-    """Copies to a device; loads torch."""
-    from batchery_worker.models.hardware.transfers import HostToDevice
-
-    torch = sys.modules["torch"]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DeviceUnavailable(f"device={name!r}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceUnavailable(f"device={name!r}: torch finds no CUDA device")
-    return HostToDevice(device)
+    library = _library(like)
+    mask = (library.arange(max(lengths)) < library.asarray(lengths)[:, None]) * 1
+    return mask.to(like.device) if is_tensor(like) else mask
 
 
 def is_tensor(value: Any) -> bool:
@@ -323,35 +283,26 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 
 
-def _rows(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[Any]:
-    if isinstance(output, tuple | list | Mapping):
-        parts = output if isinstance(output, Mapping) else dict(enumerate(output))
-        columns = [_rows(each, lengths, f"{where}[{name!r}]", trim) for name, each in parts.items()]
+def _rows(output: Any, lengths: Sequence[int], where: str, trim: bool) -> Sequence[Any]:
+    is_dict = isinstance(output, Mapping)
+    if is_dict or isinstance(output, tuple | list):
+        parts = output.items() if is_dict else enumerate(output)
+        columns = [_rows(each, lengths, f"{where}[{name!r}]", trim) for name, each in parts]
         if not columns:
             raise WrongLength(f"{where} is empty; give arrays with one row per item")
-        rows = zip(*columns, strict=True)
-        if isinstance(output, Mapping):
-            return [dict(zip(output, row, strict=True)) for row in rows]
-        return list(rows)
+        rows = list(zip(*columns, strict=True))
+        return [dict(zip(output, row, strict=True)) for row in rows] if is_dict else rows
     shape = tuple(output.shape) if _is_array(output) else ()
-    items = len(lengths)
-    if shape[:1] != (items,):
+    wanted = (len(lengths), max(lengths))[: 1 + trim]
+    if shape[: len(wanted)] != wanted:
+        tokens = f", and its second one the {max(lengths)} tokens of the longest" * trim
         raise WrongLength(
-            f"{where} is of the type {type(output).__name__} and the shape {list(shape)} for"
-            f" {items} items; its first dimension must be the items"
-        )
-    if trim and shape[1:2] != (max(lengths),):
-        raise WrongLength(
-            f"{where} has the shape {list(shape)}; its second dimension must be the"
-            f" {max(lengths)} tokens of the longest item, as trim=True cuts it back"
+            f"{where} is of the type {type(output).__name__} and the shape {list(shape)};"
+            f" its first dimension must be the {len(lengths)} items{tokens}"
         )
     # For tensors it takes less than half as long as an index for each row.
-    rows_of_it = output.unbind(0) if is_tensor(output) else list(output)
-    if trim:
-        rows_of_it = [row[:length] for row, length in zip(rows_of_it, lengths, strict=True)]
-    if not trim and own_row(rows_of_it[0]) is rows_of_it[0]:
-        return rows_of_it  # All are of one size.
-    return [own_row(row) for row in rows_of_it]
+    views = output.unbind(0) if is_tensor(output) else output
+    return [row[:length] for row, length in zip(views, lengths, strict=True)] if trim else views
 
 
 def _is_array(value: Any) -> bool:
@@ -359,16 +310,21 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def own_row(row: Any) -> Any:
-    """A row of an array; a copy if it would keep more than twice its own memory."""
-    if not hasattr(type(row), "shape"):
-        return row  # Most are no array, and are told so in no time.
-    if is_tensor(row):
-        return row if 2 * row.nbytes >= row.untyped_storage().nbytes() else row.clone()
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(row, numpy.ndarray):
-        return row
-    base: Any = row
-    while isinstance(base, numpy.ndarray) and base.base is not None:
-        base = base.base
-    return row if 2 * row.nbytes >= getattr(base, "nbytes", row.nbytes) else row.copy()
+def own_rows(outcome: Any) -> Any:
+    """An outcome whose arrays keep at most twice their own memory alive: others are copied.
+
+    So a result that is kept for long does not keep its whole batch.
+    """
+    kind = type(outcome)
+    if kind is tuple or kind is dict:
+        parts = list(outcome.values() if kind is dict else outcome)
+        own = list(map(own_rows, parts))
+        if any(map(is_not, own, parts)):
+            return dict(zip(outcome, own, strict=True)) if kind is dict else tuple(own)
+    elif hasattr(kind, "nbytes"):
+        if is_tensor(outcome):
+            whole = outcome.untyped_storage().nbytes()
+            return outcome.clone() if 2 * outcome.nbytes < whole else outcome
+        whole = getattr(getattr(outcome, "base", None), "nbytes", 0)
+        return outcome.copy() if 2 * outcome.nbytes < whole else outcome
+    return outcome

@@ -39,7 +39,8 @@ def test_one_item_has_one_result_and_a_list_has_a_list() -> None:
     assert shout(["a", "b"]) == ["A", "B"]
     assert shout([]) == []
     assert shout(list(map(str, range(100)))) == [str(number) for number in range(100)]
-    assert shout.submit("c").result(WAIT_S) == "C"
+    with pytest.raises(ItemFailed, match=r"^quiet$"):
+        shout("quiet")
     assert (shout.__name__, shout.__doc__) == ("shout", "Makes texts loud.")
     assert shout.function(["a"]) == ["A"]
 
@@ -123,12 +124,16 @@ def test_calls_with_other_keywords_are_other_batches(gate: Gate) -> None:
         ("b", {"n": True}),
         ("c", {"n": 1}),
         ("d", {"n": 1.0}),
+        ("e", {"n": (1, 2)}),
+        ("f", {"n": [1, 2]}),
     ]
     futures = [function.submit(text, **keywords) for text, keywords in sent]
     gate.opened.set()
-    assert [each.result(WAIT_S) for each in futures] == ["a", "b", "c", "d"]
-    assert [texts for texts, _ in seen] == [["a", "c"], ["b"], ["d"]]
-    assert [repr(keywords) for _, keywords in seen] == ["{'n': 1}", "{'n': True}", "{'n': 1.0}"]
+    assert [each.result(WAIT_S) for each in futures] == list("abcdef")
+    assert [texts for texts, _ in seen] == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
+    # As they were given, though JSON spells some alike.
+    values = [1, True, 1.0, (1, 2), [1, 2]]
+    assert [repr(keywords["n"]) for _, keywords in seen] == list(map(repr, values))
 
 
 def test_one_bad_item_fails_alone() -> None:
@@ -150,12 +155,6 @@ def test_one_bad_item_fails_alone() -> None:
     # Callers are answered before they are counted.
     wait_for(lambda: function.stats.failed == 2, "both are counted")
     assert function.stats.items == 6
-
-
-def test_a_failed_outcome_is_raised() -> None:
-    with pytest.raises(ItemFailed, match=r"^quiet$"):
-        shout("quiet")
-    assert shout("loud") == "LOUD"
 
 
 class Odd(BaseException):
@@ -239,8 +238,6 @@ def test_each_instance_has_a_batcher_of_its_own() -> None:
     assert (two.embed.stats.items, three.embed.stats.items, two.other.stats.items) == (3, 1, 0)
     assert Child(2).embed([1, 2]) == [-2, -4]
     assert Embedder.embed.function(two, [5]) == [10]
-    with pytest.raises(AttributeError, match="is a batched method"):
-        two.embed = None
 
 
 def test_a_copy_of_an_instance_has_a_batcher_of_its_own() -> None:
@@ -276,16 +273,23 @@ def test_calls_are_answered_although_nobody_holds_the_instance() -> None:
     assert batched(lambda items: items).options(tenant="a")("x") == "x"
 
 
-def test_instances_without_a_dict_are_refused() -> None:
-    class Slim:
-        __slots__ = ()
+class Slim:
+    __slots__ = ("__weakref__",)
 
-        @batched
-        def embed(self, items: list[Any]) -> list[Any]:
-            return items
+    @batched
+    def embed(self, items: list[Any]) -> list[Any]:
+        return items
 
-    with pytest.raises(BatchArgumentError, match="Slim have no __dict__"):
-        Slim().embed("a")
+
+class Slimmer:
+    __slots__ = ()
+    embed = Slim.embed
+
+
+def test_a_batcher_ends_with_its_instance_so_that_must_have_weak_references() -> None:
+    assert Slim().embed("a") == "a"
+    with pytest.raises(BatchArgumentError, match='Slimmer have no weak references; add "__weak'):
+        Slimmer().embed("a")
 
 
 @dataclass
@@ -370,7 +374,6 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
     [
         ({"max_batch_size": 0}, "max_batch_size=0: give a whole number above 0"),
         ({"max_batch_size": None}, "max_batch_size=None"),
-        ({"max_batch_size": True}, "max_batch_size=True"),
         ({"max_batch_size": 2.5}, r"max_batch_size=2\.5"),
         ({"max_wait_ms": -1}, "max_wait_ms=-1"),
         ({"max_wait_ms": float("nan")}, "max_wait_ms=nan"),
@@ -380,6 +383,7 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"classes": {}}, "give the share of each"),
         ({"classes": ["a"]}, "give the share of each"),
         ({"length": 3}, "length=3: give a function"),
+        ({"length": len, "pad": {}}, "length: items that are dicts of arrays"),
         ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
         ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
@@ -395,9 +399,7 @@ def test_a_wrong_option_is_found_where_it_is_written(options: dict[str, Any], te
 
 @pytest.mark.parametrize("what", [3, "embed", Embedder, staticmethod(len), classmethod(print)])
 def test_only_functions_are_decorated(what: Any) -> None:
-    with pytest.raises(
-        BatchArgumentError, match=r"decorate a function|@staticmethod above @batched"
-    ):
+    with pytest.raises(BatchArgumentError, match=r"decorate a function.* @staticmethod above"):
         batched(what)
 
 
@@ -421,16 +423,6 @@ def test_a_length_that_is_no_number_is_told_to_its_caller(counted: Any) -> None:
         with pytest.raises(BatchArgumentError, match="length must give the number of tokens"):
             function(["good", "bad"])
         assert function(["good", "again"]) == ["good", "again"]
-
-
-def test_keywords_that_json_spells_alike_share_no_batch() -> None:
-    def notify(items: list[str], *, key: Any) -> list[str]:
-        return [f"{item} {key}" for item in items]
-
-    with batched(notify, max_wait_ms=50) as function:
-        keys: list[Any] = [(1, 2), [1, 2], {1: "a"}, {"1": "a"}]
-        futures = [function.submit("x", key=key) for key in keys]
-        assert [each.result(WAIT_S) for each in futures] == [f"x {key}" for key in keys]
 
 
 def test_a_wrong_call_is_told() -> None:

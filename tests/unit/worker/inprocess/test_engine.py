@@ -188,16 +188,9 @@ def test_calls_with_other_keywords_share_no_batch(bert: Path) -> None:
     with Engine(settings, device="cpu") as engine:
         short = [engine.submit(text, dimensions=4) for text in TEXTS]
         raw = [engine.submit(text, normalize=False) for text in TEXTS]
-        assert np.allclose(
-            vectors([each.result(60) for each in short]),
-            one_by_one(settings, TEXTS, dimensions=4),
-            atol=TOLERANCE,
-        )
-        assert np.allclose(
-            vectors([each.result(60) for each in raw]),
-            one_by_one(settings, TEXTS, normalize=False),
-            atol=TOLERANCE,
-        )
+        for futures, keywords in ((short, {"dimensions": 4}), (raw, {"normalize": False})):
+            found = vectors([each.result(60) for each in futures])
+            assert np.allclose(found, one_by_one(settings, TEXTS, **keywords), atol=TOLERANCE)
         with pytest.raises(InvalidItem, match="keyword colour: no such keyword"):
             engine.call("the cat", colour="red")
 
@@ -207,15 +200,11 @@ def test_a_bad_item_fails_its_own_caller_alone(bert: Path) -> None:
     items = ["the cat", 7, "", "the dog", TEXTS[3]]
     with Engine(settings, device="cpu") as engine:
         futures = [engine.submit(each) for each in items]
-        errors = [each.exception(60) for each in futures]
-        whole = engine.options(return_exceptions=True).call(items)
-    for found in (errors, [each if isinstance(each, Exception) else None for each in whole]):
-        assert [type(each) for each in found] == [
-            *(type(None), InvalidItem, InvalidItem, type(None), InvalidItem)
-        ]
-        assert "not int" in str(found[1])
-        assert "is empty" in str(found[2])
-        assert "max_length = 12" in str(found[4])
+        found = [each.exception(60) for each in futures]
+    assert (found[0], found[3]) == (None, None)
+    for place, text in ((1, "not int"), (2, "is empty"), (4, "max_length = 12")):
+        assert isinstance(found[place], InvalidItem)
+        assert text in str(found[place])
 
 
 def test_a_name_of_the_settings_brings_their_limits(
@@ -340,29 +329,6 @@ def test_a_model_that_cannot_be_loaded_fails_whoever_enters(tmp_path: Path) -> N
     with pytest.raises(BatcherClosed):
         engine.call("a text")
     wait_for(lambda: not batchery_threads(), "the thread ends")
-
-
-def test_a_model_that_cannot_be_loaded_fails_first_calls_and_is_tried_again() -> None:
-    class Late(Doubling):
-        def load(self, device: str) -> None:
-            super().load(device)
-            if len(self.said) == 1:
-                raise FileNotFoundError("weights.bin")
-
-    engine = Engine(Late(), device="cpu")
-    with pytest.raises(ModelLoadError, match="'Late' cannot be loaded on cpu: FileNotFoundError"):
-        engine.call(1)
-    assert engine.call(1) == 2
-    engine.close()
-
-
-def test_closing_answers_the_calls_that_are_there() -> None:
-    model = Launching()
-    engine = Engine(model, device="cpu", max_batch_size=2)
-    futures = [engine.submit(each) for each in range(1, 8)]
-    model.go.set()
-    engine.close()
-    assert [each.result(0) for each in futures] == [2 * each for each in range(1, 8)]
 
 
 def test_an_entry_that_is_cancelled_while_a_batch_runs_hurts_no_call() -> None:
