@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from batchery_worker.batching.cost_model import (
     BAD_ERROR,
-    ERROR_WEIGHT,
     GOOD_ERROR,
     MAX_OUTLIERS,
-    OUTLIER_FACTOR,
     REFRESH_BATCHES,
     CostModel,
     Costs,
@@ -69,24 +67,6 @@ costs_of = st.builds(
 
 
 @FEW
-@given(costs_of, st.integers(0, 1000))
-def test_costs_are_found_whatever_was_believed(costs: Costs, seed: int) -> None:
-    model = CostModel(GUESS)
-    feed(model, costs, 640, seed=seed)
-    assert error(model, costs) < 0.05
-
-
-@FEW
-@given(st.integers(0, 1000))
-def test_costs_are_found_in_noise(seed: int) -> None:
-    costs = Costs(0.05, 0.5, 4.0)
-    model = CostModel(GUESS)
-    feed(model, costs, 512, seed=seed, noise=0.2)
-    # Noise only makes slower: by a tenth in the mean.
-    assert error(model, Costs(*(1.1 * cost for cost in costs))) < 0.15
-
-
-@FEW
 @given(st.floats(0.1, 10), st.integers(0, 1000))
 def test_changed_costs_are_followed(factor: float, seed: int) -> None:
     before = Costs(0.05, 0.1, 2.0)
@@ -96,14 +76,6 @@ def test_changed_costs_are_followed(factor: float, seed: int) -> None:
     assert error(model, before) < 0.05
     feed(model, after, 1000, seed=seed + 1)
     assert error(model, after) < 0.1
-
-
-def test_changed_ratio_of_costs_is_followed() -> None:
-    model = CostModel(Costs(0.05, 0.0, 1.0))
-    feed(model, Costs(0.05, 0.0, 1.0), 300)
-    feed(model, Costs(0.05, 0.0, 3.0), 2000)
-    assert model.costs is not None
-    assert model.costs.pass_ms == pytest.approx(3.0, rel=0.05)
 
 
 @given(
@@ -129,15 +101,6 @@ def test_costs_stay_finite_whatever_is_measured(
             assert all(0 <= cost < math.inf for cost in model.costs)
             assert 0 <= model.costs.expected_ms(512, 16, 2) < math.inf
             assert model.useful_items is None or model.useful_items >= 1
-
-
-def test_equal_batches_change_the_level_and_not_the_ratio() -> None:
-    model = CostModel(Costs(0.05, 0.0, 1.6))
-    for _ in range(500):
-        model.ran(512, 16, 1, 2 * (0.05 * 512 + 1.6))
-    assert model.costs is not None
-    assert model.costs.token_ms == pytest.approx(0.1, rel=0.01)
-    assert model.costs.pass_ms == pytest.approx(3.2, rel=0.01)
 
 
 def test_item_cost_is_zero_where_each_item_is_one_token() -> None:
@@ -217,17 +180,18 @@ def test_a_batch_is_expected_after_the_first_one() -> None:
 
 @FEW
 @given(costs_of, st.integers(0, 1000), st.floats(0, 0.2))
-def test_predictions_are_believed_once_they_come_true(
+def test_costs_are_found_and_believed_whatever_was_thought_before(
     costs: Costs, seed: int, noise: float
 ) -> None:
     model = CostModel(GUESS)
     assert model.error is None
     feed(model, costs, 640, seed=seed, noise=noise)
     assert model.error is not None
+    # In the mean: what was thought before still moves the smallest batches, whose costs the others
+    # say least about. Noise only makes slower.
     assert model.error < 0.05 + noise / 2
     assert model.is_believable
-    shape = next(shapes(seed))
-    assert model.expected_ms(*shape) == pytest.approx(costs.expected_ms(*shape), rel=0.1 + noise)
+    assert error(model, Costs(*((1 + noise / 2) * cost for cost in costs))) < 0.05 + noise / 2
 
 
 def test_error_is_of_predictions_before_they_were_learned() -> None:
@@ -337,21 +301,3 @@ def test_full_batches_on_a_busy_machine_change_no_belief() -> None:
         model.ran(tokens, 64, 4, level * GUESS.expected_ms(tokens, 64, 4))
     assert model.costs is not None
     assert model.pass_tokens == pytest.approx(32)
-
-
-def test_an_outlier_counts_as_little_as_the_first_batch_that_is_one() -> None:
-    costs = Costs(0.05, 0.1, 2.0)
-    model = CostModel(costs)
-    feed(model, costs, 100)
-    before = model.error
-    assert before is not None
-    model.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
-    assert model.error == pytest.approx(before + ERROR_WEIGHT * (OUTLIER_FACTOR - 1 - before))
-
-
-def test_what_is_believed_follows_what_is_found_slowly() -> None:
-    model = CostModel(GUESS)
-    feed(model, Costs(1.0, 0.0, 3200.0), REFRESH_BATCHES + 1)
-    assert model.costs is not None
-    # A sixteenth of the way or so, at the level of these batches.
-    assert GUESS.pass_ms < model.pass_tokens < 2 * GUESS.pass_ms

@@ -61,10 +61,6 @@ def test_a_negative_cost_goes_to_the_others() -> None:
     assert costs[1:] == [0, 0]
 
 
-def test_without_any_column_there_are_no_costs() -> None:
-    assert non_negative_fit([[0.0] * 4 for _ in range(4)]) is None
-
-
 #: Columns that are either the same or differ by more than rounding.
 whole_rows = st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=12)
 

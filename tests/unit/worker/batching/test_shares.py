@@ -70,23 +70,6 @@ def test_classes_have_their_shares_of_each_batch() -> None:
         assert all(abs(batch[EMBED, lane] - 10 * share) <= 1 for batch in device.batches)
 
 
-def test_the_share_of_a_silent_class_goes_to_the_others() -> None:
-    device = Device(lambda _: 0.01)
-    device.send(EMBED, HIGH, 2000)
-    device.send(EMBED, LOW, 2000)
-    device.run(100)
-    assert device.share((EMBED, HIGH)) == pytest.approx(5 / 7, abs=0.01)
-    assert device.share((EMBED, LOW)) == pytest.approx(2 / 7, abs=0.01)
-
-
-def test_a_slow_model_has_its_share_of_the_time_not_of_the_turns() -> None:
-    device = Device(lambda task: 0.1 if task == "embed" else 0.001)
-    device.send(EMBED, HIGH, 2000)
-    device.send(LABEL, HIGH, 100_000)
-    device.run(1500)
-    assert device.share((EMBED, HIGH)) == pytest.approx(0.5, abs=0.02)
-
-
 def test_what_a_batch_costs_besides_its_items_is_shared_too() -> None:
     device = Device(lambda _: 0.001, batch_s=0.05)
     device.send(EMBED, HIGH, 10_000, items=3)
@@ -121,7 +104,7 @@ def test_after_a_first_batch_that_took_half_a_minute_a_live_job_is_in_the_next_o
     assert "live" in [job.id for job in batch.jobs]
 
 
-def test_many_tenants_share_what_their_class_has() -> None:
+def test_many_tenants_share_what_their_class_has_and_what_a_silent_one_leaves() -> None:
     device = Device(lambda _: 0.01)
     tenants = [Lane("low", str(number)) for number in range(10)]
     for tenant in tenants:
@@ -141,17 +124,6 @@ def test_jobs_of_several_keywords_have_no_larger_share() -> None:
     device.send(LABEL, HIGH, 5000)
     device.run(300)
     assert device.share((LABEL, HIGH)) == pytest.approx(0.5, abs=0.03)
-
-
-def test_who_was_silent_has_saved_up_nothing() -> None:
-    device = Device(lambda _: 0.01)
-    device.send(EMBED, LOW, 10_000)
-    device.run(300)
-    before_s = device.given_s[EMBED, LOW]
-    device.send(EMBED, HIGH, 5000)
-    device.run(70)
-    low_s = device.given_s[EMBED, LOW] - before_s
-    assert low_s / (low_s + device.given_s[EMBED, HIGH]) == pytest.approx(2 / 7, abs=0.02)
 
 
 def test_who_took_what_nobody_else_wanted_does_not_pay_for_it_later() -> None:
@@ -368,17 +340,6 @@ def test_two_that_both_wait_never_differ_by_more_than_two_batches_of_each(
         device.run(1)
         first, second = (device.given_s[who] / SHARES[who[1].priority_class] for who in both)
         assert abs(first - second) <= bound
-
-
-def test_a_flow_runs_nothing_once_its_batch_is_back() -> None:
-    shares = Shares(SHARES, TaskCosts())
-    flow = shares.wake(EMBED, LOW)
-    charge = shares.charge(flow, 4, 0.5)
-    # Two seconds, of a share of 20.
-    assert flow.running == pytest.approx(0.1)
-    shares.ended([charge], 3.0)
-    assert flow.running == pytest.approx(0.0)
-    assert flow.tag == pytest.approx(0.15)
 
 
 def test_classes_of_a_batch_that_is_back_count_though_none_of_their_jobs_waits() -> None:

@@ -36,23 +36,8 @@ def popped(flow: Flow[None]) -> list[str]:
     return names
 
 
-def test_the_earliest_deadline_goes_first_and_the_others_keep_their_order() -> None:
-    jobs = [job("a", 0), job("late", 1, 9), job("b", 2), job("early", 3, 5), job("c", 4)]
-    assert popped(flow_of(*jobs)) == ["early", "late", "a", "b", "c"]
-
-
 def test_equal_deadlines_keep_their_order() -> None:
     assert popped(flow_of(*(job(str(number), number, 9) for number in range(5)))) == list("01234")
-
-
-def test_a_deadline_far_away_is_no_reason_to_wait_longer() -> None:
-    assert popped(flow_of(job("far", 0, 10 * DUE_S), job("none", 1))) == ["far", "none"]
-
-
-def test_a_job_without_a_deadline_waits_a_minute_for_those_with_one() -> None:
-    old = job("old", 0)
-    assert popped(flow_of(old, job("soon", DUE_S / 2, DUE_S - 1))) == ["soon", "old"]
-    assert popped(flow_of(old, job("later", DUE_S / 2, DUE_S + 1))) == ["old", "later"]
 
 
 def test_jobs_whose_deadline_was_over_when_they_came_hold_nobody_up_for_longer() -> None:

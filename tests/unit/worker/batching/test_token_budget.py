@@ -31,12 +31,6 @@ def use(budget: TokenBudget, fits: int, passes: int) -> int:
     return failures
 
 
-def test_budget_is_the_ceiling_while_all_passes_fit() -> None:
-    budget = TokenBudget(512)
-    assert use(budget, fits=512, passes=1000) == 0
-    assert budget.allows() == 512
-
-
 @given(ceiling=CEILINGS, data=st.data())
 def test_budget_halves_at_each_failure_until_it_fits(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
