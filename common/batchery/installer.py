@@ -33,10 +33,8 @@ KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
     "rerank": "batchery_worker.models.rerank:RerankModel",
-    "token_classification": (
-        "batchery_worker.models.token_classification:TokenClassificationModel"
-    ),
-    "zero_shot": "batchery_worker.models.zero_shot:ZeroShotModel",
+    "token_classification": ("batchery_worker.models.classification:TokenClassificationModel"),
+    "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
     "sparse_embedding": "batchery_worker.models.sparse_embedding:SparseEmbeddingModel",
     "multi_vector_embedding": (
         "batchery_worker.models.multi_vector_embedding:MultiVectorEmbeddingModel"

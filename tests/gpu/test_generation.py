@@ -59,7 +59,7 @@ def writer(tmp_path: Path) -> Load:
     return loaded
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen", "mistral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt2"])
 def test_jobs_with_cancels_between_write_what_generate_writes(
     architecture: str, writer: Load
 ) -> None:
@@ -89,7 +89,7 @@ def graphs(model: Any) -> set[tuple[int, ...]]:
     ("architecture", "attention"),
     [
         ("llama", BY_PAGE),
-        ("qwen", BY_PAGE),
+        ("qwen3", BY_PAGE),
         ("gpt2", BY_PAGE),
         # Of a window there are no pages.
         ("mistral", NAME),

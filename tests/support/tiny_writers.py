@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from batchery.outcomes import Failed
 from support.tiny_models import CORPUS
@@ -25,64 +30,67 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
 
+#: Options of their configs, as far as they have them.
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 8,
     "intermediate_size": 48,
     "max_position_embeddings": 160,
     # Large weights, so that the likeliest token is so by far.
     "initializer_range": 0.4,
 }
 
-#: By name: class prefix in transformers, and options of its config.
-WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", SMALL),
-    "qwen": ("Qwen3", {**SMALL, "head_dim": 8}),
-    "mistral": ("Mistral", {**SMALL, "sliding_window": 8}),
-    # Attention with a soft cap; attention with sinks, and experts.
-    "gemma2": (
-        "Gemma2",
-        {**SMALL, "head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": 0.5},
-    ),
-    "gpt-oss": (
-        "GptOss",
-        {**SMALL, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-    "gpt2": (
-        "GPT2",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160, "initializer_range": 0.4},
-    ),
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+CAP: dict[str, Any] = {"sliding_window": 64, "attn_logit_softcapping": 0.5}
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "shared_expert_intermediate_size": 16,
 }
 
-#: The same for models with an encoder.
-ENCODER_WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": (
-        "T5",
-        {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "initializer_factor": 3.0,
-        },
-    ),
-    "bart": (
-        "Bart",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 80,
-            "init_std": 0.4,
-        },
-    ),
+#: Decoders, by the names of their types in transformers, and further options.
+WRITERS: dict[str, dict[str, Any]] = {
+    name: options
+    for names, options in (
+        ("apertus arcee biogpt bitnet cohere ernie4_5 gemma glm glm4 gpt2 gpt_neox granite", {}),
+        ("helium hunyuan_v1_dense jais2 llama nanochat olmo olmo2 persimmon phi qwen2 qwen3", {}),
+        ("smollm3 starcoder2", {}),
+        ("cohere2 exaone4 gemma3_text mistral olmo3", WINDOW),
+        ("phi3", {**WINDOW, "pad_token_id": 1}),
+        ("gemma2 vaultgemma", CAP),
+        # The first one has sinks.
+        ("gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe", EXPERTS),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    )
+    for name in names.split()
+}
+
+#: The same for models with an encoder; all of their options.
+ENCODER_WRITERS: dict[str, dict[str, Any]] = {
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "initializer_factor": 3.0,
+    },
+    "bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 80,
+        "init_std": 0.4,
+    },
 }
 
 #: Of a generation config: the first token of a text, as mBART has it, and the last one, as BART.
@@ -107,27 +115,23 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_writer(folder: Path, architecture: str = "llama", **options: Any) -> Path:
     """Writes a model and its tokenizer; `options` are those of its config."""
-    prefix, config_options = (WRITERS | ENCODER_WRITERS)[architecture]
     tokenizer = make_byte_tokenizer()
     end = tokenizer.eos_token_id
-    if architecture in ENCODER_WRITERS:
-        options = {"decoder_start_token_id": end, **options}
-    config = getattr(transformers, f"{prefix}Config")(
-        **{
-            "vocab_size": len(tokenizer),
-            "eos_token_id": end,
-            "bos_token_id": None,
-            "pad_token_id": end,
-            **config_options,
-            **options,
-        }
+    has_encoder = architecture in ENCODER_WRITERS
+    if has_encoder:
+        known = {"decoder_start_token_id": end, **ENCODER_WRITERS[architecture]}
+    else:
+        usual = AutoConfig.for_model(architecture)
+        known = {name: value for name, value in SMALL.items() if hasattr(usual, name)}
+        known |= WRITERS.get(architecture, {})
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end}
+    config = AutoConfig.for_model(
+        architecture, **{"bos_token_id": None, **tokens, **known, **options}
     )
-    suffix = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
-    if architecture in ENCODER_WRITERS:
-        suffix = "ForConditionalGeneration"
+    loader: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        model = getattr(transformers, prefix + suffix)(config)
+        model = loader.from_config(config)
     if architecture == "bart":
         model.generation_config.update(**FORCED)
     model.save_pretrained(folder)
@@ -140,20 +144,33 @@ class PlainWriter:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._has_encoder = transformers.AutoConfig.from_pretrained(folder).is_encoder_decoder
-        loader: Any = transformers.AutoModelForCausalLM
-        if self._has_encoder:
-            loader = transformers.AutoModelForSeq2SeqLM
+        self._has_encoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
+        loader: Any = AutoModelForSeq2SeqLM if self._has_encoder else AutoModelForCausalLM
         self.model = loader.from_pretrained(folder).eval()
 
-    def write(self, prompt: str, max_new_tokens: int, **options: Any) -> list[int]:
-        """The likeliest tokens; `options` are those of `generate`."""
+    def generate(
+        self, prompt: str, max_new_tokens: int, **options: Any
+    ) -> tuple[list[int], torch.Tensor]:
+        """The likeliest tokens, and the logarithms of what they were chosen by, (T, V).
+
+        Options are those of `generate`.
+        """
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"].to(self.model.device)
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, **options}
+        found = self.model.generate(
+            ids,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
         # What begins an answer is no part of it.
         before = 1 if self._has_encoder else ids.shape[1]
-        tokens: list[int] = self.model.generate(ids, **options)[0, before:].tolist()
-        return tokens
+        return found.sequences[0, before:].tolist(), torch.cat(found.scores).log_softmax(-1)
+
+    def write(self, prompt: str, max_new_tokens: int, **options: Any) -> list[int]:
+        """The likeliest tokens."""
+        return self.generate(prompt, max_new_tokens, **options)[0]
 
     def text(self, tokens: Sequence[int]) -> str:
         """As readers see it."""

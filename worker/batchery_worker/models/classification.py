@@ -1,16 +1,40 @@
-"""Text classification: one label per text, and how sure the model is."""
+"""What labels texts: classification, zero-shot classification, and entities of tokens.
 
+Scores and entities are those of transformers' pipelines.
+"""
+
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    TokenClassificationPipeline,
+)
+from transformers.pipelines.token_classification import AggregationStrategy
 
-from batchery.errors import ModelLoadError
-from batchery_worker.models.inputs import ClassificationKeywords, check_fields
+from batchery.errors import InvalidItem, ModelLoadError
+from batchery.outcomes import Failed
+from batchery_worker.models.inputs import (
+    ClassificationKeywords,
+    TokenClassificationKeywords,
+    ZeroShotKeywords,
+    check_fields,
+    check_text,
+)
 from batchery_worker.models.source import ModelSource, check_head
 from batchery_worker.models.text_model import Outputs, TextModel
-from batchery_worker.models.tokenizer import Cut, Input
+from batchery_worker.models.tokenizer import Cut, Input, Located, Prepared, TokenIds, Truncated
+
+#: What stands for the label in a template.
+PLACE = "{}"
+
+#: One item: the text with each hypothesis, tokenized.
+Sequences = Sequence[Prepared]
 
 
 class ClassificationModel(TextModel):
@@ -82,3 +106,235 @@ class ClassificationModel(TextModel):
             result = {**head, "label": best, "score": row[0]}
             results.append(result if top_k is None else {**result, "scores": named})
         return results
+
+
+class ZeroShotModel(TextModel):
+    """Finds which labels fit a text, with models that know whether one text follows from another.
+
+    Each label makes a hypothesis, such as "This example is sports.". The model says how far it
+    follows from the text. All hypotheses of a text share a forward pass.
+
+    An item is a text, or a list of token ids. Of a pair that is too long, the text is cut. Keywords
+    of a job: see `ZeroShotKeywords`. A result has the shape of `batchery.Classification`, with the
+    scores of all labels.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    keywords = ZeroShotKeywords
+
+    reading = "logits"
+
+    sample_keywords: ClassVar[Mapping[str, Any]] = {"labels": ["one", "another"]}
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        check_head(source, missing, "classification head", "natural language inference")
+        config = self.model.config
+        places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
+        if not places:
+            raise ModelLoadError(
+                f"model {source.name!r}: none of its labels begins with 'entail':"
+                f" {', '.join(config.label2id)}; name a model for natural language inference, or"
+                " correct label2id in its config.json"
+            )
+        # As the pipeline: the opposite is the first label, or the last one.
+        self._entailment = places[0]
+        self._contradiction = 0 if self._entailment else -1
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        shape = outputs.pending.wait().shape[1:]
+        if shape != (len(self.sample_keywords["labels"]),):
+            raise ModelLoadError(
+                f"model {source.name!r}: gives {tuple(shape)} scores; it is not a text"
+                " classification model"
+            )
+
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
+        options: ZeroShotKeywords = super()._read_keywords(keywords)
+        if len(set(options.labels)) < len(options.labels):
+            raise InvalidItem("keyword labels: two of them are the same")
+        template = options.hypothesis_template
+        if template.count(PLACE) != 1 or {*PLACE} & {*template.replace(PLACE, "")}:
+            raise InvalidItem(
+                f"keyword hypothesis_template = {template!r:.80}: needs {PLACE} once, in the place"
+                " of the label, and no other braces"
+            )
+        return options
+
+    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
+        hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
+        self._check_hypotheses(hypotheses)
+        texts = self._inputs(items, "")
+        pairs = [
+            _paired(text, hypothesis)
+            for text in texts
+            if not isinstance(text, Failed)
+            for hypothesis in hypotheses
+        ]
+        tokenized = iter(self._tokenize(pairs, self._cut(options)._replace(only_first=True)))
+        return [
+            each if isinstance(each, Failed) else _together([next(tokenized) for _ in hypotheses])
+            for each in texts
+        ]
+
+    def _check_hypotheses(self, hypotheses: Sequence[str]) -> None:
+        """Raises InvalidItem if one is too long, or leaves no room for a text."""
+        for hypothesis in hypotheses:
+            check_text("keyword labels", hypothesis, self.settings.max_chars)
+        if self.max_length is None:
+            return
+        room = self.max_length - self._tokenize.special_tokens_of_pair
+        for hypothesis in hypotheses:
+            length = self._tokenize.count(hypothesis)
+            if length >= room:
+                raise InvalidItem(
+                    f"keyword labels: {length} tokens of {hypothesis!r:.80} leave no room for a"
+                    f" text in max_length = {self.max_length} tokens"
+                )
+
+    def tokens(self, prepared: Sequences) -> int:
+        """Tokens of all sequences of an item, with the padding that they need themselves."""
+        lengths = [sequence.shape[1] for sequence in prepared]
+        return max(lengths) * len(lengths) if self.pads else sum(lengths)
+
+    def _head(self, prepared: Sequences) -> dict[str, Any]:
+        head: dict[str, Any] = {"tokens": sum(sequence.shape[1] for sequence in prepared)}
+        if any(isinstance(sequence, Truncated) for sequence in prepared):
+            head["truncated"] = True
+        return head
+
+    def _sequences(self, batch: Sequence[Sequences]) -> Sequence[Prepared]:
+        return [sequence for item in batch for sequence in item]
+
+    def _finish(self, values: Tensor, options: Any) -> Tensor:
+        """Scores, (B, C), for the labels of the keywords."""
+        logits = values.view(-1, len(options.labels), values.shape[1])
+        entailment = logits[..., self._entailment]
+        # Among one label, it would have all of the probability.
+        if options.multi_label or len(options.labels) == 1:
+            return (entailment - logits[..., self._contradiction]).sigmoid()
+        return entailment.softmax(dim=-1)
+
+    def _results(
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        labels = self._read_keywords(keywords).labels
+        places = np.argsort(-values.numpy(), axis=1, kind="stable").tolist()
+        results = []
+        for head, row, order in zip(outputs.heads, values.tolist(), places, strict=True):
+            scores = {labels[place]: row[place] for place in order}
+            best = labels[order[0]]
+            results.append({**head, "label": best, "score": scores[best], "scores": scores})
+        return results
+
+
+def _paired(text: Any, hypothesis: str) -> Input:
+    if isinstance(text, TokenIds):
+        return TokenIds(text.ids, pair=hypothesis)
+    return text, hypothesis
+
+
+def _together(sequences: list[Any]) -> list[Prepared] | Failed:
+    """The sequences of one item, or what is wrong with the first wrong one."""
+    failed = [each for each in sequences if isinstance(each, Failed)]
+    return failed[0] if failed else sequences
+
+
+class TokenClassificationModel(TextModel):
+    """Finds entities in texts, with any token classification model of transformers.
+
+    An item is a text; token ids have no places in a text. Keywords of a job: see
+    `TokenClassificationKeywords`. A result has the shape of `batchery.TokenClassification`.
+    """
+
+    auto_class = AutoModelForTokenClassification
+
+    per_token = True
+
+    keywords = TokenClassificationKeywords
+
+    reading = "token_logits"
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        check_head(source, missing, "token classification head", "token classification")
+        if not self.tokenizer.is_fast:
+            raise ModelLoadError(
+                f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"
+                " it needs a tokenizer.json"
+            )
+        # What it makes of logits needs no more of a pipeline than these; the rest of it computes.
+        self._pipeline = TokenClassificationPipeline.__new__(TokenClassificationPipeline)
+        self._pipeline.tokenizer, self._pipeline.model = self.tokenizer, self.model
+        # It says so for each token of a vocabulary without marks.
+        warnings.filterwarnings("ignore", "Tokenizer does not support real words")
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        shape = tuple(outputs.pending.wait().shape)
+        options = (outputs.heads[0]["tokens"], self.model.config.num_labels)
+        if shape != options:
+            raise ModelLoadError(
+                f"model {source.name!r}: gives scores of shape {shape}, not {options}; it is not a"
+                " token classification model"
+            )
+
+    def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
+        return check_text("text", item, self.settings.max_chars)
+
+    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
+        inputs = self._inputs(items, "")
+        texts = [each for each in inputs if isinstance(each, str)]
+        located = iter(self._tokenize.located(texts, self._cut(options)))
+        return [each if isinstance(each, Failed) else next(located) for each in inputs]
+
+    def tokens(self, prepared: Located) -> int:
+        """Length of a tokenized text in tokens, special ones included."""
+        return super().tokens(prepared.tokens)
+
+    def _head(self, prepared: Located) -> dict[str, Any]:
+        return super()._head(prepared.tokens)
+
+    def _sequences(self, batch: Sequence[Located]) -> Sequence[Prepared]:
+        return [located.tokens for located in batch]
+
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (they are for spans)
+        """The model's outputs, (T, C)."""
+        return values
+
+    def _results(
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        options = self._read_keywords(keywords)
+        lengths = [head["tokens"] for head in outputs.heads]
+        return [
+            {**head, "entities": self._find_entities(located, logits, options)}
+            for head, located, logits in zip(
+                outputs.heads, outputs.batch, self.by_text(values, lengths), strict=True
+            )
+        ]
+
+    def _find_entities(
+        self, located: Located, logits: Tensor, options: TokenClassificationKeywords
+    ) -> list[dict[str, Any]]:
+        found = self._pipeline.postprocess(  # type: ignore[no-untyped-call]
+            [
+                {
+                    "logits": logits[None],
+                    "sentence": located.text,
+                    "input_ids": located.tokens[:1],
+                    "offset_mapping": [located.offsets],
+                    "special_tokens_mask": torch.tensor([located.is_special]),
+                }
+            ],
+            AggregationStrategy(options.aggregation),
+            options.ignore_labels,
+        )
+        return [
+            {
+                "label": each["entity" if options.aggregation == "none" else "entity_group"],
+                "score": float(each["score"]),
+                "text": located.text[each["start"] : each["end"]],
+                "start": each["start"],
+                "end": each["end"],
+            }
+            for each in found
+        ]

@@ -172,9 +172,11 @@ class TokenClassificationKeywords(TextKeywords):
         aggregation: What becomes of the labels of tokens. `none` leaves them. `simple` joins
             neighbours of one label. The others first give each word one label: that of its `first`
             token, of the mean of its scores (`average`), or of its surest token (`max`).
+        ignore_labels: Labels of what is no entity.
     """
 
     aggregation: Literal["none", "simple", "first", "average", "max"] = "simple"
+    ignore_labels: list[str] = ["O"]
 
 
 #: Maximum number of labels of a zero-shot job: its texts are computed once for each.

@@ -1,8 +1,7 @@
 """The kind `generation` with the engine `transformers`."""
 
-import gc
+import itertools
 import logging
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,35 +14,35 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER,
 )
 
-from batchery.errors import ModelLoadError, OutOfMemory
+from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory, PromptTooLong, StartError
 from batchery.execution.bisect_failures import is_out_of_memory
-from batchery.model import Advance
+from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
-from batchery_worker.models.generation.generator import TextGenerator
-from batchery_worker.models.generation.rules import Rules, start_token
-from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.static_batch import StaticBatch
-from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
+from batchery.settings import ModelSettings
+from batchery_worker.models.generation.prompts import (
+    Prompts,
+    ending_tokens,
+    is_chat,
+    make_decoder,
+    make_speller,
+    read_bytes,
+)
+from batchery_worker.models.generation.rules import Rules
+from batchery_worker.models.generation.sampling import (
+    NO_TOKEN,
+    choose_tokens,
+    find_logprobs,
+    penalize,
+)
+from batchery_worker.models.generation.texts import REPLACEMENT, Prompt, SlotText, TextJob
+from batchery_worker.models.generation.trial import Candidate, choose_batch, generated_logits
 from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords
-from batchery_worker.models.source import ModelSource, identity, reason
+from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
+from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
 from batchery_worker.models.split import open_split
-from batchery_worker.models.tokenizer import longest_text
-
-try:
-    from batchery_worker.models.generation.paged_attention import attentions, plain_attention
-    from batchery_worker.models.generation.paged_batch import (
-        STEP_TOKENS,
-        PagedBatch,
-        choose_cache_tokens,
-    )
-except ImportError as error:
-    raise ModelLoadError(
-        f"kind = 'generation' needs transformers 5.23 or newer and psutil: {error};"
-        " pip install -U transformers psutil"
-    ) from error
+from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,35 +53,59 @@ UNLIMITED_TOKENS = 32_768
 #: pass says nothing of it, its step might fail for ever.
 MAX_DOUBTS = 3
 
-#: With how many tokens a model is compared with itself when it is loaded, and how many of them come
-#: one by one, as when a text is written.
-CHECKED_TOKENS, CHECKED_STEPS = 256, 32
-
-#: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
+#: The logarithm of the probability of a token that cannot be, as with OpenAI; JSON has no infinity.
+LEAST_LOGPROB = -9999.0
 
 
-class GenerationModel(TextGenerator):
+class GenerationModel(StepModel):
     """Writes texts with any decoder of transformers, by continuous batching.
 
     Models with an encoder as well have static batches.
 
-    Keywords of a job: see `GenerationKeywords`.
+    Items: see `Prompts.read`. Keywords of a job: see `GenerationKeywords`. A result has the shape
+    of `batchery.Generation`; pieces have its `text`, and `tokens`.
+
+    Attributes:
+        max_length: Maximum length of a text in tokens, prompt included; with an encoder, of prompt
+            and text each.
     """
 
-    takes_gguf = True
+    resumes = True
+
+    max_length: int
 
     #: Of transformers.
     model: Any
-
-    _batch: PagedBatch | StaticBatch
+    tokenizer: Any
 
     #: Around what a step computes.
     _computing: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def _open_device(self, device: str) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self.slots = settings.slots or self.slots
+        self._jobs: dict[int, TextJob] = {}
+        self._texts: dict[str, SlotText] = {}
+        self._serials = itertools.count()
+
+    def load(self, device: str) -> None:
+        """Loads the model, and finds out how its texts can be computed together.
+
+        Raises:
+            ModelLoadError: There is no model, it cannot write texts, its files ask for what cannot
+                be done, or its numbers are not those of `generate`; one line says which.
+            DeviceUnavailable: There is no such device.
+        """
         self._split = open_split(device, self.settings)
         self._device = self._split.device
+        try:
+            with quiet():
+                self._source = ModelSource(self.settings, takes_gguf=True)
+                self._load(self._source)
+        except StartError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
@@ -110,12 +133,24 @@ class GenerationModel(TextGenerator):
             quantize(self.settings.model, self.model, self.settings.quantize, self._device)
         self._split.place(self.model)
         self.model.eval()
-        embedded = self.model.get_input_embeddings().weight.shape[0]
-        self._read_tokenizer(source, self.model.generation_config, embedded)
+        self._rules = Rules(self.model, source)
+        self._read_tokenizer(source)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
-        self._rules = Rules(self.model, self.settings.model)
-        self._open_batch()
+        special = {*self.tokenizer.all_special_ids, *self._endings}
+        self._batch = choose_batch(
+            Candidate(
+                *(self.model, self.settings, self.slots, self.max_length),
+                ordinary=[each for each in range(len(self.tokenizer)) if each not in special],
+                may_graph=self._split.is_whole and self.settings.cuda_graphs == "auto",
+            )
+        )
+        logger.info(
+            "model %s: %d slots, %s, texts of up to %d tokens on %s, attention %s",
+            *(self.settings.model, self.slots, self._batch.size),
+            *(min(self.max_length, self._batch.capacity), self._device),
+            self.model.config._attn_implementation,
+        )
 
     def _check_config(self, config: Any) -> None:
         """Refuses what writes no texts. Raises ModelLoadError."""
@@ -135,116 +170,89 @@ class GenerationModel(TextGenerator):
                     " encoder; take it away, and limit its batches by slots"
                 )
 
-    def _open_batch(self) -> None:
+    def _read_tokenizer(self, source: ModelSource) -> None:
+        defaults = self.model.generation_config
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        may_graph = self._split.is_whole and self.settings.cuda_graphs == "auto"
-        *fast, usual = attentions(self.model, may_graph)
-        for attention in fast:
-            try:
-                self._batch = self._try_attention(attention)
-                break
-            except Exception as error:  # noqa: BLE001 (the code of any model, and of CUDA)
-                logger.info("model %s: not by %s: %s", self.settings.model, attention, error)
-            # The next one chooses the size of its cache by the memory that is free. A batch holds
-            # itself, through methods that it has given to transformers.
-            gc.collect()
-            torch.cuda.empty_cache()
-        else:
-            self._batch = self._try_attention(usual)
-        logger.info(
-            "model %s: %d slots, %s, texts of up to %d tokens on %s, attention %s",
-            *(self.settings.model, self.slots, self._batch.size),
-            *(min(self.max_length, self._batch.capacity), self._device),
-            self.model.config._attn_implementation,
-        )
+        self.tokenizer = load_tokenizer(source)
+        self._endings = ending_tokens(defaults, self.tokenizer)
+        self._penalty = float(defaults.repetition_penalty or 1.0)
+        self._decode = make_decoder(self.tokenizer)
+        self._spell = make_speller(self.tokenizer)
+        self._prompts = Prompts(self.tokenizer, self._vocabulary, self.settings.max_chars)
 
-    def _try_attention(self, attention: str) -> PagedBatch | StaticBatch:
-        """Makes a batch with this attention, and compares it with a plain pass.
-
-        Raises:
-            ModelLoadError: transformers cannot batch with it, or its tokens are others.
-        """
-        self.model.config._attn_implementation = attention
-        try:
-            batch = self._make_batch()
-            if isinstance(batch, PagedBatch):
-                # What is compared is replayed, then.
-                self._warm_up(batch)
-            sample = self._sample(min(CHECKED_TOKENS, self.max_length, batch.capacity))
-            read, written = sample[:-CHECKED_STEPS], sample[-CHECKED_STEPS:]
-            plain = self._plain_logits(read, written)
-            found = _batched_logits(batch, read, written)
-            difference = ((found - plain).abs().amax(dim=-1) / plain.std(dim=-1)).max()
-        except (ValueError, TypeError) as error:
-            raise ModelLoadError(
-                f"model {self.settings.model!r}: transformers has no continuous batching for it:"
-                f" {reason(error)}"
-            ) from error
-        if not difference < TOLERANCE[self.model.dtype]:
-            raise ModelLoadError(
-                f"model {self.settings.model!r}: from a cache it gives other tokens than without"
-                f" ({difference:.2g} of their spread); it cannot be batched"
-            )
-        return batch
-
-    def _warm_up(self, batch: PagedBatch) -> None:
-        """Runs the usual steps; where the memory is short for one, with a smaller cache."""
-        is_built = True
-        while True:
-            try:
-                if not is_built:
-                    batch.build()
-                batch.warm_up()
-                return
-            except Exception as error:
-                if not is_out_of_memory(error) or not batch.shrink(self.max_length):
-                    raise
-                is_built = False
-
-    def _make_batch(self) -> PagedBatch | StaticBatch:
-        if self.has_encoder:
-            return StaticBatch(self.model, self.slots)
-        step_tokens = self.settings.max_batch_tokens or STEP_TOKENS[self._device.type]
-        wanted = self.slots * self.max_length
-        cache_tokens = self.settings.cache_tokens or choose_cache_tokens(
-            self.model, wanted, step_tokens
-        )
-        return PagedBatch(self.model, self.slots, cache_tokens, step_tokens)
-
-    @torch.no_grad()
-    def _plain_logits(self, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
-        """Without a cache: of the token that follows the prompt, and each that was written.
-
-        Returns:
-            (1 + len(written), V) float32.
-        """
-        inputs = {"input_ids": [[*prompt, *written]]}
-        if self.has_encoder:
-            inputs = {
-                "input_ids": [[*prompt]],
-                "decoder_input_ids": [[start_token(self.model), *written]],
-            }
-        tensors = {name: torch.tensor(ids, device=self._device) for name, ids in inputs.items()}
-        with plain_attention(self.model):
-            logits: Tensor = self.model(**tensors, use_cache=False).logits[0].float()
-        return logits[-1 - len(written) :]
-
-    def _sample(self, count: int) -> list[int]:
-        """So many ordinary tokens, always the same."""
-        special = set(self.tokenizer.all_special_ids)
-        ordinary = [each for each in range(len(self.tokenizer)) if each not in special]
-        return random.Random(0).choices(ordinary, k=count)
+    def version(self) -> str:
+        """Changes with the model's files and options."""
+        return name_version(self.settings, self._source)
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
         run = {"device": self._device.type, "dtype": str(self.model.dtype)}
         return identity(self.settings, self._source, run, self.model)
 
-    def _limits(self) -> dict[str, int]:
-        return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
+    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
+        """Reads items and keywords.
+
+        Returns:
+            A `Prompt` per item; `Failed` with an `InvalidItem` for each that cannot run.
+        """
+        prepared: list[Any] = []
+        for item in items:
+            try:
+                content, own = split_options(item)
+                options = read_keywords(GenerationKeywords, {**keywords, **own})
+                field = "messages" if is_chat(content) else "prompt"
+                prepared.append(self._prompt(self._prompts.read(content), options, field))
+            except InvalidItem as error:
+                prepared.append(Failed(type(error)(str(error))))
+        return prepared
+
+    def _prompt(
+        self, tokens: list[int], options: GenerationKeywords, field: str = "prompt"
+    ) -> Prompt:
+        limits = {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
+        name = min(limits, key=limits.__getitem__)
+        room = limits[name] - (0 if self.has_encoder else len(tokens))
+        if room < (options.max_new_tokens or 1) or len(tokens) > limits[name]:
+            each = "or" if self.has_encoder else "and"
+            raise PromptTooLong(
+                f"{field}: {len(tokens)} tokens {each} {options.max_new_tokens or 1} new ones"
+                f" are more than {name} = {limits[name]}; send fewer"
+                + (", or ask for fewer new ones" if options.max_new_tokens else "")
+            )
+        wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)
+        return Prompt(tokens, options, wanted)
+
+    def tokens(self, prepared: Prompt) -> int:
+        """Length of the prompt."""
+        return len(prepared.tokens)
+
+    def join(self, slot: int, prepared: Prompt, pieces: Sequence[Any], **_: Any) -> None:
+        """Takes a job in; see `StepModel.join`."""
+        # The cache may have become smaller, and with it the text of a job that does not say.
+        prepared = self._prompt(prepared.tokens, prepared.options)
+        job = TextJob(slot, next(self._serials), prepared, self._decode)
+        job.is_streamed = self.is_streamed
+        for text in job.texts:
+            text.resume(pieces, self._endings)
+        self._jobs[slot] = job
+        try:
+            self._add(job)
+        except Exception:
+            # Some of its texts may be in the batch.
+            self.leave(slot)
+            raise
+
+    def leave(self, slot: int) -> Sequence[Any] | None:
+        """Drops a job; see `StepModel.leave`."""
+        job = self._jobs.pop(slot)
+        for text in job.texts:
+            if self._texts.pop(text.name, None) is not None:
+                self._batch.drop(text.name)
+        return None if job.is_streamed else [text.take_rest() for text in job.texts]
 
     def _add(self, job: TextJob) -> None:
-        penalty = job.prompt.options.repetition_penalty or self._penalty
+        """Has the texts of a job that have not ended written."""
+        penalty = self._penalty_of(job.prompt)
         for text in job.texts:
             if text.finish_reason is None:
                 if self._rules.hold:
@@ -254,15 +262,16 @@ class GenerationModel(TextGenerator):
                 self._texts[text.name] = text
                 self._batch.add(text.name, text.prompt, text.tokens)
 
-    def _drop(self, name: str) -> None:
-        self._batch.drop(name)
+    def _penalty_of(self, prompt: Prompt) -> float:
+        return prompt.options.repetition_penalty or self._penalty
 
     def step(self) -> list[Advance]:
         """Computes the next token of each text.
 
         Where the memory is short, the cache becomes smaller, and all texts go on from their tokens.
         """
-        advances = self._end_resumed()
+        # Those that came with all their pieces, but without their results.
+        advances = [self._end(job) for job in list(self._jobs.values()) if job.has_ended]
         try:
             with self._computing():
                 names, logits = self._batch.forward()
@@ -279,28 +288,61 @@ class GenerationModel(TextGenerator):
                     advances += self._advance(text, token)
             if NO_TOKEN in tokens:
                 advances += self._weed_out()
-            return advances or self._sign()
+            # Some job says that the model does not hang, although nothing has come for anybody.
+            return advances or [Advance(slot) for slot in itertools.islice(self._jobs, 1)]
         return advances + self._shrink(failure)
 
     def _choose(self, texts: Sequence[SlotText], logits: Tensor) -> list[int]:
         for row, text in enumerate(texts):
             if text.rules:
                 logits[row] = self._rules.apply(text, logits[row])
-        samplings = [
-            text.sampling(text.prompt.options.repetition_penalty or self._penalty) for text in texts
-        ]
-        tokens = choose_tokens(logits, samplings)
+        samplings = [text.sampling(self._penalty_of(text.prompt)) for text in texts]
+        scores = penalize(logits, samplings)
+        tokens = choose_tokens(scores, samplings)
         widths = [text.prompt.options.logprobs for text in texts]
         rows = [row for row, width in enumerate(widths) if width is not None]
         rows = [row for row in rows if tokens[row] != NO_TOKEN]
         if rows:
             width = max(each for each in widths if each is not None)
             chosen = [tokens[row] for row in rows]
-            values = zip(*logprobs(logits[rows], chosen, width), strict=True)
+            values = zip(*find_logprobs(scores[rows], chosen, width), strict=True)
             for row, token, (own, likeliest, theirs) in zip(rows, chosen, values, strict=True):
                 top = list(zip(likeliest, theirs, strict=True))[: widths[row]]
                 self._note_logprob(texts[row], token, own, top)
         return tokens
+
+    def _note_logprob(
+        self, text: SlotText, token: int, own: float, likeliest: Sequence[tuple[int, float]]
+    ) -> None:
+        """Remembers the probability of a token, and those of the likeliest ones."""
+        ids = [token, *(each for each, _ in likeliest)]
+        spelled = [(self._spell(each, not text.tokens), each) for each in ids]
+        values = [max(value, LEAST_LOGPROB) for value in (own, *(value for _, value in likeliest))]
+        top = [[*each, value] for each, value in zip(spelled[1:], values[1:], strict=True)]
+        found = {"token": spelled[0][0], "id": token, "logprob": values[0], "top": top}
+        if any(REPLACEMENT in each for each, _ in spelled):
+            found["bytes"] = [read_bytes(self.tokenizer, id_, each) for each, id_ in spelled]
+        text.logprobs.append(found)
+
+    def _advance(self, text: SlotText, token: int) -> list[Advance]:
+        """What became of a text; nothing if its job has ended in this step."""
+        job = self._jobs.get(text.slot)
+        if job is None or text not in job.texts:
+            return []
+        job.note_token()
+        released = text.add(token, self._endings)
+        piece = text.piece(released) if job.is_streamed else None
+        advances = [] if piece is None else [Advance(job.slot, piece)]
+        if text.finish_reason is not None:
+            del self._texts[text.name]
+            self._batch.drop(text.name)
+            if job.has_ended:
+                advances.append(self._end(job))
+        return advances
+
+    def _end(self, job: TextJob) -> Advance:
+        del self._jobs[job.slot]
+        return Advance(job.slot, outcome=job.result())
 
     def _weed_out(self) -> list[Advance]:
         """Fails the jobs whose own output is not finite.
@@ -315,28 +357,27 @@ class GenerationModel(TextGenerator):
         advances = []
         for job in jobs:
             growing = [text for text in job.texts if text.finish_reason is None]
-            logits = [self._plain_logits(each.prompt.tokens, each.tokens)[-1] for each in growing]
             job.doubts += 1
-            if job.doubts <= MAX_DOUBTS and all(each.isfinite().all() for each in logits):
+            if job.doubts <= MAX_DOUBTS and all(map(self._is_finite, growing)):
                 self._add(job)
             else:
+                self.leave(job.slot)
                 problem = f"the model's output is not finite in {self.model.dtype}"
-                advances.append(self._fail(job, problem))
+                advances.append(Advance(job.slot, outcome=Failed(problem)))
         return advances
+
+    def _is_finite(self, text: SlotText) -> bool:
+        read, written = text.prompt.tokens, text.tokens
+        if not self.has_encoder:
+            read, written = read + written, []
+        return bool(generated_logits(self.model, read, written)[-1].isfinite().all())
 
     def _shrink(self, failure: str) -> list[Advance]:
         """Goes on with a smaller cache; a job that is alone and has no memory even so, fails."""
         jobs = list(self._jobs.values())
         needed = max(len(job.prompt.tokens) + job.prompt.max_new_tokens for job in jobs)
         self._texts.clear()
-        while self._batch.shrink(needed):
-            try:
-                self._batch.build()
-                break
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        else:
+        if not self._batch.shrink(needed):
             if len(jobs) > 1:
                 # They run again, in smaller and smaller groups.
                 raise MemoryError(failure)
@@ -354,19 +395,3 @@ class GenerationModel(TextGenerator):
         for job in jobs:
             self._add(job)
         return []
-
-
-def _batched_logits(
-    batch: PagedBatch | StaticBatch, prompt: list[int], written: list[int]
-) -> Tensor:
-    """The same as `_plain_logits`, step by step, with a cache."""
-    batch.add("trial", Prompt(prompt, GenerationKeywords(), 0))
-    found = []
-    for token in (*written, 0):
-        # A long prompt takes several steps.
-        while not len(logits := batch.forward()[1]):
-            batch.accept([])
-        found.append(logits[0].clone())
-        batch.accept([token])
-    batch.drop("trial")
-    return torch.stack(found)

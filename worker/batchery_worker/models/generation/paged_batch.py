@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
+from batchery.execution.bisect_failures import is_out_of_memory
 from batchery_worker.models.generation.graphed_steps import MIN_TOKENS, GraphedSteps, pad_tokens
 from batchery_worker.models.generation.paged_attention import (
     BY_PAGE,
@@ -256,20 +257,29 @@ class PagedBatch:
             outputs.requests_in_batch = []
 
     def shrink(self, needed_tokens: int) -> bool:
-        """Frees the cache, and lowers its size; `build` must follow, and all texts be added again.
+        """Makes the cache so small that there is memory for it; all texts must be added again.
 
         Args:
             needed_tokens: The cache keeps at least so many.
 
         Returns:
-            Whether anything could be made smaller.
+            Whether it could; if not, there is none, and `build` must follow.
         """
-        self._processor = self._logits = self._graphed = None
-        before = self.cache_tokens, self.step_tokens
-        needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)
-        self.cache_tokens = max(needed, int(self.cache_tokens * SHRINK))
-        self.step_tokens = max(self._texts, int(self.step_tokens * SHRINK))
-        return (self.cache_tokens, self.step_tokens) != before
+        while True:
+            self._processor = self._logits = self._graphed = None
+            before = self.cache_tokens, self.step_tokens
+            needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)
+            self.cache_tokens = max(needed, int(self.cache_tokens * SHRINK))
+            self.step_tokens = max(self._texts, int(self.step_tokens * SHRINK))
+            if (self.cache_tokens, self.step_tokens) == before:
+                return False
+            try:
+                self.build()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return True
 
 
 def choose_cache_tokens(model: Any, wanted_tokens: int, step_tokens: int) -> int:

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.generation.texts import Prompt, SlotText
+from batchery_worker.models.source import ModelSource
 
 #: Fields of transformers' `GenerationConfig` that change texts by other means than processors, and
 #: which no engine of ours has -> the values with which they change nothing.
@@ -25,19 +26,26 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: All fields of `GenerationConfig` of transformers 5.23. One that a later version brings is refused
-#: where a model sets it.
-KNOWN = frozenset(REFUSED).union(
-    # Processors.
-    ("bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size"),
-    ("encoder_repetition_penalty", "exponential_decay_length_penalty", "forced_bos_token_id"),
-    ("forced_eos_token_id", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
-    ("remove_invalid_values", "repetition_penalty", "sequence_bias", "suppress_tokens"),
+#: Fields that transformers makes processors of.
+PROCESSORS = frozenset(
+    (
+        *("bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size"),
+        *("encoder_repetition_penalty", "exponential_decay_length_penalty", "forced_bos_token_id"),
+        *("forced_eos_token_id", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
+        *("remove_invalid_values", "renormalize_logits", "repetition_penalty", "sequence_bias"),
+        "suppress_tokens",
+    )
+)
+
+#: All fields of `GenerationConfig` of transformers 5.23. Any other is refused where a model sets
+#: it.
+KNOWN = PROCESSORS.union(
+    REFUSED,
     # Where texts begin and end.
     ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
     # What a job says, or the settings: how it is drawn, how many texts, how long.
     ("do_sample", "epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k"),
-    ("top_p", "typical_p", "renormalize_logits", "num_return_sequences"),
+    ("top_p", "typical_p", "num_return_sequences"),
     ("max_length", "max_new_tokens", "max_time"),
     # Beams, which docs/generation.md says are not searched.
     ("early_stopping", "length_penalty", "low_memory", "num_beam_groups", "num_beams"),
@@ -51,6 +59,7 @@ KNOWN = frozenset(REFUSED).union(
     # What is told of it.
     ("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
     ("return_dict_in_generate", "_from_model_config", "transformers_version"),
+    ("_commit_hash", "_original_object_hash"),
 )
 
 
@@ -61,7 +70,7 @@ class Rules:
         hold: Whether the model has any besides a repetition penalty, which `Sampling` knows.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any, source: ModelSource) -> None:
         """Reads the generation config of a model of transformers.
 
         Raises:
@@ -70,14 +79,23 @@ class Rules:
         self._model = model
         # An encoder's prompt is no part of its text.
         self._start = [start_token(model)] if model.config.is_encoder_decoder else []
-        fields = set(GenerationConfig().to_dict())  # type: ignore[no-untyped-call]
-        for field in {*REFUSED, *(fields - KNOWN)}:
-            value = getattr(model.generation_config, field, None)
-            if value not in REFUSED.get(field, (None,)):
+        # Without that file, transformers looks into the other one.
+        file = "generation_config.json"
+        asked = source.json(file)
+        if asked is None:
+            file, asked = "config.json", vars(model.generation_config)
+        for field, value in asked.items():
+            is_fine = field in KNOWN and field not in REFUSED
+            if not is_fine and value not in REFUSED.get(field, (None,)):
                 raise ModelLoadError(
-                    f"model {name!r}: generation_config.json has {field} = {value!r:.80}, which"
-                    " would change its texts and cannot be honoured here; take it away"
+                    f"model {source.name!r}: {file} has {field} = {value!r:.80}, which may change"
+                    " its texts and is not supported; take it away"
                 )
+        if "generate" in vars(model):
+            raise ModelLoadError(
+                f"model {source.name!r}: custom_generate/generate.py writes its texts in"
+                " another way, which is not supported; take it away"
+            )
         self.hold = bool(self._make([0], 1, 1.0)) or bool(self._start)
 
     def _make(

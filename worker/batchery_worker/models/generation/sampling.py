@@ -46,55 +46,8 @@ def draw(seed: int, choice: int, position: int) -> float:
 MIN_TEMPERATURE = 1e-3
 
 
-def choose_tokens(logits: Tensor, samplings: Sequence[Sampling]) -> list[int]:
-    """Chooses the next token of each text.
-
-    Args:
-        logits: Of the model, (B, V) float32.
-        samplings: One per row.
-
-    Returns:
-        One token per row; `NO_TOKEN` where the logits are not finite.
-    """
-    scores = _penalized(logits, samplings)
-    best = scores.max(dim=-1)
-    tokens = best.indices
-    drawn = [row for row, each in enumerate(samplings) if each.temperature > 0]
-    cut = [row for row in drawn if samplings[row].top_k or samplings[row].top_p < 1]
-    whole = [row for row in drawn if row not in cut]
-    for rows, pick in ((whole, _pick), (cut, _pick_of_likeliest)):
-        if rows:
-            wanted = [samplings[row] for row in rows]
-            temperatures = _column(wanted, "temperature", logits).clamp(min=MIN_TEMPERATURE)
-            tokens[rows] = pick(scores[rows] / temperatures, wanted)
-    return [int(each) for each in torch.where(best.values.isfinite(), tokens, NO_TOKEN).tolist()]
-
-
-def logprobs(
-    logits: Tensor, chosen: Sequence[int], width: int
-) -> tuple[list[float], list[list[int]], list[list[float]]]:
-    """Logarithms of probabilities, before any keyword changes them.
-
-    Args:
-        logits: Of the model, (B, V).
-        chosen: The token of each row.
-        width: How many of the likeliest tokens to tell.
-
-    Returns:
-        Of the chosen tokens; the likeliest tokens of each row; and theirs.
-    """
-    values = logits.log_softmax(dim=-1)
-    own = values.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0]
-    top = values.topk(min(width, values.shape[1]), dim=-1)
-    return own.tolist(), top.indices.tolist(), top.values.tolist()
-
-
-def _column(samplings: Sequence[Sampling], name: str, like: Tensor) -> Tensor:
-    values = [getattr(each, name) for each in samplings]
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
-
-
-def _penalized(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def penalize(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Lowers the logits of tokens that are there already, by the penalty of each row, (B, V)."""
     rows = [row for row, each in enumerate(samplings) if each.seen is not None]
     if not rows:
         return logits
@@ -104,6 +57,53 @@ def _penalized(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     lowered = torch.where(changed < 0, changed * penalty, changed / penalty)
     scores[rows] = torch.where(seen, lowered, changed)
     return scores
+
+
+def choose_tokens(scores: Tensor, samplings: Sequence[Sampling]) -> list[int]:
+    """Chooses the next token of each text.
+
+    Args:
+        scores: Logits behind all rules and penalties, (B, V) float32.
+        samplings: One per row.
+
+    Returns:
+        One token per row; `NO_TOKEN` where no score is finite, or one is not a number.
+    """
+    best = scores.max(dim=-1)
+    tokens = best.indices
+    drawn = [row for row, each in enumerate(samplings) if each.temperature > 0]
+    cut = [row for row in drawn if samplings[row].top_k or samplings[row].top_p < 1]
+    whole = [row for row in drawn if row not in cut]
+    for rows, pick in ((whole, _pick), (cut, _pick_of_likeliest)):
+        if rows:
+            wanted = [samplings[row] for row in rows]
+            temperatures = _column(wanted, "temperature", scores).clamp(min=MIN_TEMPERATURE)
+            tokens[rows] = pick(scores[rows] / temperatures, wanted)
+    return [int(each) for each in torch.where(best.values.isfinite(), tokens, NO_TOKEN).tolist()]
+
+
+def find_logprobs(
+    scores: Tensor, chosen: Sequence[int], width: int
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Logarithms of probabilities.
+
+    Args:
+        scores: What tokens were chosen by, (B, V).
+        chosen: The token of each row.
+        width: How many of the likeliest tokens to tell.
+
+    Returns:
+        Of the chosen tokens; the likeliest tokens of each row; and theirs.
+    """
+    values = scores.log_softmax(dim=-1)
+    own = values.gather(1, torch.tensor(chosen, device=scores.device)[:, None])[:, 0]
+    top = values.topk(min(width, values.shape[1]), dim=-1)
+    return own.tolist(), top.indices.tolist(), top.values.tolist()
+
+
+def _column(samplings: Sequence[Sampling], name: str, like: Tensor) -> Tensor:
+    values = [getattr(each, name) for each in samplings]
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
 def _pick(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:

@@ -5,6 +5,7 @@ that are written already: all that have come while a batch runs are the next one
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from batchery_worker.models.generation.texts import Prompt
 SHRINK = 0.7
 
 
+@dataclass(slots=True)
 class StaticText:
     """A text in a batch.
 
@@ -28,11 +30,10 @@ class StaticText:
         is_dropped: Whether nobody wants it any more.
     """
 
-    def __init__(self, name: str, prompt: Prompt, tokens: list[int]) -> None:
-        self.name = name
-        self.prompt = prompt
-        self.tokens = tokens
-        self.is_dropped = False
+    name: str
+    prompt: Prompt
+    tokens: list[int]
+    is_dropped: bool = False
 
 
 class StaticBatch:
@@ -151,7 +152,7 @@ class StaticBatch:
         self._chosen = []
 
     def shrink(self, _: int) -> bool:
-        """Makes batches smaller; `build` must follow, and all texts be added again.
+        """Makes batches smaller; all texts must be added again.
 
         Returns:
             Whether they could be made smaller.

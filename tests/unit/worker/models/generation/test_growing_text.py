@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from batchery_worker.models.generation.growing_text import GrowingText
 from batchery_worker.models.generation.prompts import make_decoder
+from batchery_worker.models.generation.texts import GrowingText
 from support.tiny_models import CORPUS
 from support.tiny_writers import FOREIGN, make_byte_tokenizer
 

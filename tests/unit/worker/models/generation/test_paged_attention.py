@@ -125,7 +125,7 @@ def replayed(with_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_kernel")
-@pytest.mark.parametrize("architecture", ["llama", "qwen", "mistral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize(("pages", "steps"), [(None, GraphedSteps), (by_page, ReplayedSteps)])
 def test_texts_are_those_of_generate(
     architecture: str,

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from batchery_worker.models.generation import sampling
-from batchery_worker.models.generation.sampling import NO_TOKEN, Sampling, choose_tokens, draw
+from batchery_worker.models.generation.sampling import (
+    NO_TOKEN,
+    Sampling,
+    choose_tokens,
+    draw,
+    penalize,
+)
 
 LOGITS = torch.log(torch.tensor([0.4, 0.05, 0.3, 0.05, 0.2]))
 
@@ -48,8 +54,10 @@ def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> No
         {"repetition_penalty": 1.5, "seen": torch.rand(300) < 0.3},
     ]
     rows = [Sampling(uniform=draw(1, 0, at), **kinds[at % 6]) for at in range(60)]  # type: ignore[arg-type]
-    together = choose_tokens(logits, rows)
-    alone = [choose_tokens(logits[at : at + 1], rows[at : at + 1])[0] for at in range(60)]
+    together = choose_tokens(penalize(logits, rows), rows)
+    alone = [
+        choose_tokens(penalize(logits[at : at + 1], [row]), [row])[0] for at, row in enumerate(rows)
+    ]
     assert together == alone
 
 
