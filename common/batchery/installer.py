@@ -33,7 +33,7 @@ KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
     "rerank": "batchery_worker.models.rerank:RerankModel",
-    "token_classification": ("batchery_worker.models.classification:TokenClassificationModel"),
+    "token_classification": "batchery_worker.models.classification:TokenClassificationModel",
     "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
     "sparse_embedding": "batchery_worker.models.sparse_embedding:SparseEmbeddingModel",
     "multi_vector_embedding": (
