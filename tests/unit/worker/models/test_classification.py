@@ -238,6 +238,7 @@ def test_entities_are_those_of_the_pipeline(architecture: str, tagger: Any, load
     folder = tagger(architecture)
     model = load("token_classification", folder)
     find: Any = pipeline("token-classification", model=str(folder), device="cpu")
+    labels: set[str] = set()
     for aggregation, ignored in product(AGGREGATIONS, [None, [], ["O", "LOC", "B-PER"]]):
         keywords = {} if ignored is None else {"ignore_labels": ignored}
         results = run(model, ITEMS, aggregation=aggregation, **keywords)
@@ -255,9 +256,10 @@ def test_entities_are_those_of_the_pipeline(architecture: str, tagger: Any, load
                 }
                 for each in expected
             ]
-        found = {each["label"] for result in results for each in result["entities"]}
-        assert found
-        assert aggregation == "none" or found <= {"O", "PER", "LOC"}
+        if aggregation != "none":
+            labels |= {each["label"] for result in results for each in result["entities"]}
+    assert labels - {"O"} <= {"PER", "LOC"}
+    assert labels - {"O"}
 
 
 def test_a_text_may_lose_its_beginning(tagger: Any, load: Load) -> None:

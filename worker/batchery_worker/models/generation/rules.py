@@ -102,13 +102,14 @@ class Rules:
         self, prompt: list[int], max_new_tokens: int, penalty: float | None
     ) -> LogitsProcessorList:
         before = self._start or prompt
-        own: dict[str, Any] = {"do_sample": False, "num_beams": 1}
-        own["max_length"] = len(before) + max_new_tokens
+        own: dict[str, Any] = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
         if penalty is not None:
             own["repetition_penalty"] = penalty
         config, _ = self._model._prepare_generation_config(None, **own)
         device = self._model.device
         self._model._prepare_special_tokens(config, device=device)
+        # What the lengths of texts and those of new tokens alone make of each other.
+        self._model._prepare_generated_length(config, True, True, "input_ids", len(before), None)
         found: LogitsProcessorList = self._model._get_logits_processor(
             config,
             input_ids_seq_length=len(before),

@@ -83,7 +83,7 @@ def keywords(at: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["bloom", "diffllama", "doge", "gpt_neo", "gptj", "mpt", "nemotron", "stablelm"]
+    "architecture", ["bloom", "diffllama", "doge", "gptj", "mpt", "nemotron", "stablelm"]
 )
 def test_those_that_cannot_share_steps_are_refused_at_load(
     architecture: str, load: Load, tmp_path: Path
