@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from batchery.errors import InvalidItem
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
 CHAT_URL = "/v1/chat/completions"
@@ -240,23 +239,6 @@ REQUESTS: Mapping[str, type[GenerationRequest]] = {
     CHAT_URL: ChatRequest,
     TEXT_URL: CompletionRequest,
 }
-
-
-def read_line(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of a line of a batch file.
-
-    Raises:
-        InvalidItem: What is wrong with its body.
-    """
-    try:
-        request = REQUESTS[url].model_validate(dict(body))
-    except ValidationError as error:
-        first = error.errors()[0]
-        text = str(first["msg"]).removeprefix("Value error, ")
-        raise InvalidItem(f"{'.'.join(map(str, first['loc']))}: {text}") from None
-    if request.stream:
-        raise InvalidItem("stream: batch files have whole answers; leave it out")
-    return request.items()
 
 
 def count_texts(item: Any) -> int:

@@ -30,7 +30,7 @@ from batchery.cli.survey import Survey
 from batchery.errors import DatasetError, InvalidItem
 from batchery.protocol import headers
 from batchery.transport import dead_letters, inbox, live_workers, suspects, worker_registry
-from batchery_producer import answers, collector, openai_generation
+from batchery_producer import answers, collector
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import read_lines
@@ -278,14 +278,6 @@ CHAT = json.dumps(
 ).encode()
 
 
-def read_generation(value: Any) -> None:
-    """The bodies of both routes for texts, in a batch file."""
-    for url in openai_generation.REQUESTS:
-        if isinstance(value, dict):
-            with suppress(InvalidItem):
-                openai_generation.read_line(url, value)
-
-
 # Gateway
 
 
@@ -389,10 +381,5 @@ DECODERS: Mapping[str, Decoder] = {
         ),
     ),
     "request": Decoder(given_json(read_request), (), (REQUEST, CHAT)),
-    "generation": Decoder(
-        given_json(read_generation),
-        (),
-        (CHAT_BODY, b'{"model": "m", "prompt": ["x"], "stop": ["y"], "seed": 3, "n": 1}'),
-    ),
     "body": Decoder(read_body, (Problem,), (EMBEDDINGS, CHAT_BODY, b'{"inputs": ["x"]}', REQUEST)),
 }

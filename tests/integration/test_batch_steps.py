@@ -4,36 +4,41 @@ import base64
 import io
 import json
 import struct
-import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery, states
 
-from batchery.errors import BatcheryError, DatasetError
+from batchery.errors import DatasetError
 from batchery_producer.gateway import jobs
 from batchery_producer.gateway.batches import files as stored_files
 from batchery_producer.gateway.batches import run as steps
 from batchery_producer.gateway.batches import store as stored_batches
 from batchery_producer.gateway.batches.files import FileObject
-from batchery_producer.gateway.batches.requests import BatchRequests
-from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, MissingPieceError
-from batchery_producer.gateway.batches.store import BatchRecord, Status, Superseded
+from batchery_producer.gateway.batches.requests import read_slice
+from batchery_producer.gateway.batches.run import (
+    MAX_LOST_ATTEMPTS,
+    BatchRun,
+    MissingPieceError,
+    SliceRun,
+)
+from batchery_producer.gateway.batches.store import BatchRecord, Status
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.store import BATCH
 from support.harness import wait_for
-from support.own_redis import OwnRedis
 
 OWNER = "tenant-acme"
 CALLER = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100_000, max_open_batches=3)
 SMALL = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100)
 
-
 #: Two numbers in base64, as workers of ours store them.
 VECTOR = base64.b64encode(struct.pack("<2f", 1, 2)).decode()
+
+TEXTS = tuple("x" * number for number in range(1, 7))
+SLICES = range(3)
 
 
 class Room:
@@ -55,19 +60,25 @@ class Room:
         file = io.BytesIO(content)
         return self.files.upload(caller, "a.jsonl", file, len(content), expires_s)
 
-    def create(self, *texts: str, window_s: int = 3600, model: str = "embed") -> str:
+    def create(self, *texts: str) -> str:
         """A batch with a request for each text; returns its id."""
         rows = [
             {
                 "custom_id": f"r-{number}",
                 "url": "/v1/embeddings",
-                "body": {"model": model, "input": text},
+                "body": {"model": "embed", "input": text},
             }
             for number, text in enumerate(texts)
         ]
         file = self.upload("\n".join(map(json.dumps, rows)).encode())
         said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
-        return self.batches.create(CALLER, file.id, window_s, None, 6, **said).id
+        return self.batches.create(CALLER, file.id, 3600, None, 6, **said).id
+
+    def begin(self) -> str:
+        """A batch of three slices that has begun; returns its id."""
+        batch_id = self.create(*TEXTS)
+        self.run(batch_id).begin()
+        return batch_id
 
     def load(self, batch_id: str) -> BatchRecord:
         record = self.batches.load(batch_id)
@@ -77,15 +88,18 @@ class Room:
     def run(self, batch_id: str) -> BatchRun:
         return BatchRun(self.context, self.load(batch_id))
 
+    def slice(self, batch_id: str, number: int) -> SliceRun:
+        return SliceRun(self.context, self.load(batch_id), number)
+
     def answer(self, batch_id: str, *slices: int) -> None:
         """Stores results of the jobs of some slices, as a worker does."""
         backend: Any = self.app.backend
         for number in slices:
-            for request in BatchRequests(self.load(batch_id), self.files).read(number):
-                for job in request.jobs:
-                    result = {"vector": VECTOR, "tokens": 1}
-                    stored = {"status": states.SUCCESS, "result": result, "task_id": job.id}
-                    key = backend.get_key_for_task(job.id)
+            for request in read_slice(self.load(batch_id), number, self.files):
+                for job_id in request.jobs:
+                    result = [{"ok": {"vector": VECTOR, "tokens": 1}}]
+                    stored = {"status": states.SUCCESS, "result": result, "task_id": job_id}
+                    key = backend.get_key_for_task(job_id)
                     backend.client.set(key, backend.encode(stored))
 
     def content(self, file_id: str | None) -> list[Any]:
@@ -107,19 +121,22 @@ def room(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
     return Room(url, tmp_path / "files")
 
 
-TEXTS = tuple("x" * number for number in range(1, 7))
-
-
-def work(room: Room, *, is_finished: bool = True) -> str:
-    """A batch of three slices whose answers are written; returns its id."""
-    batch_id = room.create(*TEXTS)
-    room.run(batch_id).advance()
-    room.answer(batch_id, 0, 1, 2)
-    for number in range(3):
-        assert room.run(batch_id).run_slice(number) is None
-    if is_finished:
-        room.run(batch_id).advance()
+def end_slices(room: Room) -> str:
+    """A batch of which all slices have ended, and whose files could not be written."""
+    batch_id = room.begin()
+    room.answer(batch_id, *SLICES)
+    for number in (0, 2):
+        assert room.slice(batch_id, number).run() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room.files, "keep", fail)
+        with pytest.raises(DatasetError):
+            room.slice(batch_id, 1).run()
+    assert room.load(batch_id).status is Status.FINALIZING
     return batch_id
+
+
+def fail(*_: Any) -> None:
+    raise DatasetError("the disk is full")
 
 
 def check_whole(room: Room, batch_id: str) -> None:
@@ -133,108 +150,78 @@ def check_whole(room: Room, batch_id: str) -> None:
     assert len(room.contents()) == 2
 
 
-def test_batch_has_the_answers_of_all_slices_in_order(room: Room) -> None:
-    check_whole(room, work(room))
-
-
-def test_slice_that_runs_twice_is_written_once(room: Room) -> None:
+def test_doubled_and_late_steps_leave_each_line_once_and_in_order(room: Room) -> None:
     batch_id = room.create(*TEXTS)
-    room.run(batch_id).advance()
-    late = room.run(batch_id)
-    room.answer(batch_id, 0, 1, 2)
-    for number in (0, 1, 2, 0, 1):
-        room.run(batch_id).run_slice(number)
-    assert late.run_slice(2) is None
-    room.run(batch_id).advance()
-    assert late.run_slice(1) is None
+    early = room.run(batch_id)
+    room.run(batch_id).begin()
+    late = room.slice(batch_id, 1)
+    room.answer(batch_id, *SLICES)
+    for number in (1, 0, 1, 2, 0, 2):
+        room.slice(batch_id, number).run()
+    assert late.run() is None
+    early.begin()
     check_whole(room, batch_id)
 
 
-def test_late_attempt_to_make_the_files_leaves_them_whole(room: Room) -> None:
-    batch_id = work(room, is_finished=False)
-    late = [room.run(batch_id), room.run(batch_id)]
-    room.run(batch_id).advance()
-    for each in late:
-        with suppress(Superseded):
-            each.advance()
+def test_files_that_could_not_be_made_are_made_when_the_slice_comes_again(room: Room) -> None:
+    batch_id = end_slices(room)
+    room.slice(batch_id, 1).run()
     check_whole(room, batch_id)
 
 
 def test_two_that_make_the_files_at_once_make_one(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = work(room, is_finished=False)
-    frozen = room.run(batch_id)
-    monkeypatch.setattr(room.batches.__class__, "close", lambda *_: None)
-    frozen.advance()  # Nothing is tidied up, so the pieces are there for the other one, too.
-    monkeypatch.undo()
-    assert room.load(batch_id).status is Status.COMPLETED
-    room.run(batch_id).advance()
+    batch_id = end_slices(room)
+    keep = room.files.keep
+
+    def keep_and_be_slow(*arguments: Any) -> None:
+        keep(*arguments)
+        monkeypatch.undo()
+        room.run(batch_id).begin()
+
+    monkeypatch.setattr(room.files, "keep", keep_and_be_slow)
+    room.run(batch_id).begin()
     check_whole(room, batch_id)
-
-
-def test_redis_that_is_away_while_the_files_are_made_shortens_nothing(
-    own_redis: OwnRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchery_producer.gateway.batches.requests.SLICE_JOBS", 2)
-    room = Room(own_redis.url, tmp_path / "files")
-    batch_id = work(room, is_finished=False)
-    opened, killed = room.files.storage.open, threading.Event()
-
-    def fail_over(name: str) -> Any:
-        if not killed.is_set():
-            own_redis.kill()
-            killed.set()
-        return opened(name)
-
-    monkeypatch.setattr(room.files.storage, "open", fail_over)
-    with pytest.raises((Problem, BatcheryError)):
-        room.run(batch_id).advance()
-    own_redis.start()
-
-    def advance() -> bool:
-        with suppress(Problem, BatcheryError):
-            room.run(batch_id).advance()
-            return True
-        return False
-
-    wait_for(advance, "Redis is back")
-    record = room.load(batch_id)
-    assert (record.status, len(room.content(record.output_file_id))) == (Status.COMPLETED, 6)
 
 
 def test_answers_that_are_missing_are_waited_for_and_then_the_batch_fails(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = work(room, is_finished=False)
-    (piece,) = [path for path in room.contents() if path.name.startswith("1-output")]
+    batch_id = end_slices(room)
+    (piece,) = [path for path in room.contents() if path.name.startswith("1-")]
     whole = piece.read_bytes()
     for broken in (None, whole[:-1]):
         piece.write_bytes(broken) if broken else piece.unlink()
-        with pytest.raises(MissingPieceError, match="1-output"):
-            room.run(batch_id).advance()
+        with pytest.raises(MissingPieceError, match="1-"):
+            room.run(batch_id).begin()
         assert room.load(batch_id).status is Status.FINALIZING
     # Nothing is left of what could be joined.
-    known, _ = room.files.page(OWNER, None, 10, newest_first=True, purpose=None)
-    assert len(list(room.folder.rglob("*.jsonl"))) == len(known)
-    other_id = work(room, is_finished=False)
+    assert len(list(room.folder.rglob("*.jsonl"))) == 1
+    # A store may show it late.
+    piece.write_bytes(whole)
+    room.run(batch_id).begin()
+    check_whole(room, batch_id)
+    other_id = end_slices(room)
     for path in room.contents():
         if other_id in str(path):
             path.unlink()
     monkeypatch.setattr(steps, "MISSING_S", 0.0)
-    room.run(other_id).advance()
-    failed = room.load(other_id)
-    assert (failed.status, failed.output_file_id) == (Status.FAILED, None)
-    assert failed.errors is not None
-    assert failed.errors.data[0].code == "missing_results"
-    # A store may show it late.
-    piece.write_bytes(whole)
-    room.run(batch_id).advance()
-    assert len(room.content(room.load(batch_id).output_file_id)) == 6
+    room.run(other_id).begin()
+    check_failed(room, other_id, "missing_results")
+
+
+def check_failed(room: Room, batch_id: str, code: str) -> BatchRecord:
+    record = room.load(batch_id)
+    assert record.status is Status.FAILED
+    assert record.errors is not None
+    assert [each.code for each in record.errors.data] == [code]
+    assert room.batches.uses(OWNER, record.input_file_id) is None
+    return record
 
 
 def expire(room: Room, batch_id: str) -> None:
-    room.batches.save(room.load(batch_id).model_copy(update={"expires_at": 0}))
+    room.batches.change(batch_id, lambda now: now.model_copy(update={"expires_at": 0}))
 
 
 def cancel(room: Room, batch_id: str) -> None:
@@ -251,15 +238,15 @@ def cancel(room: Room, batch_id: str) -> None:
 def test_batch_that_ends_early_keeps_what_was_computed(
     room: Room, end: Any, status: Status, failed: int
 ) -> None:
-    batch_id = room.create(*TEXTS)
-    room.run(batch_id).advance()
-    running = room.run(batch_id)
+    batch_id = room.begin()
+    running = room.slice(batch_id, 1)
     # Its results come too late for the step, whose process is killed.
-    assert room.run(batch_id).run_slice(0) is not None
+    assert room.slice(batch_id, 0).run() is not None
     room.answer(batch_id, 0)
     end(room, batch_id)
-    assert running.run_slice(1) is None  # It ends by itself.
-    room.run(batch_id).advance()
+    assert running.run() is None  # It ends by itself.
+    for number in (0, 2):
+        assert room.slice(batch_id, number).run() is None
     record = room.load(batch_id)
     counts = record.request_counts
     assert (record.status, counts.completed, counts.failed) == (status, 2, failed)
@@ -273,44 +260,34 @@ def test_batch_that_ends_early_keeps_what_was_computed(
 
 @pytest.mark.parametrize("end", [expire, cancel])
 def test_batch_whose_model_has_gone_waits_and_can_end(room: Room, end: Any) -> None:
-    batch_id = room.create(*TEXTS)
-    room.run(batch_id).advance()
-    room.batches.save(room.load(batch_id).model_copy(update={"model": "gone"}))
-    assert room.run(batch_id).run_slice(0) == steps.PAUSE_S
+    batch_id = room.begin()
+    room.batches.change(batch_id, lambda now: now.model_copy(update={"model": "gone"}))
+    assert room.slice(batch_id, 0).run() == steps.PAUSE_S
     end(room, batch_id)
-    room.run(batch_id).advance()
+    for number in SLICES:
+        room.slice(batch_id, number).run()
     assert room.load(batch_id).is_over
 
 
 def test_batch_whose_input_is_gone_keeps_what_was_computed(room: Room) -> None:
-    batch_id = room.create(*TEXTS)
-    room.run(batch_id).advance()
+    batch_id = room.begin()
     room.answer(batch_id, 0)
-    room.run(batch_id).run_slice(0)
+    room.slice(batch_id, 0).run()
     room.files.remove(OWNER, room.load(batch_id).input_file_id)
-    room.run(batch_id).run_slice(1)
-    record = room.load(batch_id)
-    assert (record.status, record.request_counts.completed) == (Status.FAILED, 2)
-    assert record.errors is not None
-    assert record.errors.data[0].code == "file_not_found"
+    for number in SLICES:
+        room.slice(batch_id, number).run()
+    record = check_failed(room, batch_id, "file_not_found")
+    assert record.request_counts.completed == 2
     assert len(room.content(record.output_file_id)) == 2
 
 
 def test_step_that_kills_its_process_again_and_again_ends_the_batch(room: Room) -> None:
     batch_id = room.create(*TEXTS)
     # A killed process never leaves the block.
-    killed = [
-        room.batches.attempt(room.load(batch_id), "reading or writing")
-        for _ in range(MAX_LOST_ATTEMPTS)
-    ]
+    killed = [room.batches.attempt(batch_id, "reading") for _ in range(MAX_LOST_ATTEMPTS)]
     assert [each.__enter__() for each in killed] == list(range(MAX_LOST_ATTEMPTS))
-    task = SimpleNamespace(app=room.app)
-    jobs.run_step(task, batch_id, "reading or writing", BatchRun.advance)
-    record = room.load(batch_id)
-    assert record.status is Status.FAILED
-    assert record.errors is not None
-    assert record.errors.data[0].code == "lost_attempts"
-    assert room.batches.uses(OWNER, record.input_file_id) is None
+    room.app.tasks[BATCH](batch_id)
+    check_failed(room, batch_id, "lost_attempts")
 
 
 def test_batch_without_a_sign_of_life_is_taken_up(
@@ -324,12 +301,29 @@ def test_batch_without_a_sign_of_life_is_taken_up(
     assert batch_id in json.loads(message)["headers"]["argsrepr"]
 
 
+def test_slice_whose_jobs_were_lost_sends_them_again(
+    room: Room, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = room.begin()
+
+    def waiting() -> list[str]:
+        assert room.slice(batch_id, 0).run() is not None
+        (queue,) = bare.keys("embed*")
+        return sorted(json.loads(each)["headers"]["id"] for each in bare.lrange(queue, 0, -1))
+
+    ids = waiting()
+    monkeypatch.setattr(steps, "STALL_S", -1.0)
+    assert (waiting(), len(ids)) == (ids, 2)  # Nothing is lost.
+    bare.delete(*bare.keys("embed*"))
+    assert waiting() == ids
+
+
 def test_owner_has_so_many_open_batches(room: Room) -> None:
     ids = [room.create("a") for _ in range(3)]
     with pytest.raises(Problem, match="max_open_batches"):
         room.create("a")
     cancel(room, ids[0])
-    room.run(ids[0]).advance()
+    room.run(ids[0]).begin()
     room.create("a")
 
 
@@ -380,7 +374,7 @@ def test_file_goes_when_its_time_is_over_though_nobody_asks(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "TIDY_S", 0.002)
-    monkeypatch.setattr(stored_files, "ASK_S", 0.0)
+    monkeypatch.setattr(stored_files, "REMOVE_AGAIN_S", 0.0)
     kept, stuck, gone, used = (
         room.upload(content, expires_s)
         for content, expires_s in ((b"kept", None), (b"stuck", -1), (b"gone", -1), (b"{}", 7200))

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from operator import methodcaller
 from typing import Any
 
 import redis
 from celery import Celery, shared_task
 from celery.exceptions import Reject
-from celery.signals import worker_ready, worker_shutdown
+from celery.signals import worker_ready
 from kombu.exceptions import OperationalError
 
 from batchery.cli.main import one_line_errors
@@ -33,11 +32,11 @@ from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, JobContext
-from batchery_producer.gateway.batches.store import BatchStore, Superseded
+from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, JobContext, SliceRun
+from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, SLICE, Store
+from batchery_producer.gateway.store import BATCH, Store
 from batchery_producer.gateway.task_records import TaskRecord
 from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
 from batchery_producer.gateway.webhooks import TASK as WEBHOOK
@@ -52,6 +51,9 @@ RETRY_S = 5.0
 
 #: Jobs that the worker beside a gateway runs at once; most of them wait.
 SLOTS = 16
+
+#: How often somebody looks whether that worker is there, in seconds.
+LOOK_S = 1.0
 
 #: After how long a worker that has ended is started again, in seconds.
 RESTART_S = 5.0
@@ -84,37 +86,30 @@ def get_context(app: Celery) -> JobContext:
 
 
 @shared_task(bind=True, name=BATCH, **OPTIONS)
-def advance_batch(self: Any, batch_id: str) -> None:
-    """Takes a batch on."""
-    run_step(self, batch_id, "reading or writing", BatchRun.advance)
-
-
-@shared_task(bind=True, name=SLICE, **OPTIONS)
-def run_slice(self: Any, batch_id: str, number: int) -> None:
-    """Sends and awaits the requests of a slice of a batch."""
-    run_step(self, batch_id, f"slice {number}", methodcaller("run_slice", number))
-
-
-def run_step(task: Any, batch_id: str, name: str, step: Callable[[BatchRun], float | None]) -> None:
-    """Runs a step of a batch; has it run again if it is not done."""
-    context = get_context(task.app)
+def run_batch(self: Any, batch_id: str, number: int | None = None) -> None:
+    """Begins a batch, or runs a slice of it; runs again if that is not done."""
+    context = get_context(self.app)
+    pause_s: float | None = None
+    name = "reading" if number is None else f"slice {number}"
     try:
         record = context.batches.load(batch_id)
         if record is None:
             return
-        with context.batches.attempt(record, name) as lost:
-            if lost < MAX_LOST_ATTEMPTS:
-                pause_s = step(BatchRun(context, record))
+        run = BatchRun(context, record)
+        with context.batches.attempt(batch_id, name) as lost:
+            if record.is_over:
+                run.tidy()
+            elif lost >= MAX_LOST_ATTEMPTS:
+                run.fail("lost_attempts", f"{name} has ended {lost} processes one after the other")
+            elif number is None:
+                run.begin()
             else:
-                text = f"{name} has ended {lost} processes one after the other"
-                pause_s = BatchRun(context, record).fail("lost_attempts", text)
-    except Superseded:
-        pause_s = 0
+                pause_s = SliceRun(context, record, number).run()
     except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
         logger.warning("batch %s: tried again soon: %s", batch_id, error)
         pause_s = RETRY_S
     if pause_s is not None:
-        run_again(task, pause_s)
+        run_again(self, pause_s)
 
 
 @shared_task(bind=True, name=WEBHOOK, **OPTIONS)
@@ -153,9 +148,6 @@ def run_again(task: Any, pause_s: float, **changes: Any) -> None:
 # What happens by itself
 
 
-_ended = threading.Event()
-
-
 @worker_ready.connect
 def begin_to_tidy(sender: Any, **_: Any) -> None:
     """Tidies now and then, if the worker has the queue."""
@@ -163,41 +155,33 @@ def begin_to_tidy(sender: Any, **_: Any) -> None:
         threading.Thread(target=_tidy_on, args=(sender.app,), daemon=True).start()
 
 
-@worker_shutdown.connect
-def end_tidying(**_: Any) -> None:
-    """Tidies no more."""
-    _ended.set()
-
-
 def _tidy_on(app: Celery) -> None:
     pace = LogPace()
-    while not _ended.wait(TIDY_S):
+    while True:
+        time.sleep(TIDY_S)
         try:
             tidy(get_context(app))
-        except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
+        except Exception as error:  # noqa: BLE001 - Redis may be away, and come back
             if pace.is_due(str(error)):
                 logger.warning("jobs of the gateway: cannot be looked for: %s", error)
 
 
 def tidy(context: JobContext) -> None:
-    """Takes up batches whose messages were lost, and removes what has expired.
+    """Takes up batches whose messages were lost, and removes files that have expired.
 
     Raises:
         Problem: Redis is away.
+        OperationalError: So is the broker.
     """
     store, files, batches = context.store, context.files, context.batches
-    key, life_ms = store.key("tidied"), int(TIDY_S * 900)
     # One of the workers is enough.
-    if not store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
-        return
-    for batch_id in batches.find_lost():
-        store.send(BATCH, batch_id)
-    for owner, id_ in files.expired():
-        if id_.startswith("batch_"):
-            if (record := batches.load(id_)) is not None:
-                batches.close(record, is_forgotten=True)
-        elif batches.uses(owner, id_) is None:
-            files.remove(owner, id_)
+    key, life_ms = store.key("tidied"), int(TIDY_S * 900)
+    if store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
+        for batch_id in batches.find_lost():
+            store.send(BATCH, batch_id)
+        for owner, file_id in files.list_expired():
+            if batches.uses(owner, file_id) is None:
+                files.remove(owner, file_id)
 
 
 # The worker beside a gateway
@@ -212,36 +196,30 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
     Args:
         load: Gives the app, in the other process; can be pickled.
     """
-    ending, replacing = threading.Event(), threading.Event()
+    is_over, replacing = threading.Event(), threading.Event()
     # Not forked: threads and connections of ours must not be there.
     spawn: Any = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
 
     def keep() -> None:
-        while not ending.is_set():
+        while not is_over.is_set():
             process = spawn.Process(target=run_worker, args=(load,), daemon=True)
             process.start()
-            processes[:] = [process]
-            if ending.is_set():  # While it started.
-                process.terminate()
-            process.join()
+            while process.is_alive():
+                if replacing.wait(LOOK_S):
+                    process.terminate()
+                    process.join()
             if not replacing.wait(RESTART_S):
                 code = process.exitcode
                 logger.warning("the worker beside ended (%s); another one starts", code)
             replacing.clear()
 
-    def replace() -> None:
-        replacing.set()
-        for process in processes:
-            process.terminate()
-
     keeper = threading.Thread(target=keep, daemon=True)
     keeper.start()
     try:
-        yield replace
+        yield replacing.set
     finally:
-        ending.set()
-        replace()
+        is_over.set()
+        replacing.set()
         keeper.join()
 
 

@@ -6,10 +6,8 @@ redelivery are the queue's.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -18,14 +16,10 @@ from celery.backends.redis import RedisBackend
 
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.headers import backend_prefix, with_tenant
-from batchery.redis_scripts import RedisScripts
 from batchery_producer.gateway.problems import Kind, Problem, redis_problem
 
-LUA = Path(__file__).parent / "lua"
-
-#: Tasks that take a batch on, or a slice of one.
+#: The task that begins a batch, or runs a slice of one.
 BATCH = "batchery.gateway.batch"
-SLICE = "batchery.gateway.slice"
 
 
 class Store:
@@ -69,19 +63,6 @@ class Store:
             yield self.backend.client
         except redis.RedisError as error:
             raise redis_problem(error) from error
-
-    def take_due(self, key: bytes, maximum: int, again_s: float) -> list[str]:
-        """Members of a sorted set that are due by now, which are due again in so many seconds."""
-        now_s = time.time()
-        with self.client() as client:
-            due = client.zrangebyscore(key, "-inf", now_s, 0, maximum)
-            if due:
-                client.zadd(key, dict.fromkeys(due, now_s + again_s), xx=True)
-        return [each.decode() for each in due]
-
-    def script(self, name: str, keys: Sequence[bytes], *arguments: Any) -> Any:
-        """Runs one of the gateway's scripts."""
-        return self.call(lambda client: RedisScripts(client, LUA).run(name, keys, *arguments))
 
     def send(self, task: str, *arguments: Any, tenant: str | None = None) -> None:
         """Sends one of the gateway's own jobs.

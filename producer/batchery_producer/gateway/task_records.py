@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NotRequired
+from weakref import WeakValueDictionary
 
 import orjson
-from celery import states, uuid
+from celery import states
 from kombu.exceptions import KombuError
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -23,7 +24,7 @@ from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
 from batchery_producer.gateway.store import Store
 
-#: How long sending may take, in seconds; then a repeated request sends the task again.
+#: How long sending may take, in seconds; then a repeated request sends another task.
 SENDING_S = 30
 
 #: How often results are looked for that somebody waits for, in seconds; and how many times as long
@@ -102,8 +103,8 @@ class TaskRecords:
         self.expires_s: int | None = int(expires) if expires else None
         #: A result comes before the first of these ends, and ends before the second.
         self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
-        #: Those who wait for a change of a task's state.
-        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        #: Tasks of which something is awaited, as long as somebody does.
+        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self._looking: asyncio.Task[None] | None = None
 
     async def add(self, record: TaskRecord) -> None:
@@ -154,20 +155,11 @@ class TaskRecords:
             left_s = until_s - time.monotonic()
             if has_ended(state) or left_s <= 0:
                 return state
-            await self._wait_for_change(record.id, left_s)
-
-    async def _wait_for_change(self, task_id: str, wait_s: float) -> None:
-        future = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(task_id, set())
-        waiting.add(future)
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        try:
-            await asyncio.wait([future], timeout=wait_s)
-        finally:
-            waiting.discard(future)
-            if not waiting and self._waiting.get(task_id) is waiting:
-                del self._waiting[task_id]
+            changed = self._waiting.setdefault(record.id, asyncio.Event())
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left_s)
 
     async def _look(self) -> None:
         """Looks for all who wait, in one command, as long as somebody does."""
@@ -175,8 +167,8 @@ class TaskRecords:
             began_s, ids = time.monotonic(), list(self._waiting)
             with suppress(Problem):  # Redis is away, and may come back.
                 for task_id in await asyncio.to_thread(self._find_stored, ids):
-                    for future in self._waiting.pop(task_id, ()):
-                        future.set_result(None)
+                    if changed := self._waiting.pop(task_id, None):
+                        changed.set()
             await asyncio.sleep(max(LOOK_S, REST_PER_LOOK * (time.monotonic() - began_s)))
 
     def _find_stored(self, task_ids: Sequence[str]) -> list[str]:
@@ -227,49 +219,55 @@ class TaskRecords:
 
     # A request that is sent again
 
-    async def once(self, caller: str, key: str, digest: str) -> tuple[str, bool]:
-        """The id of the task of an idempotency key.
+    async def claim(self, record: TaskRecord, key: str, digest: str) -> TaskRecord | None:
+        """Claims an idempotency key for a task, until that has been sent.
+
+        Args:
+            record: The task; not sent yet.
+            key: The caller's.
+            digest: Of the request.
 
         Returns:
-            The id, and whether the task must be sent now.
+            The task that was sent for this key before; None if this one must be sent now.
 
         Raises:
             Problem: The key was used for another request, or the request is just being sent; or
                 Redis is away.
         """
-        name = self._once_key(caller, key)
-        record = orjson.dumps({"id": uuid(), "digest": digest})
+        name, text = self._once_key(record, key), json.dumps([record.id, digest])
 
-        def claim(client: Any) -> tuple[dict[str, str], bool, bool]:
-            client.set(name, record, nx=True, ex=self._lifetime_s)
-            known = json.loads(client.get(name) or record)
-            if client.exists(self._key(known["id"])):
-                return known, True, False
-            return known, False, bool(client.set(name + b":sending", b"", nx=True, ex=SENDING_S))
+        def find(client: Any) -> bytes | None:
+            is_new = client.set(name, text, nx=True, ex=SENDING_S)
+            found: bytes | None = None if is_new else client.get(name)
+            return found
 
-        known, was_sent, may_send = await self._store.run(claim)
-        if known["digest"] != digest:
-            raise Problem(
-                Kind.CONFLICT, "Idempotency-Key: was used for another request; make a new one"
-            )
-        if not was_sent and not may_send:
-            raise Problem(
-                Kind.CONFLICT,
-                "Idempotency-Key: the same request is being sent; ask again for its answer",
-                retry_after_s=SENDING_RETRY_S,
-            )
-        return known["id"], not was_sent
+        known = await self._store.run(find)
+        if known is None:
+            return None
+        known_id, known_digest = json.loads(known)
+        why = "was used for another request; make a new one"
+        if known_digest == digest:
+            sent = await asyncio.to_thread(self.read, known_id)
+            if sent is not None:
+                return sent
+            why = "the same request is being sent; ask again for its answer"
+        after_s = SENDING_RETRY_S if known_digest == digest else None
+        raise Problem(Kind.CONFLICT, f"Idempotency-Key: {why}", retry_after_s=after_s)
 
-    async def not_sent(self, caller: str, key: str) -> None:
-        """Forgets an idempotency key whose task could not be sent."""
-        name = self._once_key(caller, key)
-        await self._store.run(lambda client: client.delete(name, name + b":sending"))
+    async def settle(self, record: TaskRecord, key: str, digest: str) -> None:
+        """Keeps the claim of an idempotency key for as long as its task, which was sent."""
+        name, text = self._once_key(record, key), json.dumps([record.id, digest])
+        await self._store.run(lambda client: client.set(name, text, ex=self._lifetime_s))
+
+    async def give_up(self, record: TaskRecord, key: str) -> None:
+        """Gives up the claim of an idempotency key whose task could not be sent."""
+        await self._store.run(lambda client: client.delete(self._once_key(record, key)))
 
     def _key(self, task_id: str) -> bytes:
         return self._store.key(self._kind, task_id)
 
-    def _once_key(self, caller: str, key: str) -> bytes:
-        digest = hashlib.sha256(f"{caller}\n{key}".encode()).hexdigest()
+    def _once_key(self, record: TaskRecord, key: str) -> bytes:
+        digest = hashlib.sha256(f"{record.caller}\n{key}".encode()).hexdigest()
         return self._store.key("once", digest)
 
 

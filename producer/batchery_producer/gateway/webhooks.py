@@ -10,10 +10,10 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,11 +36,9 @@ NAT64 = IPv6Network("64:ff9b::/96")
 
 #: Networks that Python calls global though their addresses may lead to a private one: of IPv4 (two
 #: old forms, local NAT64, Teredo, 6to4), or of a site.
-HIDING_NETWORKS = tuple(
-    map(
-        IPv6Network,
-        ("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "fec0::/10"),
-    )
+HIDING_NETWORKS = (
+    *("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48"),
+    *("2001::/32", "2002::/16", "fec0::/10"),
 )
 
 
@@ -70,7 +68,7 @@ def find_target(url: str, hosts: Sequence[str]) -> httpcore2.URL:
         raise _refused("must not have a user or a password; the receiver checks our signature")
     address = _address(host)
     names = {each.lower() for each in hosts}
-    if not (host in names if address is None else _is_inside(address, hosts)):
+    if not (host in names if address is None else _is_listed(address, hosts)):
         raise _refused(f"host {host!r:.100} is not allowed; see the setting gateway.webhook_hosts")
     path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
     return httpcore2.URL(
@@ -86,13 +84,16 @@ def may_connect(address: str, hosts: Sequence[str]) -> bool:
         hosts: As in `find_target`.
     """
     found = _address(address)
-    return found is not None and (_is_public(found) or _is_inside(found, hosts))
+    return found is not None and (_is_public(found) or _is_listed(found, hosts))
 
 
-def _is_inside(address: IPv4Address | IPv6Address, hosts: Sequence[str]) -> bool:
-    """Whether an address, or a network that it is in, is listed."""
-    networks = [network for each in hosts if (network := _network(each)) is not None]
-    return any(address.version == each.version and address in each for each in networks)
+def _is_listed(address: IPv4Address | IPv6Address, networks: Iterable[str]) -> bool:
+    """Whether an address, or a network that it is in, is listed; names are none."""
+    for each in networks:
+        with suppress(ValueError):
+            if address in ip_network(each, strict=False):
+                return True
+    return False
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
@@ -107,15 +108,8 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 def _is_public(address: IPv4Address | IPv6Address) -> bool:
     if address in NAT64:
         address = IPv4Address(int(address) % 2**32)
-    is_hidden = any(address in each for each in HIDING_NETWORKS)
+    is_hidden = _is_listed(address, HIDING_NETWORKS)
     return address.is_global and not address.is_multicast and not is_hidden
-
-
-def _network(text: str) -> IPv4Network | IPv6Network | None:
-    try:
-        return ip_network(text, strict=False)
-    except ValueError:
-        return None
 
 
 def _refused(why: str) -> Problem:
@@ -161,13 +155,12 @@ class CheckedNetwork(httpcore2.AnyIOBackend):
                 f"{host} has the addresses {', '.join(addresses)}, which are not public; list them"
                 " in gateway.webhook_hosts"
             )
-        *others, last = allowed
-        for address in others:
+        for address in allowed:
             # Somebody may listen at the next one.
             with suppress(httpcore2.NetworkError, TimeoutError):
                 async with asyncio.timeout(DEADLINE_S / len(allowed)):
                     return await super().connect_tcp(address, port, *args, **options)
-        return await super().connect_tcp(last, port, *args, **options)
+        raise Undeliverable(f"nobody listens at {', '.join(allowed)}, port {port}")
 
 
 def post(
@@ -185,8 +178,9 @@ def post(
     Raises:
         Undeliverable: It did not arrive.
     """
+    headers = list(_headers(target, body, message_id, secret))
     try:
-        status = asyncio.run(_post(target, hosts, body, _headers(target, body, message_id, secret)))
+        status = asyncio.run(_post(target, hosts, body, headers))
     except TimeoutError as error:
         raise Undeliverable(f"no answer within {DEADLINE_S:g} s") from error
     except (OSError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
@@ -196,27 +190,21 @@ def post(
 
 
 async def _post(
-    target: httpcore2.URL, hosts: Sequence[str], body: bytes, headers: Iterable[tuple[str, str]]
+    target: httpcore2.URL, hosts: Sequence[str], body: bytes, headers: list[tuple[str, str]]
 ) -> int:
     """The status of the answer, whose body is not read."""
+    tls, network = ssl.create_default_context(), CheckedNetwork(hosts)
     async with (
         asyncio.timeout(DEADLINE_S),
-        _connections(hosts) as pool,
-        pool.stream("POST", target, headers=list(headers), content=body) as answer,
+        httpcore2.AsyncConnectionPool(ssl_context=tls, network_backend=network) as pool,
+        pool.stream("POST", target, headers=headers, content=body) as answer,
     ):
         return int(answer.status)
 
 
-@asynccontextmanager
-async def _connections(hosts: Sequence[str]) -> AsyncIterator[httpcore2.AsyncConnectionPool]:
-    tls, network = ssl.create_default_context(), CheckedNetwork(hosts)
-    async with httpcore2.AsyncConnectionPool(ssl_context=tls, network_backend=network) as pool:
-        yield pool
-
-
 def _headers(
     target: httpcore2.URL, body: bytes, message_id: str, secret: str | None
-) -> Iterable[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:
     now = datetime.now(UTC)
     host = target.host.decode()
     name = f"[{host}]" if ":" in host else host
@@ -291,12 +279,19 @@ def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskR
 
 
 @contextmanager
-def _places(store: Store, limits: dict[bytes, int]) -> Iterator[None]:
-    """Has a place in each of some sets; raises a `Busy` where one is full."""
-    token, keys = secrets.token_hex(8), list(limits)
-    if not store.script("take_places", keys, token, 2 * DEADLINE_S, *limits.values()):
-        raise Busy
+def _places(store: Store, limits: Mapping[bytes, int]) -> Iterator[None]:
+    """Has a place in each of some sorted sets; raises a `Busy` where one is full."""
+    token, now_s, longest_s = secrets.token_hex(8), time.time(), 2 * DEADLINE_S
+    with store.client() as client, client.pipeline() as pipe:
+        for key in limits:
+            pipe.zremrangebyscore(key, "-inf", now_s)
+            pipe.zadd(key, {token: now_s + longest_s})
+            pipe.expire(key, int(longest_s))
+            pipe.zcard(key)
+        counts = pipe.execute()[3::4]
     try:
+        if any(count > most for count, most in zip(counts, limits.values(), strict=True)):
+            raise Busy
         yield
     finally:
-        store.call(lambda client: [client.zrem(key, token) for key in keys])
+        store.call(lambda client: [client.zrem(key, token) for key in limits])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from batchery.errors import InvalidItem
+from batchery_producer.gateway.batches.requests import read_items
 from batchery_producer.openai_generation import (
     CHAT_URL,
     TEXT_URL,
@@ -15,7 +16,6 @@ from batchery_producer.openai_generation import (
     build_completion,
     count_chars,
     count_copied_chars,
-    read_line,
 )
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -101,7 +101,7 @@ def test_each_prompt_is_an_item(prompt: Any, prompts: list[Any]) -> None:
 )
 def test_line_that_is_wrong_says_why(url: str, body: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidItem, match=f"^{text}"):
-        read_line(url, body)
+        read_items(url, body)
 
 
 def test_characters_are_those_of_prompts_and_of_chats_with_their_tools() -> None:

@@ -1,8 +1,8 @@
 """Files of the gateway's callers: contents in a store, all that is known of them in Redis.
 
     OWNER/files/ID.jsonl     in the store: the content of a file
-    files:OWNER              in Redis: the record of each file, and the sum of their bytes
-    removals                 in Redis: OWNER/ID of what is to be removed, by when
+    files:OWNER              in Redis, a hash: the record of each file, and the sum of their bytes
+    expiring                 in Redis, a sorted set: OWNER/ID of what is to be removed, by when
 
 The store is a folder, or any URL that fsspec knows. A file is reserved before it is written, and
 removed by itself if it is never made known. An id of another owner is an id that is not there.
@@ -12,26 +12,26 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import quote
 
 from celery.utils.functional import chunks
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, Field
 
 from batchery.errors import DatasetError
-from batchery_producer.files.source import Remote, is_url
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store
+
+logger = logging.getLogger(__name__)
 
 # Files as OpenAI's clients see them
 
@@ -41,10 +41,12 @@ INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 
 #: How long a caller may have a file kept, in seconds.
-MIN_EXPIRY_S = 3600
-MAX_EXPIRY_S = 2_592_000
+ExpirySeconds = Annotated[int, Field(ge=3600, le=2_592_000)]
 
 FILE_ID = r"file-[0-9a-f]{46}"
+
+#: Maximum characters of a file's name; the rest of a longer one is cut off.
+MAX_NAME_CHARS = 255
 
 
 def new_id(prefix: str) -> str:
@@ -56,11 +58,11 @@ class ExpiresAfter(BaseModel):
     """How long a file is kept."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
+    seconds: ExpirySeconds
 
 
 class FileObject(BaseModel):
-    """A file."""
+    """A file; one that is only reserved is `uploaded`, and nobody sees it."""
 
     id: str
     object: Literal["file"] = "file"
@@ -68,14 +70,32 @@ class FileObject(BaseModel):
     created_at: int
     filename: str
     purpose: str
-    status: Literal["processed"] = "processed"
+    status: Literal["uploaded", "processed"] = "processed"
     expires_at: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is there for its owner."""
+        is_over = self.expires_at is not None and time.time() >= self.expires_at
+        return self.status == "processed" and not is_over
+
+
+def describe_file(filename: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
+    """The record of a new file, under an id of its own."""
+    now_s = int(time.time())
+    return FileObject(
+        id=new_id("file-"),
+        bytes=size,
+        created_at=now_s,
+        # A caller's charset may make half characters, which no JSON of ours can have.
+        filename=filename[:MAX_NAME_CHARS].encode(errors="replace").decode(),
+        purpose=purpose,
+        expires_at=None if expires_s is None else now_s + expires_s,
+    )
 
 
 # Where contents are kept
 
-
-logger = logging.getLogger(__name__)
 
 #: Bytes that are read or written at a time.
 CHUNK_BYTES = 256 * 1024
@@ -96,9 +116,11 @@ class Storage:
         Args:
             url: A folder or a URL. A relative folder is one of the current directory.
         """
-        remote = Remote.at(url if is_url(url) else str(Path(url).absolute()))
-        self._files: Any = remote.filesystem
-        self._root = remote.path.rstrip("/")
+        try:
+            self._files, root = url_to_fs(url)
+        except Exception as error:
+            raise DatasetError(f"gateway.files = {url!r}: cannot be reached: {error}") from error
+        self._root = root.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def open(self, name: str) -> BinaryIO | None:
@@ -152,9 +174,6 @@ def _reaching(name: str) -> Iterator[None]:
 # The files
 
 
-#: Maximum characters of a file's name; the rest of a longer one is cut off.
-MAX_NAME_CHARS = 255
-
 #: Maximum characters of a folder that is named after its owner.
 MAX_OWNER_CHARS = 120
 
@@ -164,11 +183,14 @@ PAGE = 100
 #: Maximum number of files of one owner, as a list of files looks at the ids of all.
 MAX_FILES = 100_000
 
+#: Field with the sum of an owner's bytes, among the records of the files.
+BYTES = b"bytes"
+
 #: How long it may take to write a file, in seconds; what is not known by then is removed.
 WRITING_S = 86_400.0
 
 #: After how long what could not be removed is tried again, in seconds.
-ASK_S = 60.0
+REMOVE_AGAIN_S = 60.0
 
 
 class FileIsGone(Problem):
@@ -194,7 +216,7 @@ class FileStore:
     def __init__(self, store: Store, storage: Storage) -> None:
         self._store = store
         self.storage = storage
-        self.removals_key = store.key("removals")
+        self._expiring_key = store.key("expiring")
 
     def upload(
         self, caller: Caller, filename: str, content: BinaryIO, size: int, expires_s: int | None
@@ -210,6 +232,7 @@ class FileStore:
 
         Raises:
             Problem: It is empty, or the caller has no space for it.
+            DatasetError: The store cannot be reached, or is full.
         """
         if not size:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
@@ -217,51 +240,62 @@ class FileStore:
         file = describe_file(filename, INPUT_PURPOSE, size, expires_s)
         parts = iter(lambda: content.read(CHUNK_BYTES), b"")
         self.keep(owner, file, parts, caller.max_stored_bytes)
-        keys = [self.get_key(owner), self.removals_key]
-        if not self._store.script("publish_file", keys, *self.publishing(owner, file)):
-            raise Problem(Kind.TOO_SLOW, f"file {file.id}: was written for too long; send it again")
+        with self._store.client() as client, client.pipeline() as pipe:
+            self.publish(pipe, owner, file)
+            pipe.execute()
         return file
 
     def keep(
         self, owner: str, file: FileObject, parts: Iterable[bytes], max_bytes: int = 0
     ) -> None:
-        """Writes a file; it is removed by itself if it is not made known, and takes no space.
+        """Writes a file that is not known yet; if that fails, it takes no space.
+
+        Args:
+            owner: Whose it is.
+            file: Its record.
+            parts: Its content.
+            max_bytes: Maximum bytes of all files of its owner; 0 for any bytes and any number.
 
         Raises:
             Problem: The files of its owner have too many bytes already, or are too many.
+            DatasetError: The store cannot be reached, or is full.
         """
         self._reserve(owner, file, max_bytes)
         try:
             self.storage.write(_content(owner, file.id), parts)
         except BaseException:
-            # Its removal stays due, so what the store has of it goes when that is back.
-            self._forget(owner, file.id)
-            with suppress(DatasetError):
-                self.remove(owner, file.id)
+            self.remove(owner, file.id)
             raise
 
     def _reserve(self, owner: str, file: FileObject, max_bytes: int) -> None:
-        record = json.dumps({**file.model_dump(), "is_hidden": True})
-        keys = [self.get_key(owner), self.removals_key]
-        member, until_s = f"{owner}/{file.id}", time.time() + WRITING_S
-        args = (file.id, record, file.bytes, max_bytes, member, until_s, MAX_FILES)
-        stored = self._store.script("reserve_file", keys, *args)
-        if stored == -2:
-            text = f"file: there are {MAX_FILES} already; delete those that are not needed any more"
-            raise Problem(Kind.TOO_LARGE, text, param="file")
-        if stored >= 0:
-            raise Problem(
-                Kind.TOO_LARGE,
-                f"file of {file.bytes} bytes: with the {stored} that are stored, it has more than"
-                f" max_stored_bytes = {max_bytes}; delete files that are not needed any more",
-                param="file",
-            )
+        key = self._key(owner)
 
-    @staticmethod
-    def publishing(owner: str, file: FileObject) -> tuple[str, str, str, Any]:
-        """What scripts need to make a file known."""
-        expires_at = "" if file.expires_at is None else file.expires_at
-        return file.id, file.model_dump_json(), f"{owner}/{file.id}", expires_at
+        def reserve(pipe: Any) -> None:
+            stored, count = int(pipe.hget(key, BYTES) or 0), pipe.hlen(key)
+            if max_bytes and stored + file.bytes > max_bytes:
+                text = (
+                    f"of {file.bytes} bytes: with the {stored} that are stored, it has more than"
+                    f" max_stored_bytes = {max_bytes}; delete files that are not needed any more"
+                )
+                raise Problem(Kind.TOO_LARGE, f"file {text}", param="file")
+            if max_bytes and count > MAX_FILES:
+                text = f"there are {MAX_FILES} already; delete those that are not needed any more"
+                raise Problem(Kind.TOO_LARGE, f"file: {text}", param="file")
+            record = file.model_copy(update={"status": "uploaded"})
+            pipe.multi()
+            pipe.hincrby(key, BYTES, file.bytes)
+            pipe.hset(key, file.id, record.model_dump_json())
+            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": time.time() + WRITING_S})
+
+        self._store.call(lambda client: client.transaction(reserve, key))
+
+    def publish(self, pipe: Any, owner: str, file: FileObject) -> None:
+        """Makes a file known that was written, by commands of a pipeline."""
+        pipe.hset(self._key(owner), file.id, file.model_dump_json())
+        if file.expires_at is None:
+            pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
+        else:
+            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": file.expires_at})
 
     def get(self, owner: str, file_id: str) -> FileObject:
         """A file.
@@ -271,9 +305,9 @@ class FileStore:
         """
         content = None
         if re.fullmatch(FILE_ID, file_id):
-            content = self._store.call(lambda client: client.hget(self.get_key(owner), file_id))
-        found = _known(content)
-        if found is None:
+            content = self._store.call(lambda client: client.hget(self._key(owner), file_id))
+        found = None if content is None else FileObject.model_validate_json(content)
+        if found is None or not found.is_known:
             raise FileIsGone(file_id)
         return found
 
@@ -281,17 +315,18 @@ class FileStore:
         self, owner: str, after: str | None, limit: int, *, newest_first: bool, purpose: str | None
     ) -> tuple[list[FileObject], bool]:
         """Some files, and whether there are more."""
-        keys = self._store.call(lambda client: client.hkeys(self.get_key(owner)))
+        key = self._key(owner)
+        keys = self._store.call(lambda client: client.hkeys(key))
         # Ids sort by time. The one that the page comes after need not be there any more.
-        ids = sorted((each.decode() for each in keys if each != b"bytes"), reverse=newest_first)
+        ids = sorted((each.decode() for each in keys if each != BYTES), reverse=newest_first)
         rest = (
             each for each in ids if not after or (each < after if newest_first else each > after)
         )
         found: list[FileObject] = []
         for some in chunks(rest, PAGE):
-            contents = self._store.call(lambda client: client.hmget(self.get_key(owner), some))  # noqa: B023
-            files = [file for each in contents if (file := _known(each)) is not None]
-            found += [file for file in files if purpose in (None, file.purpose)]
+            contents = self._store.call(lambda client: client.hmget(key, some))  # noqa: B023
+            files = (FileObject.model_validate_json(each) for each in contents if each)
+            found += [file for file in files if file.is_known and purpose in (None, file.purpose)]
             if len(found) > limit:
                 break
         return found[:limit], len(found) > limit
@@ -301,6 +336,7 @@ class FileStore:
 
         Raises:
             FileIsGone: There is none.
+            DatasetError: The store cannot be reached.
         """
         opened = self.storage.open(_content(owner, file_id))
         if opened is None:
@@ -308,47 +344,32 @@ class FileStore:
         return opened
 
     def remove(self, owner: str, file_id: str) -> None:
-        """Removes a file, if it is there."""
-        # This first: a file without a content can be removed again.
-        self.storage.remove(_content(owner, file_id))
-        self._forget(owner, file_id, f"{owner}/{file_id}")
+        """Removes a file, if it is there; while the store is away, its content stays due."""
+        key, member = self._key(owner), f"{owner}/{file_id}"
 
-    def _forget(self, owner: str, file_id: str, removal: str = "") -> None:
-        keys = [self.get_key(owner), self.removals_key]
-        self._store.script("remove_file", keys, file_id, removal)
+        def forget(pipe: Any) -> None:
+            record = pipe.hget(key, file_id)
+            pipe.multi()
+            if record is not None:
+                pipe.hincrby(key, BYTES, -json.loads(record)["bytes"])
+                pipe.hdel(key, file_id)
+            pipe.zadd(self._expiring_key, {member: time.time() + REMOVE_AGAIN_S})
 
-    def expired(self) -> list[tuple[str, str]]:
-        """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
-        due = self._store.take_due(self.removals_key, PAGE, ASK_S)
-        # One that the store does not remove ends a round, and must not come first in each.
-        random.shuffle(due)
-        return [(owner, id_) for owner, _, id_ in (each.partition("/") for each in due)]
+        self._store.call(lambda client: client.transaction(forget, key))
+        with suppress(DatasetError):
+            self.storage.remove(_content(owner, file_id))
+            self._store.call(lambda client: client.zrem(self._expiring_key, member))
 
-    def get_key(self, owner: str) -> bytes:
-        """The key of an owner's files."""
+    def list_expired(self) -> list[tuple[str, str]]:
+        """Owners and ids of what is to be removed by now."""
+        now_s = time.time()
+        due = self._store.call(
+            lambda client: client.zrangebyscore(self._expiring_key, "-inf", now_s, 0, PAGE)
+        )
+        return [(owner, id_) for owner, _, id_ in (each.decode().partition("/") for each in due)]
+
+    def _key(self, owner: str) -> bytes:
         return self._store.key("files", owner)
-
-
-def describe_file(filename: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
-    """The record of a new file, under an id of its own."""
-    now_s = int(time.time())
-    return FileObject(
-        id=new_id("file-"),
-        bytes=size,
-        created_at=now_s,
-        # A caller's charset may make half characters, which no JSON of ours can have.
-        filename=filename[:MAX_NAME_CHARS].encode(errors="replace").decode(),
-        purpose=purpose,
-        expires_at=None if expires_s is None else now_s + expires_s,
-    )
-
-
-def _known(content: bytes | None) -> FileObject | None:
-    """The file of a record, if it is known by now and its time is not over."""
-    if content is None or (record := json.loads(content)).get("is_hidden"):
-        return None
-    file = FileObject.model_validate(record)
-    return None if file.expires_at is not None and time.time() >= file.expires_at else file
 
 
 def _content(owner: str, file_id: str) -> str:

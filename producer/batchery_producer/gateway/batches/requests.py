@@ -9,32 +9,35 @@ runs. What only a request's own body has wrong fails alone, later, in the error 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from hashlib import blake2b
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import orjson
+from celery.utils.functional import chunks
+from pydantic import Field, ValidationError
 
-from batchery.errors import BatcheryError, InvalidItem
+from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
 from batchery_producer.answers import Answer, joined
-from batchery_producer.files.dataset import SeenIds
-from batchery_producer.files.journal import Journal
 from batchery_producer.files.json_lines import encoded
-from batchery_producer.files.rows import InvalidLine, read_json, split_lines
+from batchery_producer.files.rows import InvalidLine, split_lines
 from batchery_producer.gateway.batches.files import FileStore
-from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
+from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
+from batchery_producer.gateway.bodies import TokenId
 from batchery_producer.gateway.callers import Caller, check_copies
-from batchery_producer.gateway.models import ITEMS_PER_JOB, numbers, shorten
+from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
 from batchery_producer.openai_generation import (
     REQUESTS,
     TOO_LONG_CODE,
+    GenerationRequest,
     build_completion,
     count_chars,
     count_copied_chars,
     count_texts,
-    read_line,
 )
+from batchery_producer.request_fields import RequestBody, expected
 
 # What a file must be
 
@@ -46,6 +49,9 @@ ENDPOINTS: Mapping[str, tuple[str, ...]] = {
     EMBEDDINGS_URL: ("embedding",),
     **dict.fromkeys(REQUESTS, ("generation",)),
 }
+
+#: Maximum requests of a batch.
+MAX_REQUESTS = 50_000
 
 #: Maximum errors that are told of one file.
 MAX_ERRORS = 100
@@ -62,30 +68,18 @@ CONTAINER_VALUES = 5
 TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
-class TooManyValues(InvalidLine):
-    """A line has more in it than a body of the route may have."""
+class WrongLine(ValueError):
+    """What makes a line no request of its file."""
 
-
-def split_requests(
-    file: BinaryIO, look: Callable[[], object] = lambda: None
-) -> Iterator[bytes | InvalidLine]:
-    """The lines of a file, none of which takes long to be read; `look` is called before each."""
-    for line in split_lines(file, is_remote=True):
-        look()
-        bare = b"" if isinstance(line, InvalidLine) else TEXTS.sub(b"", line)
-        values = bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
-        yield (
-            line
-            if values <= MAX_VALUES
-            else TooManyValues(
-                f"more than {MAX_VALUES:,} values, of which a list or an object counts as"
-                f" {CONTAINER_VALUES}; make several requests of it"
-            )
-        )
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
 
 
 @dataclass(slots=True)
-class Validated:
+class FileFacts:
     """What a file was found to be.
 
     Attributes:
@@ -101,12 +95,12 @@ class Validated:
     slices: list[Slice] = field(default_factory=list)
 
 
-def validated(
+def read_file(
     file: BinaryIO,
     endpoint: str,
     find_model: Callable[[str], str],
     look: Callable[[], object] = lambda: None,
-) -> Validated:
+) -> FileFacts:
     """Reads a file of requests, a line at a time.
 
     Args:
@@ -115,96 +109,104 @@ def validated(
         find_model: Gives the model of a name; raises a `Problem` if there is none.
         look: Called with each request; what it raises ends this.
     """
-    found, jobs, start = Validated(), SLICE_JOBS, Slice(0, 0)
-    with SeenIds() as seen:
-        checker = RequestChecker(endpoint, find_model, seen)
-        # Nobody can name an encoding over HTTP.
-        rows = read_json(split_requests(file, look), hint="upload the file in UTF-8")
-        for line, row in rows:
-            error = checker.check(line, row)
-            found.requests += 1
-            if jobs >= SLICE_JOBS or start.offset - found.slices[-1].offset >= SLICE_BYTES:
-                found.slices.append(start)
-                jobs = 0
-            jobs += _count_jobs(row)
-            if found.requests > MAX_REQUESTS:
-                text = f"more than {MAX_REQUESTS:,} requests; send several batches"
-                found.errors = [BatchError(code="too_many_requests", message=text)]
-                break
-            if error is not None and len(found.errors) < MAX_ERRORS:
-                found.errors.append(error)
-            start = Slice(file.tell(), line)
+    found, jobs, model = FileFacts(), SLICE_JOBS, None
+    seen: dict[bytes, int] = {}
+    for start, content in _split_lines(file, Slice(0, 0)):
+        look()
+        row: Mapping[str, Any] = {}
+        try:
+            row = _parse_line(content)
+            _check_line(row, endpoint)
+            line, id_, name = start.lines + 1, row["custom_id"], row["body"]["model"]
+            first = seen.setdefault(blake2b(id_.encode(), digest_size=16).digest(), line)
+            if first != line:
+                text = f"the id {id_!r:.100} is already used in line {first}"
+                raise WrongLine("duplicate_custom_id", text, "custom_id")
+            if model is None:
+                model = name
+                found.model = _find(find_model, name)
+            elif name != model:
+                text = f"model {name!r:.100}, but the first request has model {model!r:.100}"
+                raise WrongLine("mismatched_model", f"{text}; a batch has one model", "body.model")
+        except WrongLine as wrong:
+            if len(found.errors) < MAX_ERRORS:
+                told = {"code": wrong.code, "message": wrong.message, "param": wrong.param}
+                found.errors.append(BatchError(line=start.lines + 1, **told))
+        found.requests += 1
+        if found.requests > MAX_REQUESTS:
+            text = f"more than {MAX_REQUESTS:,} requests; send several batches"
+            found.errors = [BatchError(code="too_many_requests", message=text)]
+            break
+        if jobs >= SLICE_JOBS or start.offset - found.slices[-1].offset >= SLICE_BYTES:
+            found.slices.append(start)
+            jobs = 0
+        jobs += _count_jobs(row.get("body"))
     if not found.requests:
-        text = "the file has no requests"
-        found.errors.append(BatchError(code="empty_file", message=text))
-    found.model = checker.model
+        found.errors = [BatchError(code="empty_file", message="the file has no requests")]
     return found
 
 
-class RequestChecker:
-    """Says what makes a row no request of its file, whatever its body asks for."""
-
-    def __init__(self, endpoint: str, find_model: Callable[[str], str], seen: SeenIds) -> None:
-        self._endpoint = endpoint
-        self._find_model = find_model
-        self._seen = seen
-        #: How the first request names the model.
-        self._name = ""
-        self.model: str | None = None
-
-    def check(self, line: int, row: Any) -> BatchError | None:
-        """What is wrong with a row of the file, if anything."""
-        try:
-            found = self._find_error(line, row)
-        except Problem as problem:
-            found = ("model_not_found", problem.message, "body.model")
-        if not found:
-            return None
-        code, text, param = found
-        message = text.encode(errors="replace").decode()
-        return BatchError(code=code, line=line, message=message, param=param)
-
-    def _find_error(self, line: int, row: Any) -> tuple[str, str, str | None] | None:
-        if isinstance(row, InvalidLine):
-            is_large = isinstance(row, TooManyValues)
-            return "too_large" if is_large else "invalid_json_line", str(row), None
-        if not isinstance(row, Mapping):
-            text = "a text; expected an object with custom_id, method, url and body"
-            return "invalid_json_line", text, None
-        id_, body, method = row.get("custom_id"), row.get("body"), row.get("method", "POST")
-        if not isinstance(id_, str) or not id_:
-            return "missing_custom_id", "no custom_id, or it is no text", "custom_id"
-        if id_.encode(errors="replace").decode() != id_:
-            return "invalid_custom_id", "custom_id has half a character", "custom_id"
-        if (first := self._seen.first_line(id_, 0, line)[1]) != line:
-            text = f"the id {id_!r:.100} is already used in line {first}"
-            return "duplicate_custom_id", text, "custom_id"
-        if not isinstance(body, Mapping):
-            text = "no body, or it is no object; a request has custom_id, method, url and body"
-            return "missing_body", text, "body"
-        if method != "POST":
-            return "invalid_method", f"method {method!r:.100}: must be POST", "method"
-        if row.get("url") != self._endpoint:
-            text = f"must be {self._endpoint}, the endpoint of the batch"
-            return "invalid_url", f"url {row.get('url')!r:.100}: {text}", "url"
-        return self._find_model_error(body.get("model"))
-
-    def _find_model_error(self, name: Any) -> tuple[str, str, str] | None:
-        if not isinstance(name, str) or not name:
-            return "missing_model", "no model, or it is no text", "body.model"
-        if not self._name:
-            self._name = name
-            self.model = self._find_model(name)
-        if name != self._name:
-            text = f"model {name!r:.100}, but the first request has model {self._name!r:.100}"
-            return "mismatched_model", f"{text}; a batch has one model", "body.model"
-        return None
+def _find(find_model: Callable[[str], str], name: str) -> str:
+    try:
+        return find_model(name)
+    except Problem as problem:
+        raise WrongLine("model_not_found", problem.message, "body.model") from None
 
 
-def _count_jobs(row: Any) -> int:
+def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | InvalidLine]]:
+    """The lines that are not blank, and where each begins."""
+    offset, number = start
+    file.seek(offset)
+    for line in split_lines(file, is_remote=True):
+        if isinstance(line, InvalidLine) or line.strip():
+            yield Slice(offset, number), line
+        offset, number = file.tell(), number + 1
+
+
+def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
+    """The object in a line; one that would take long to be read is wrong."""
+    if isinstance(content, InvalidLine):
+        raise WrongLine("too_large", str(content))
+    bare = TEXTS.sub(b"", content)
+    values = bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
+    if values > MAX_VALUES:
+        raise WrongLine(
+            "too_large",
+            f"more than {MAX_VALUES:,} values, of which a list or an object counts as"
+            f" {CONTAINER_VALUES}; make several requests of it",
+        )
+    try:
+        row = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        text = f"not JSON in UTF-8: {error.msg} at column {error.colno}"
+        raise WrongLine("invalid_json_line", text) from None
+    if not isinstance(row, dict):
+        text = f"a JSON {type(row).__name__}; expected an object with custom_id, method, url, body"
+        raise WrongLine("invalid_json_line", text)
+    return row
+
+
+def _check_line(row: Mapping[str, Any], endpoint: str) -> None:
+    id_, body, method, url = (row.get(name) for name in ("custom_id", "body", "method", "url"))
+    model = body.get("model") if isinstance(body, dict) else None
+    for is_right, param, code, text in (
+        (_is_text(id_), "custom_id", "missing_custom_id", "no custom_id, or it is no text"),
+        (isinstance(body, dict), "body", "missing_body", "no body, or it is no object"),
+        (method in ("POST", None), "method", "invalid_method", f"{method!r:.100}: must be POST"),
+        (url == endpoint, "url", "invalid_url", f"{url!r:.100}: must be {endpoint}"),
+        (_is_text(model), "body.model", "missing_model", "no model, or it is no text"),
+    ):
+        if not is_right:
+            raise WrongLine(code, f"{param}: {text}", param)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _count_jobs(body: Any) -> int:
     """How many jobs a request becomes at most."""
-    body = row.get("body") if isinstance(row, Mapping) else None
-    given = body.get("input", body.get("prompt")) if isinstance(body, Mapping) else None
+    given = body.get("input", body.get("prompt")) if isinstance(body, dict) else None
     return -(-len(given) // ITEMS_PER_JOB) if isinstance(given, list) and given else 1
 
 
@@ -218,12 +220,31 @@ ALIAS_IDS = (
     " name"
 )
 
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
 #: Fields of other vendors that would change the vectors.
 UNSERVED = (
     *("embedding_type", "output_dtype", "output_dimension", "task", "input_type", "truncation"),
     *("truncate", "normalized", "normalize", "late_chunking", "return_multivector"),
     "truncate_prompt_tokens",
 )
+
+
+class EmbeddingsLine(RequestBody):
+    """A body for embeddings."""
+
+    input: Annotated[
+        str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_ITEMS)],
+        expected(f"a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, Field(ge=1)] = None
+
+    def items(self) -> list[Any]:
+        """The texts, and the ids of tokens."""
+        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return [self.input] if is_one else list(self.input)
 
 
 def read_items(url: str, body: Mapping[str, Any], *, is_own_name: bool = True) -> list[Any]:
@@ -240,23 +261,19 @@ def read_items(url: str, body: Mapping[str, Any], *, is_own_name: bool = True) -
     for name in ("input", "prompt"):
         if has_ids(body.get(name)) and not is_own_name:
             raise InvalidItem(ALIAS_IDS.format(name, body["model"]))
-    if url in REQUESTS:
-        return read_line(url, body)
-    if unserved := [name for name in UNSERVED if body.get(name) is not None]:
+    kind = REQUESTS.get(url, EmbeddingsLine)
+    unserved = [name for name in UNSERVED if body.get(name) is not None]
+    if kind is EmbeddingsLine and unserved:
         raise InvalidItem(f"{', '.join(unserved)}: not served in batch files; leave it out")
-    if body.get("encoding_format") not in (None, "float", "base64"):
-        raise InvalidItem("encoding_format: float or base64")
-    dimensions = body.get("dimensions")
-    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise InvalidItem("dimensions: a whole number from 1 on")
-    given = body.get("input")
-    items = [given] if isinstance(given, str) or _are_ids(given) else given
-    if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
-        items = [None]
-    if all(isinstance(each, str) for each in items) or all(map(_are_ids, items)):
-        return items
-    text = f"body: input must be a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"
-    raise InvalidItem(text)
+    try:
+        request = kind.model_validate(dict(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        text = str(first["msg"]).removeprefix("Value error, ")
+        raise InvalidItem(f"{'.'.join(map(str, first['loc']))}: {text}") from None
+    if isinstance(request, GenerationRequest) and request.stream:
+        raise InvalidItem("stream: batch files have whole answers; leave it out")
+    return request.items()
 
 
 def has_ids(given: Any) -> bool:
@@ -264,15 +281,8 @@ def has_ids(given: Any) -> bool:
     return isinstance(given, list) and any(isinstance(each, int | list) for each in given)
 
 
-def _are_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(i) is int and i >= 0 for i in given)
-
-
 # Requests and their answers
 
-
-#: How a request ends that is not done when the time of its batch is over: type and text.
-NO_TIME = ("TaskRevokedError", "the request was not done within the completion window of the batch")
 
 #: Types of errors that get status 400, because the request was wrong; all others get 500.
 CLIENT_ERRORS = ("InvalidItem", "PromptTooLong", "BatchArgumentError", "ValueError", "TypeError")
@@ -281,44 +291,23 @@ CLIENT_ERRORS = ("InvalidItem", "PromptTooLong", "BatchArgumentError", "ValueErr
 LENGTH_TOLERANCE = 1e-3
 
 
-class WrongResult(BatcheryError):
-    """A job has a result of another form than its model's."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestJob:
-    """A job of a request.
-
-    Attributes:
-        id: Of the task.
-        item: The item, or a list of items.
-        count: How many items the list has; 0 if there is no list.
-        first: Index of the first one among those of the request.
-    """
-
-    id: str
-    item: Any
-    count: int
-    first: int
-
-
 @dataclass(slots=True)
 class Request:
     """A request, and how far it is.
 
     Attributes:
-        id: Of its first job.
+        id: It is in the ids of its jobs.
         custom_id: The caller's.
-        body: What it asks for, without its items.
-        jobs: Its jobs, in order; none if its body is wrong.
-        error: What is wrong with it: type and text.
+        asked: What its body asks for, besides its items.
+        jobs: Items of its jobs, by their ids and in order; none if its body is wrong.
+        error: What is wrong with its body: type and text.
         answers: How those of its jobs ended that have ended, by id.
     """
 
     id: str
     custom_id: str
-    body: Mapping[str, Any]
-    jobs: list[RequestJob] = field(default_factory=list)
+    asked: Mapping[str, Any]
+    jobs: dict[str, list[Any]] = field(default_factory=dict)
     error: tuple[str, str] | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
 
@@ -327,145 +316,136 @@ class Request:
         """Whether all of its jobs have ended."""
         return len(self.answers) == len(self.jobs)
 
-    def end(self) -> list[Any]:
-        """The results of its items, when it is done; `error` says whether one of them failed."""
+    def read_answer(self) -> Answer:
+        """The results of all items, or the first error, when it is done."""
         results: list[Any] = []
-        for job in self.jobs:
-            answer = self.answers[job.id]
-            if job.count:
-                answer = joined(answer, job.count, job.first)
-            self.error = self.error or answer.error
-            results += answer.value or () if job.count else (answer.value,)
-        return results
+        for id_, items in self.jobs.items():
+            answer = joined(self.answers[id_], len(items), len(results))
+            if answer.error is not None:
+                return answer
+            results += answer.value
+        return Answer(results, self.error)
 
 
-class BatchRequests:
-    """The requests of one batch."""
+def make_pattern(record: BatchRecord) -> "re.Pattern[bytes]":
+    """Matches the ids of a batch's jobs in messages."""
+    return re.compile(rf"{record.id}-\d+-\d+".encode())
 
-    def __init__(
-        self,
-        record: BatchRecord,
-        files: FileStore,
-        is_own_name: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """Reads nothing yet.
 
-        Args:
-            record: The batch.
-            files: Has its file.
-            is_own_name: Whether the name of a model is no alias.
-        """
-        self._record = record
-        self._files = files
-        self._is_own_name = is_own_name
-        self._model = record.model or ""
-        self._journal = Journal(record.run, self._model, {}, [""], [])
-        #: Matches the ids of its jobs in messages.
-        self.pattern = self._journal.pattern
+def read_slice(
+    record: BatchRecord, number: int, files: FileStore, model: ServedModel | None = None
+) -> Iterator[Request]:
+    """The requests of a slice of a batch.
 
-    def read(self, number: int) -> Iterator[Request]:
-        """The requests of a slice.
+    Args:
+        record: The batch.
+        number: Of the slice.
+        files: Has its file.
+        model: Its model; None if the settings have it no more.
 
-        Raises:
-            FileIsGone: There is no file any more.
-        """
-        record = self._record
-        start = record.slices[number]
-        ends = [each.lines for each in record.slices[number + 1 : number + 2]]
-        with self._files.open(record.owner, record.input_file_id) as file:
-            file.seek(start.offset)
-            for count, row in read_json(split_lines(file, is_remote=True)):
-                line = start.lines + count
-                if ends and line > ends[0]:
-                    return
-                # The file was validated.
-                assert isinstance(row, Mapping)
-                yield self._request(line, row["custom_id"], row["body"])
-
-    def _request(self, line: int, custom_id: str, body: Mapping[str, Any]) -> Request:
-        record = self._record
-        asked = {name: body.get(name) for name in ("encoding_format", "dimensions")}
-        request = Request(self._journal.task_id(0, line), custom_id, asked)
-        limits = Caller("", None, None, 0, record.max_items, record.max_chars)
-        try:
-            is_own_name = self._is_own_name(body["model"])
-            items = read_items(record.endpoint, body, is_own_name=is_own_name)
-            chars = count_chars(items)
-            limits.check(sum(map(count_texts, items)), chars)
-            check_copies(chars, chars - count_copied_chars(items))
-        except (InvalidItem, Problem) as error:
-            request.error = ("InvalidItem", str(error))
-            return request
-        if len(items) == 1:
-            request.jobs.append(RequestJob(request.id, items[0], 0, 0))
-            return request
-        for part, first in enumerate(range(0, len(items), ITEMS_PER_JOB)):
-            some = items[first : first + ITEMS_PER_JOB]
-            id_ = self._journal.task_id(part, line)
-            request.jobs.append(RequestJob(id_, some, len(some), first))
-        return request
-
-    def result(self, request: Request, results: list[Any]) -> tuple[bytes, tuple[int, int]]:
-        """A line of the output file, and the tokens that were read and written.
-
-        Raises:
-            InvalidItem: The vectors are shorter than the request asks for.
-            WrongResult: The results are those of another task.
-        """
-        try:
-            if self._record.endpoint in REQUESTS:
-                body = build_completion(self._record.endpoint, request.id, self._model, results)
+    Raises:
+        FileIsGone: There is no file any more.
+    """
+    ends = record.slices[number + 1 : number + 2]
+    with files.open(record.owner, record.input_file_id) as file:
+        for start, content in _split_lines(file, record.slices[number]):
+            if start in ends:
+                return
+            row = _parse_line(content)  # The file was validated.
+            body = row["body"]
+            asked = {name: body.get(name) for name in ("encoding_format", "dimensions")}
+            request = Request(f"{record.id}-{start.lines + 1}", row["custom_id"], asked)
+            try:
+                is_own_name = model is None or model.is_own_name(body["model"])
+                items = read_items(record.endpoint, body, is_own_name=is_own_name)
+                _check_limits(record, items)
+            except (InvalidItem, Problem) as error:
+                request.error = ("InvalidItem", str(error))
             else:
-                body = self._list_vectors(request.body, results)
-        except InvalidItem:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise WrongResult(f"the result is none of {self._model!r}: {error!r:.200}") from error
-        usage = body["usage"]
-        line = _line(request, {"status_code": 200, "request_id": request.id, "body": body}, None)
+                parts = enumerate(chunks(iter(items), ITEMS_PER_JOB))
+                request.jobs = {f"{request.id}-{part}": some for part, some in parts}
+            yield request
+
+
+def _check_limits(record: BatchRecord, items: list[Any]) -> None:
+    chars = count_chars(items)
+    limits = Caller("", None, None, 0, record.max_items, record.max_chars)
+    limits.check(sum(map(count_texts, items)), chars)
+    check_copies(chars, chars - count_copied_chars(items))
+
+
+def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[str, int] | None]:
+    """The line of a request; one that is not done had no time.
+
+    Returns:
+        The line with its end; and the tokens that it took, or None for one of the error file.
+    """
+    if not request.is_done:
+        text = "the request was not done within the completion window of the batch"
+        return _write_error(request, None, {"code": "batch_expired", "message": text})
+    answer = request.read_answer()
+    if answer.error is None:
         try:
-            content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
-        except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
-            content = encoded(line)
-        return content + b"\n", (usage["prompt_tokens"], usage.get("completion_tokens", 0))
-
-    def _list_vectors(self, asked: Mapping[str, Any], results: list[Any]) -> dict[str, Any]:
-        vectors: list[Any] = []
-        for result in results:
-            vector: str = result["vector"]
-            if asked["dimensions"] is not None:
-                is_scaled = abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE
-                try:
-                    vector = shorten(vector, asked["dimensions"], scale=bool(is_scaled))
-                except ValueError as error:
-                    raise InvalidItem(str(error)) from None
-            is_text = asked["encoding_format"] == "base64"
-            vectors.append(vector if is_text else numbers(vector))
-        tokens = sum(result["tokens"] for result in results)
-        return {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": self._model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-
-    def failure(self, request: Request, error: tuple[str, str]) -> bytes:
-        """A line of the error file, for an error's type and text."""
-        type_, text = error[0], SERVER_TEXTS.get(*error)
-        if type_ == NO_TIME[0]:
-            line = _line(request, None, {"code": "batch_expired", "message": text})
-            return encoded(line) + b"\n"
-        status = 400 if type_ in CLIENT_ERRORS else 500
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        code = TOO_LONG_CODE if type_ == "PromptTooLong" else type_
-        told = {"message": text, "type": kind, "param": None, "code": code}
-        response = {"status_code": status, "request_id": request.id, "body": {"error": told}}
-        return encoded(_line(request, response, None)) + b"\n"
+            return _write_results(record, request, answer.value)
+        except InvalidItem as error:  # The vectors are shorter than it asks for.
+            answer = Answer(error=("InvalidItem", str(error)))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            text = f"the result is none of {record.model!r}: {error!r:.200}"
+            answer = Answer(error=("WrongResult", text))
+    assert answer.error is not None
+    type_, text = answer.error[0], SERVER_TEXTS.get(*answer.error)
+    status = 400 if type_ in CLIENT_ERRORS else 500
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    code = TOO_LONG_CODE if type_ == "PromptTooLong" else type_
+    told = {"message": text, "type": kind, "param": None, "code": code}
+    response = {"status_code": status, "request_id": request.id, "body": {"error": told}}
+    return _write_error(request, response, None)
 
 
-def _line(request: Request, response: Any, error: Any) -> dict[str, Any]:
-    id_ = f"batch_req_{request.id.replace('-', '')}"
+def _write_results(
+    record: BatchRecord, request: Request, results: list[Any]
+) -> tuple[bytes, Mapping[str, int]]:
+    model = record.model or ""
+    if record.endpoint in REQUESTS:
+        body = build_completion(record.endpoint, request.id, model, results)
+    else:
+        body = _list_vectors(model, request.asked, results)
+    line = _build_line(request, {"status_code": 200, "request_id": request.id, "body": body}, None)
+    try:
+        content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
+        content = encoded(line)
+    return content + b"\n", body["usage"]
+
+
+def _list_vectors(model: str, asked: Mapping[str, Any], results: list[Any]) -> dict[str, Any]:
+    vectors: list[Any] = []
+    for result in results:
+        vector: str = result["vector"]
+        if asked["dimensions"] is not None:
+            is_scaled = abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE
+            try:
+                vector = shorten(vector, asked["dimensions"], scale=bool(is_scaled))
+            except ValueError as error:
+                raise InvalidItem(str(error)) from None
+        is_text = asked["encoding_format"] == "base64"
+        vectors.append(vector if is_text else numbers(vector))
+    tokens = sum(result["tokens"] for result in results)
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _write_error(request: Request, response: Any, error: Any) -> tuple[bytes, None]:
+    return encoded(_build_line(request, response, error)) + b"\n", None
+
+
+def _build_line(request: Request, response: Any, error: Any) -> dict[str, Any]:
+    id_ = request.id.replace("batch_", "batch_req_")
     return {"id": id_, "custom_id": request.custom_id, "response": response, "error": error}

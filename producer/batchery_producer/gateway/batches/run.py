@@ -1,25 +1,24 @@
-"""What runs a batch: steps, each of which is a job of the gateway's queue.
+"""What runs a batch: jobs of the gateway's queue, each of which may run twice, late or again.
 
-`advance` reads the file, sends the jobs of its first slices, and makes the files at the end.
-`run_slice` sends and awaits the requests of one slice, writes their answers into a file of its own,
-and sends the next slice; the last one sends `advance`. Each step takes some seconds, and may run
-twice, late or never to its end: it finds out what there is, and what another one has done stays.
+The first one reads the file, cuts it into slices of some hundred requests, and sends the jobs of
+the first slices. The job of a slice sends and awaits its requests, writes their answers into a file
+of its own name, and sends that of a later slice; the last one joins the files. A slice of which not
+all has come after some seconds makes room for others, and is looked at again. The first attempt
+that ends a slice counts, and its lease sees to it that there is one.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 from celery import Celery
 from celery.utils.functional import chunks
-from kombu.exceptions import OperationalError
 
-from batchery.errors import DatasetError, InvalidItem
+from batchery.errors import DatasetError
 from batchery.protocol.headers import with_tenant
 from batchery.retry import RetryPolicy
 from batchery.settings import Settings
@@ -38,32 +37,31 @@ from batchery_producer.gateway.batches.files import (
 from batchery_producer.gateway.batches.requests import (
     EMBEDDINGS_URL,
     ENDPOINTS,
-    NO_TIME,
-    BatchRequests,
-    Validated,
-    WrongResult,
-    validated,
+    Request,
+    make_pattern,
+    read_file,
+    read_slice,
+    write_line,
 )
 from batchery_producer.gateway.batches.store import (
     BatchError,
     BatchErrors,
     BatchRecord,
     BatchStore,
-    Piece,
     RequestCounts,
-    SliceEnd,
+    SliceState,
     Status,
 )
 from batchery_producer.gateway.models import ServedModel, ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, SLICE, Store
+from batchery_producer.gateway.store import BATCH, Store
 from batchery_producer.publisher import Publisher
 
 #: Slices in flight at once: while one is awaited, the next one is in the queue already.
 AHEAD = 2
 
-#: How long a step awaits results, in seconds; and after how long without any it ends.
-STEP_S = 3.0
+#: How long an attempt at a slice awaits results, in seconds; without any it ends sooner.
+ATTEMPT_S = 3.0
 IDLE_S = 0.5
 
 #: After how long a slice of which nothing has come is looked at again, in seconds.
@@ -76,7 +74,7 @@ LOOK_S = 1.0
 COLLECT_S = 0.25
 
 #: After so long without any result, in seconds, jobs are sent again that are in no queue and with
-#: no worker: Redis has lost them.
+#: no worker: whoever sent them was killed meanwhile, or Redis has lost them.
 STALL_S = 60.0
 
 #: How much longer than the batch its jobs are worth running, in seconds, as clocks differ.
@@ -104,16 +102,12 @@ class JobContext:
     batches: BatchStore
 
 
-class NotWanted(Exception):
-    """A batch was cancelled, or its time is over."""
-
-
 class MissingPieceError(DatasetError):
     """A part of what has come back is not where it was written."""
 
 
 class BatchRun:
-    """One step of a batch."""
+    """One step of a batch; all methods raise `BatcheryError` and `Problem`: try again."""
 
     def __init__(self, context: JobContext, record: BatchRecord) -> None:
         self._context = context
@@ -121,258 +115,193 @@ class BatchRun:
         self._record = record
         self._looked_s = float("-inf")
 
-    def advance(self) -> None:
-        """Takes a batch on, to its end if there is nothing to wait for.
-
-        Raises:
-            Superseded: Somebody else has done so at the same time; look again.
-            Problem: Redis is away; try again.
-            BatcheryError: So is the store, for example.
-        """
+    def begin(self) -> None:
+        """Reads the file, and has the first slices run that have not ended."""
         if self._record.status is Status.VALIDATING:
             self._validate()
-        if self._record.status is Status.IN_PROGRESS:
-            self._go_on()
-        if self._record.status is Status.CANCELLING and self._record.ending is None:
-            self._stop(Status.CANCELLED)
-        if self._record.ending is not None and not self._record.is_over:
-            self._finish()
-        if self._record.is_over:
-            self._batches.close(self._record)
+        ends = self._batches.list_ends(self._record.id)
+        rest = [number for number in range(len(self._record.slices)) if number not in ends]
+        if not rest:
+            self._join(ends)
+        for number in rest[:AHEAD]:
+            self._send(number)
 
-    def run_slice(self, number: int) -> float | None:
-        """Sends and awaits the requests of a slice, for some seconds.
-
-        Returns:
-            In how many seconds to go on with it; None if that is done.
-
-        Raises:
-            BatcheryError: As `advance`, as are problems.
-        """
-        record = self._record
-        if record.status is not Status.IN_PROGRESS or number in self._batches.ends(record):
-            return None
-        try:
-            self._look()
-            model = self._find_model()
-            if model is None:  # It is in the settings no more, and may come back.
-                return PAUSE_S
-            with closing(SliceRun(self._context, record, number, model)) as run:
-                run.send(model)
-                has_progress = run.collect(self._look)
-                if not run.is_done:
-                    return 0 if has_progress else PAUSE_S
-                if run.end():
-                    self._send_next(number)
-        except NotWanted:
-            self._context.store.send(BATCH, record.id, tenant=record.tenant)
-        except FileIsGone as error:
-            self._freeze(Status.FAILED, _errors("file_not_found", error.message))
-            self.advance()
-        return None
-
-    def fail(self, code: str, message: str) -> float | None:
+    def fail(self, code: str, message: str) -> None:
         """Ends a batch that cannot be taken on; what was computed is not kept."""
-        self._save(self._record.moved(Status.FAILED, errors=_errors(code, message)))
-        self._batches.close(self._record)
-        return None
+        self._change(lambda now: now.moved(Status.FAILED, errors=_errors(code, message)))
+        self.tidy()
 
-    # Parts of them
+    def tidy(self) -> None:
+        """Removes what only a batch needs that is not over."""
+        self._context.files.storage.remove(self._record.folder)
 
     def _validate(self) -> None:
-        """Reads the file."""
         record, find = self._record, self._context.models.find
         kinds = ENDPOINTS[record.endpoint]
         try:
             with self._context.files.open(record.owner, record.input_file_id) as file:
-                found = validated(
-                    file, record.endpoint, lambda name: find(name, kinds).name, self._show_life
+                found = read_file(
+                    file, record.endpoint, lambda name: find(name, kinds).name, self._look
                 )
+            errors = BatchErrors(data=found.errors) if found.errors else None
         except FileIsGone as error:
-            found = Validated(errors=_errors("file_not_found", error.message).data)
-        if found.errors:
-            self._save(record.moved(Status.FAILED, errors=BatchErrors(data=found.errors)))
-            return
-        counts = RequestCounts(total=found.requests)
-        changes = {"model": found.model, "slices": found.slices, "request_counts": counts}
-        self._save(record.moved(Status.IN_PROGRESS, **changes))
+            errors = _errors("file_not_found", error.message)
 
-    def _go_on(self) -> None:
-        """Sends slices, or ends the batch."""
-        record = self._record
-        rest = self._find_rest()
-        if not rest:
-            self._freeze(Status.COMPLETED)
-        elif time.time() >= record.expires_at:
-            self._stop(Status.EXPIRED)
-        for number in rest[:AHEAD] if self._record.status is Status.IN_PROGRESS else ():
-            self._context.store.send(SLICE, record.id, number, tenant=record.tenant)
+        def make(now: BatchRecord) -> BatchRecord:
+            if now.status is not Status.VALIDATING:
+                return now
+            if errors is not None:
+                return now.moved(Status.FAILED, errors=errors)
+            counts = RequestCounts(total=found.requests)
+            changes = {"model": found.model, "slices": found.slices, "request_counts": counts}
+            return now.moved(Status.IN_PROGRESS, **changes)
 
-    def _find_rest(self) -> list[int]:
-        ended = self._batches.ends(self._record)
-        return [number for number in range(len(self._record.slices)) if number not in ended]
+        self._change(make)
 
-    def _stop(self, ending: Status) -> None:
-        """Takes what there is of all slices by now, and has the rest not run."""
-        is_expired = ending is Status.EXPIRED
-        with suppress(FileIsGone):  # What was computed is kept.
-            for number in self._find_rest():
-                is_begun = not self._batches.begins(self._record, number)
-                if is_begun or is_expired:
-                    with closing(SliceRun(self._context, self._record, number)) as run:
-                        run.stop()
-                        run.end(is_expired=is_expired)
-                self._show_life()
-        self._freeze(ending)
-
-    def _freeze(self, ending: Status, errors: BatchErrors | None = None) -> None:
-        """Determines what the files of the batch will have."""
-        ends = self._batches.ends(self._record)
-        told = [ends[number] for number in sorted(ends)]
-        status = Status.CANCELLING if ending is Status.CANCELLED else Status.FINALIZING
-        changes = {"ends": told, "ending": ending, "errors": errors}
-        self._save(self._record.counted(told).moved(status, **changes))
-
-    def _finish(self) -> None:
-        """Makes the files."""
-        record = self._record
-        pieces = {
-            "output": [each.output for each in record.ends if each.output],
-            "error": [each.errors for each in record.ends if each.errors],
-        }
-        files: dict[str, FileObject] = {}
-        try:
-            for kind, some in pieces.items():
-                if some:
-                    files[kind] = self._join(kind, some)
-        except BaseException as error:
-            for file in files.values():
-                self._context.files.remove(record.owner, file.id)
-            since_s = record.finalizing_at or record.cancelling_at or 0
-            if not isinstance(error, MissingPieceError) or time.time() - since_s < MISSING_S:
-                raise
-            text = f"results are missing from the store of files: {error}"
-            self._save(record.moved(Status.FAILED, errors=_errors("missing_results", text)))
-            return
-        ids = {f"{kind}_file_id": file.id for kind, file in files.items()}
-        self._save(record.moved(record.ending or Status.COMPLETED, **ids), list(files.values()))
-
-    def _join(self, kind: str, pieces: Sequence[Piece]) -> FileObject:
-        """Makes a file of some pieces.
-
-        Raises:
-            MissingPieceError: One is not there as it was written.
-        """
+    def _join(self, ends: Mapping[int, SliceState]) -> None:
+        """Makes the files of a batch of which all slices have ended."""
+        self._change(
+            lambda now: now.moved(Status.FINALIZING) if now.status is Status.IN_PROGRESS else now
+        )
         record, files = self._record, self._context.files
-        size, name = sum(piece.bytes for piece in pieces), f"{record.id}_{kind}.jsonl"
-        file = describe_file(name, OUTPUT_PURPOSE, size, record.output_expires_s)
-        files.keep(record.owner, file, self._read_pieces(pieces))
-        return file
-
-    def _read_pieces(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
-        for piece in pieces:
-            source = self._context.files.storage.open(f"{self._record.folder}/{piece.name}")
-            if source is None:
-                raise MissingPieceError(f"{piece.name}: not there")
-            size = 0
-            with source:
-                while part := source.read(CHUNK_BYTES):
-                    yield part
-                    size += len(part)
-                    self._show_life()
-            if size != piece.bytes:
-                raise MissingPieceError(f"{piece.name}: has {size} bytes, not {piece.bytes}")
-
-    def _send_next(self, number: int) -> None:
-        """Goes on after a slice that this step has ended; waits for a broker that is away."""
-        record, ended = self._record, self._batches.ends(self._record)
-        following: list[Any] = [SLICE, record.id, number + AHEAD]
-        if len(ended) == len(record.slices):
-            following = [BATCH, record.id]
-        elif number + AHEAD >= len(record.slices):
+        try:
+            made = {} if record.is_over else self._make_files(ends)
+        except MissingPieceError as error:
+            since_s = record.finalizing_at or record.cancelling_at or 0
+            if time.time() - since_s < MISSING_S:
+                raise
+            self.fail("missing_results", f"results are missing from the store of files: {error}")
             return
-        send = partial(self._context.store.send, *following, tenant=record.tenant)
-        RetryPolicy().call(send, (OperationalError,))
+        ids = {f"{kind}_file_id": file.id for kind, file in made.items()}
+        self._change(
+            lambda now: now.counted(ends.values()).moved(_find_ending(now, ends), **ids),
+            list(made.values()),
+        )
+        for name, id_ in ids.items():
+            if getattr(self._record, name) != id_:  # Another attempt was faster.
+                files.remove(record.owner, id_)
+        self.tidy()
 
-    def _find_model(self) -> ServedModel | None:
-        batch = self._record
-        with suppress(Problem):
-            return self._context.models.find(batch.model, ENDPOINTS[batch.endpoint])
-        return None
+    def _make_files(self, ends: Mapping[int, SliceState]) -> dict[str, FileObject]:
+        """Writes the output file and the error file, as far as they have lines."""
+        record, files = self._record, self._context.files
+        made: dict[str, FileObject] = {}
+        with ExitStack() as undo:
+            for kind in ("output", "error"):
+                size = sum(getattr(each, f"{kind}_bytes") for each in ends.values())
+                if size:
+                    name, kept_s = f"{record.id}_{kind}.jsonl", record.output_expires_s
+                    made[kind] = file = describe_file(name, OUTPUT_PURPOSE, size, kept_s)
+                    files.keep(record.owner, file, self._read_pieces(kind, ends))
+                    undo.callback(files.remove, record.owner, file.id)
+            undo.pop_all()
+        return made
 
-    def _look(self) -> None:
-        """Shows that the step goes on; raises `NotWanted` if it need not."""
-        if time.time() >= self._record.expires_at or not self._show_life():
-            raise NotWanted
+    def _read_pieces(self, kind: str, ends: Mapping[int, SliceState]) -> Iterator[bytes]:
+        for end in ends.values():
+            left = end.output_bytes if kind == "output" else end.error_bytes
+            if not left:
+                continue
+            source = self._context.files.storage.open(f"{self._record.folder}/{end.name}")
+            if source is None:
+                raise MissingPieceError(f"{end.name}: not there")
+            with source:
+                source.seek(0 if kind == "output" else end.output_bytes)
+                while part := source.read(min(CHUNK_BYTES, left)):
+                    yield part
+                    left -= len(part)
+                    self._look()
+            if left:
+                raise MissingPieceError(f"{end.name}: {left} bytes are missing")
 
-    def _show_life(self) -> bool:
-        """Shows now and then that the step goes on; False if the batch is not wanted any more."""
-        if time.monotonic() - self._looked_s < LOOK_S:
-            return True
-        self._looked_s = time.monotonic()
-        return self._batches.show_life(self._record)
+    def _send(self, number: int) -> None:
+        record = self._record
+        self._context.store.send(BATCH, record.id, number, tenant=record.tenant)
 
-    def _save(self, record: BatchRecord, files: Sequence[FileObject] = ()) -> None:
-        self._record = self._batches.save(record, files)
+    def _look(self) -> bool:
+        """Shows now and then that the step goes on; False if the batch does not run any more."""
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            self._record = self._batches.look(self._record)
+        return self._record.is_running
 
-
-class SliceRun:
-    """The requests of a slice, their jobs and what has become of them."""
-
-    def __init__(
-        self,
-        context: JobContext,
-        record: BatchRecord,
-        number: int,
-        model: ServedModel | None = None,
+    def _change(
+        self, make: Callable[[BatchRecord], BatchRecord], files: Sequence[FileObject] = ()
     ) -> None:
-        """Reads the slice.
+        self._record = self._batches.change(self._record.id, make, files)
 
-        Args:
-            context: Of its batch.
-            record: The batch.
-            number: Of the slice.
-            model: Of the batch; None if nothing will be sent.
 
-        Raises:
-            Problem: The file is gone.
-        """
-        self._context = context
-        self._batches = context.batches
-        self._record = record
+class SliceRun(BatchRun):
+    """One attempt at a slice of a batch, which knows its requests and what has become of them."""
+
+    def __init__(self, context: JobContext, record: BatchRecord, number: int) -> None:
+        super().__init__(context, record)
         self._number = number
-        names = {} if model is None else {"is_own_name": model.is_own_name}
-        self._lines = BatchRequests(record, context.files, **names)
-        self._requests = list(self._lines.read(number))
-        self._by_job = {job.id: (each, job) for each in self._requests for job in each.jobs}
+        self._requests: list[Request] = []
+        self._by_job: dict[str, Request] = {}
         self._retries = RetryPolicy()
         self._collector = collector_for(context.app, self._retries)
+
+    def run(self) -> float | None:
+        """Sends and awaits the requests, for some seconds.
+
+        Returns:
+            In how many seconds to go on with it; None if that is done.
+        """
+        id_, number = self._record.id, self._number
+        if number not in self._batches.list_ends(id_):
+            try:
+                with closing(self._collector):
+                    has_progress = self._work()
+                    if self._collector.awaited and self._look():
+                        return 0 if has_progress else PAUSE_S
+                    is_first = self._end()
+            except FileIsGone as error:
+                errors = _errors("file_not_found", error.message)
+                self._change(lambda now: now.model_copy(update={"errors": errors}))
+                is_first = self._batches.end_slice(id_, number, SliceState())
+            if not is_first:
+                return None  # The other attempt goes on.
+        ends, following = self._batches.list_ends(id_), number + AHEAD
+        if len(ends) == len(self._record.slices):
+            self._join(ends)
+        elif following < len(self._record.slices) and following not in ends:
+            self._send(following)
+        return None
+
+    def _work(self) -> bool:
+        """Sends what was not sent yet, and awaits results; says whether there was anything new."""
+        record, batches, model = self._record, self._batches, None
+        with suppress(Problem):
+            model = self._context.models.find(record.model, ENDPOINTS[record.endpoint])
+        self._requests += read_slice(record, self._number, self._context.files, model)
+        self._by_job |= {job: each for each in self._requests for job in each.jobs}
         self._collector.expect(self._by_job)
+        if model is None or not self._look():  # A model may come back to the settings.
+            return False
+        before, ids = batches.begin_slice(record.id, self._number), list(self._by_job)
+        if before is None or time.time() - before.at_s > STALL_S:
+            if before is not None:
+                app, pattern = self._context.app, make_pattern(record)
+                ids = InFlightRecovery(app, model.queue, pattern, self._retries).missing(ids)
+            self._publish(model, ids)
+            sent = (before or SliceState()).model_copy(update={"at_s": time.time()})
+            batches.show_progress(record.id, self._number, sent)
+        until_s = time.monotonic() + ATTEMPT_S
+        idle_s = time.monotonic() + IDLE_S
+        while self._collector.awaited and time.monotonic() < min(until_s, idle_s) and self._look():
+            for job_id, answer in self._collector.collect(COLLECT_S):
+                self._by_job[job_id].answers[job_id] = answer
+                idle_s = time.monotonic() + IDLE_S
+        ended = [each.read_answer() for each in self._requests if each.is_done]
+        failed = sum(each.error is not None for each in ended)
+        has_progress = before is None or len(ended) > before.completed + before.failed
+        if has_progress:
+            now = SliceState(completed=len(ended) - failed, failed=failed)
+            batches.show_progress(record.id, self._number, now)
+        return has_progress
 
-    def close(self) -> None:
-        """Leaves in flight what is there."""
-        self._collector.close()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all requests have ended."""
-        return not self._collector.awaited
-
-    def send(self, model: ServedModel) -> None:
-        """Sends what was not sent yet, and again what was lost."""
-        batches, record = self._batches, self._record
-        before = batches.progress(record, self._number)
-        if before is not None and time.time() - before.at_s < STALL_S:
-            return
-        ids: Sequence[str] = list(self._collector.awaited)
-        if before is not None or not batches.begins(record, self._number):
-            # An earlier attempt has sent some of it, or all.
-            app, pattern = self._context.app, self._lines.pattern
-            ids = InFlightRecovery(app, model.queue, pattern, self._retries).missing(ids)
-        self._publish(model, ids)
-        batches.show_progress(record, self._number, before or SliceEnd())
-
-    def _publish(self, model: ServedModel, job_ids: Iterable[str]) -> None:
+    def _publish(self, model: ServedModel, job_ids: Sequence[str]) -> None:
         record = self._record
         left_s = max(record.expires_at - time.time(), 0)
         options = {"priority": record.priority, "expires": left_s + EXPIRY_GRACE_S}
@@ -387,79 +316,62 @@ class SliceRun:
             persistent=True,
             **with_tenant(options, record.tenant),
         ) as publisher:
-            jobs = [self._by_job[each][1] for each in job_ids]
-            for count, group in groupby(jobs, key=lambda job: job.count):
-                headers = build_header(count, self._collector.headers)
-                publisher.send([(job.id, job.item) for job in group], headers)
+            jobs = [(each, self._by_job[each].jobs[each]) for each in job_ids]
+            for count, group in groupby(jobs, key=lambda job: len(job[1])):
+                publisher.send(list(group), build_header(count, self._collector.headers))
 
-    def collect(self, look: Callable[[], None]) -> bool:
-        """Takes what has come back, and awaits more; says whether there was anything new."""
-        until_s = time.monotonic() + STEP_S
-        idle_s = time.monotonic() + IDLE_S
-        while not self.is_done and time.monotonic() < min(until_s, idle_s):
-            look()
-            for job_id, answer in self._collector.collect(COLLECT_S):
-                self._by_job[job_id][0].answers[job_id] = answer
-                idle_s = time.monotonic() + IDLE_S
-        now = SliceEnd()
-        for each in (each for each in self._requests if each.is_done):
-            each.end()
-            now.failed += each.error is not None
-            now.completed += each.error is None
-        before = self._batches.progress(self._record, self._number) or SliceEnd()
-        has_progress = now.completed + now.failed > before.completed + before.failed
-        if has_progress:
-            self._batches.show_progress(self._record, self._number, now)
-        return has_progress
+    def _end(self) -> bool:
+        """Writes what has become of the requests; True if nobody else has done so before."""
+        record, storage = self._record, self._context.files.storage
+        if self._collector.awaited:
+            self._stop()
+        has_all = record.status is not Status.CANCELLING
+        state, errors = SliceState(name=f"{self._number}-{secrets.token_hex(8)}"), list[bytes]()
 
-    def stop(self) -> None:
+        def write() -> Iterator[bytes]:
+            for each in self._requests:
+                if not each.is_done and not has_all:
+                    continue
+                line, usage = write_line(record, each)
+                state.expired += not each.is_done
+                if usage is None:
+                    errors.append(line)
+                    continue
+                state.completed += 1
+                state.input_tokens += usage["prompt_tokens"]
+                state.output_tokens += usage.get("completion_tokens", 0)
+                state.output_bytes += len(line)
+                yield line
+            yield from errors
+
+        path = f"{record.folder}/{state.name}"
+        state.error_bytes = storage.write(path, write()) - state.output_bytes
+        state.failed = len(errors)
+        is_first = self._batches.end_slice(record.id, self._number, state)
+        if is_first:
+            self._collector.forget(list(self._by_job))
+        else:
+            storage.remove(path)
+        return is_first
+
+    def _stop(self) -> None:
         """Takes what is there by now, and tells workers not to begin the rest."""
+        if self._batches.begin_slice(self._record.id, self._number) is None:
+            return  # Nothing was sent.
         for job_id, answer in self._collector.poll_all():
-            self._by_job[job_id][0].answers[job_id] = answer
+            self._by_job[job_id].answers[job_id] = answer
         control: Any = self._context.app.control
         for some in chunks(iter(self._collector.awaited), REVOKE_CHUNK):
             control.revoke(some)
 
-    def end(self, *, is_expired: bool = False) -> bool:
-        """Writes what has become of the requests, and makes it known.
 
-        Args:
-            is_expired: Whether those that have not ended had no time.
-
-        Returns:
-            Whether nobody else has done so before.
-        """
-        end, errors = SliceEnd(), list[bytes]()
-
-        def answer_all() -> Iterator[bytes]:
-            for each in self._requests:
-                error: tuple[str, str] | None = NO_TIME if is_expired else None
-                if each.is_done:
-                    results, error = each.end(), each.error
-                    try:
-                        if error is None:
-                            line, (read, written) = self._lines.result(each, results)
-                            end.completed += 1
-                            end.input_tokens += read
-                            end.output_tokens += written
-                            yield line
-                    except (InvalidItem, WrongResult) as wrong:
-                        error = (type(wrong).__name__, str(wrong))
-                if error is not None:
-                    errors.append(self._lines.failure(each, error))
-
-        end.output = self._write("output", answer_all())
-        end.errors = self._write("error", errors)
-        end.failed = len(errors)
-        is_first = self._batches.end_slice(self._record, self._number, end)
-        if is_first:
-            self._collector.forget(list(self._by_job))
-        return is_first
-
-    def _write(self, kind: str, lines: Iterable[bytes]) -> Piece | None:
-        name = f"{self._number}-{kind}-{secrets.token_hex(8)}"
-        size = self._context.files.storage.write(f"{self._record.folder}/{name}", lines)
-        return Piece(name, size) if size else None
+def _find_ending(record: BatchRecord, ends: Mapping[int, SliceState]) -> Status:
+    """The status of a batch whose files are made."""
+    if record.errors is not None:
+        return Status.FAILED
+    if record.status is Status.CANCELLING:
+        return Status.CANCELLED
+    return Status.EXPIRED if any(each.expired for each in ends.values()) else Status.COMPLETED
 
 
 def _errors(code: str, message: str) -> BatchErrors:

@@ -2,17 +2,15 @@
 
 import logging
 import re
-import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 from kombu.exceptions import OperationalError
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchery.errors import BatcheryError
 from batchery_producer.gateway.batches.files import (
     INPUT_PURPOSE,
     FileObject,
@@ -24,21 +22,15 @@ from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import BATCH, Store
 
-# Batches as OpenAI's clients see them, and what else is kept of one
-
-
 logger = logging.getLogger(__name__)
 
-#: Maximum requests of a batch.
-MAX_REQUESTS = 50_000
+# Batches as OpenAI's clients see them
+
 
 BATCH_ID = r"batch_[0-9a-f]{46}"
 
 Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=64)],
-        Annotated[str, Field(max_length=512)],
-    ],
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
 
@@ -121,42 +113,6 @@ class BatchObject(BaseModel):
     metadata: Metadata | None = None
 
 
-class Slice(NamedTuple):
-    """Where a part of a file begins: some hundred requests, which one job sends and awaits.
-
-    Attributes:
-        offset: Bytes of the file before it.
-        lines: Lines of the file before it.
-    """
-
-    offset: int
-    lines: int
-
-
-class Piece(NamedTuple):
-    """The answers of a slice, in a file of the store.
-
-    Attributes:
-        name: In the folder of the batch; whoever writes it makes one up.
-        bytes: How long it is.
-    """
-
-    name: str
-    bytes: int
-
-
-class SliceEnd(BaseModel):
-    """What has become of a slice, by a time in Unix seconds."""
-
-    at_s: float = Field(default_factory=time.time)
-    completed: int = 0
-    failed: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    output: Piece | None = None
-    errors: Piece | None = None
-
-
 Kept = TypeVar("Kept", FileObject, BatchObject)
 
 
@@ -176,6 +132,47 @@ class ObjectPage(BaseModel, Generic[Kept]):
         return cls(data=list(data), first_id=first_id, last_id=last_id, has_more=has_more)
 
 
+# What else is kept of one
+
+
+class Slice(NamedTuple):
+    """Where a part of a file begins: some hundred requests, which one job sends and awaits.
+
+    Attributes:
+        offset: Bytes of the file before it.
+        lines: Lines of the file before it.
+    """
+
+    offset: int
+    lines: int
+
+
+class SliceState(BaseModel):
+    """How far a slice is; once it has ended, where its answers are.
+
+    Attributes:
+        at_s: Since when it is so, in Unix seconds.
+        completed: Requests that have an answer.
+        failed: Requests that have an error.
+        expired: Those of them that had no time.
+        input_tokens: Tokens that were read.
+        output_tokens: Tokens that were written.
+        name: Name of its file, in the folder of the batch: all answers, then all errors.
+        output_bytes: How long the answers are.
+        error_bytes: How long the errors are.
+    """
+
+    at_s: float = Field(default_factory=time.time)
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    name: str = ""
+    output_bytes: int = 0
+    error_bytes: int = 0
+
+
 class BatchRecord(BatchObject):
     """What is kept of a batch, besides what clients see.
 
@@ -183,14 +180,10 @@ class BatchRecord(BatchObject):
         owner: Whose it is.
         tenant: For whom its jobs run; None for nobody in particular.
         priority: Celery's priority of its jobs.
-        run: Random digits, of which the ids of its jobs are made.
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
         output_expires_s: How long its files are kept, in seconds; None for ever.
         slices: The parts of its file.
-        ends: Those of them whose answers its files have, once it is known.
-        ending: Status that it will have when its files are made; None before that is known.
-        version: How often it was saved.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -198,14 +191,10 @@ class BatchRecord(BatchObject):
     owner: str
     tenant: str | None
     priority: int
-    run: str
     max_items: int
     max_chars: int
     output_expires_s: int | None = None
     slices: list[Slice] = []
-    ends: list[SliceEnd] = []
-    ending: Status | None = None
-    version: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -213,25 +202,25 @@ class BatchRecord(BatchObject):
         return self.status in OVER
 
     @property
+    def is_running(self) -> bool:
+        """Whether its requests are to be sent and awaited: it is not cancelled, and has time."""
+        return self.status is Status.IN_PROGRESS and time.time() < self.expires_at
+
+    @property
     def folder(self) -> str:
         """Where the answers of its slices are in the store of files."""
         return f"{self.owner}/pieces/{self.id}"
-
-    @property
-    def member(self) -> str:
-        """How lists of all owners name it."""
-        return f"{self.owner}/{self.id}"
 
     def moved(self, status: Status, **changes: Any) -> Self:
         """The batch in another status, with other changes."""
         at = {f"{status.value}_at": getattr(self, f"{status.value}_at", None) or int(time.time())}
         return self.model_copy(update={**changes, **at, "status": status})
 
-    def counted(self, ends: Iterable[SliceEnd]) -> Self:
+    def counted(self, states: Iterable[SliceState]) -> Self:
         """The batch with the counts of some slices."""
-        ends = list(ends)
+        states = list(states)
         completed, failed, read, written = (
-            sum(getattr(each, name) for each in ends)
+            sum(getattr(each, name) for each in states)
             for name in ("completed", "failed", "input_tokens", "output_tokens")
         )
         counts = RequestCounts(total=self.request_counts.total, completed=completed, failed=failed)
@@ -242,26 +231,27 @@ class BatchRecord(BatchObject):
 # Where they are kept
 
 
-#: How long a batch is known after its end, in seconds.
-KEPT_S = 30 * 86_400.0
+#: How long a batch is known after its end, in seconds; and for how long at the longest.
+KEPT_S = 30 * 86_400
+LONGEST_S = 2 * KEPT_S
 
-#: After so long without a sign of life, in seconds, a batch is taken up again: its message was
-#: lost, or whoever ran it was killed between two steps.
+#: How long late attempts at a slice find that its batch is over, in seconds.
+LATE_S = 3600
+
+#: After so long without a sign of life, in seconds, a batch is taken up again: Redis has lost its
+#: messages.
 LIFE_S = 60.0
 
 #: How many batches are taken up at a time.
 MAX_LOST = 100
 
 
-class Superseded(BatcheryError):
-    """Another process has saved the batch, so this one changes nothing."""
-
-
 class BatchStore:
     """The batches: their records in Redis, the answers of their slices in the store of files.
 
-    batch:ID         HASH: the record, and its version
-    slices:ID        HASH: how far each slice is, while the batch is open
+    batch:ID         the record
+    slices:ID        HASH: how far each slice is that was begun, and attempts that have not ended
+    ends:ID          HASH: how each slice has ended
     batches:OWNER    ZSET: ids of an owner's batches
     open:OWNER       SET: ids of those of them that are not over
     open             ZSET: all that are not over, by when they are taken up without a sign of life
@@ -311,58 +301,85 @@ class BatchStore:
             owner=owner,
             tenant=caller.tenant,
             priority=priority if caller.priority is None else caller.priority,
-            run=secrets.token_hex(8),
             max_items=caller.max_items,
             max_chars=caller.max_chars,
             output_expires_s=expires_s,
             **said,
         )
-        self.add(record, caller.max_open_batches)
-        self._advance(record)
-        return record
-
-    def _advance(self, record: BatchRecord) -> None:
+        self._add(record, caller.max_open_batches)
         try:
             self._store.send(BATCH, record.id, tenant=record.tenant)
-        except OperationalError as error:
+        except OperationalError as error:  # It is taken up as if the message were lost.
             logger.warning("batch %s: waits until the broker is back: %s", record.id, error)
+        return record
 
-    def add(self, record: BatchRecord, max_open: int) -> None:
-        """Keeps a new batch, which is open.
+    def _add(self, record: BatchRecord, max_open: int) -> None:
+        open_key = self._store.key("open", record.owner)
+        ids_key = self._store.key("batches", record.owner)
 
-        Raises:
-            Problem: Its owner has too many open ones.
+        def add(pipe: Any) -> None:
+            if pipe.scard(open_key) >= max_open:
+                raise Problem(
+                    Kind.OVERLOADED,
+                    f"{max_open} batches are open, and gateway.max_open_batches allows no more;"
+                    " wait for one of them to end",
+                    retry_after_s=60,
+                )
+            pipe.multi()
+            pipe.set(self._key(record.id), record.model_dump_json())
+            pipe.sadd(open_key, record.id)
+            pipe.zadd(self._open_key, {record.id: time.time() + LIFE_S})
+            # Ids begin with the time in microseconds.
+            oldest = f"(batch_{int((time.time() - LONGEST_S) * 1e6):014x}"
+            pipe.zremrangebylex(ids_key, "-", oldest)
+            pipe.zadd(ids_key, {record.id: 0})
+            pipe.expire(ids_key, LONGEST_S)
+
+        self._store.call(lambda client: client.transaction(add, open_key))
+
+    def change(
+        self,
+        batch_id: str,
+        make: Callable[[BatchRecord], BatchRecord],
+        files: Sequence[FileObject] = (),
+    ) -> BatchRecord:
+        """Keeps what a function makes of a batch, and makes files known; all of it or nothing.
+
+        Args:
+            batch_id: A batch; one that is over stays as it is, and so do the files.
+            make: Gets the batch as it is, and may be called again where others change it, too.
+            files: What was written for it.
+
+        Returns:
+            The batch as it is now.
         """
-        owner, id_ = record.owner, record.id
-        lists = [self._store.key("batches", owner), self._store.key("open", owner)]
-        keys = [self._key(id_), *lists, self._open_key]
-        args = (max_open, id_, record.model_dump_json(), record.member, time.time() + LIFE_S)
-        if not self._store.script("add_batch", keys, *args):
-            raise Problem(
-                Kind.OVERLOADED,
-                f"{max_open} batches are open, and gateway.max_open_batches allows no more;"
-                " wait for one of them to end",
-                retry_after_s=60,
-            )
+        key = self._key(batch_id)
 
-    def save(self, record: BatchRecord, files: Sequence[FileObject] = ()) -> BatchRecord:
-        """Keeps what has become of a batch, and makes files known; all of it or nothing.
+        def save(pipe: Any) -> BatchRecord:
+            record = BatchRecord.model_validate_json(pipe.get(key))
+            if record.is_over:
+                return record
+            made = make(record)
+            pipe.multi()
+            pipe.set(key, made.model_dump_json(), ex=KEPT_S if made.is_over else None)
+            for each in files:
+                self._files.publish(pipe, made.owner, each)
+            if made.is_over:
+                pipe.zrem(self._open_key, batch_id)
+                pipe.srem(self._store.key("open", made.owner), batch_id)
+                pipe.expire(self._slices_key(batch_id), LATE_S)
+                pipe.expire(self._ends_key(batch_id), LATE_S)
+            return made
 
-        Raises:
-            Superseded: Somebody else has saved it meanwhile.
-        """
-        saved = record.model_copy(update={"version": record.version + 1})
-        keys = [self._key(record.id), self._files.get_key(record.owner), self._files.removals_key]
-        published = [part for each in files for part in self._files.publishing(record.owner, each)]
-        args = (record.version, saved.model_dump_json(), *published)
-        if not self._store.script("save_batch", keys, *args):
-            raise Superseded(f"batch {record.id}: another process goes on with it")
-        logger.info("batch %s: %s", record.id, record.status)
-        return saved
+        found: BatchRecord = self._store.call(
+            lambda client: client.transaction(save, key, value_from_callable=True)
+        )
+        logger.info("batch %s: %s", batch_id, found.status)
+        return found
 
     def load(self, batch_id: str) -> BatchRecord | None:
         """A batch, with its counts as they are now; None if there is none."""
-        return next(iter(self._read([batch_id])), None)
+        return self._read([batch_id])[0]
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
         """A batch of an owner.
@@ -378,24 +395,29 @@ class BatchStore:
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Some batches, the newest first, and whether there are more."""
         key, start = self._store.key("batches", owner), f"({after}" if after else "+"
-        found = self._store.call(
-            lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
-        )
-        return self._read([each.decode() for each in found[:limit]]), len(found) > limit
+        while True:
+            found = self._store.call(
+                lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
+            )
+            records = self._read([each.decode() for each in found])
+            gone = [id_ for id_, record in zip(found, records, strict=True) if record is None]
+            if not gone:
+                return [each for each in records if each][:limit], len(found) > limit
+            self._store.call(lambda client: client.zrem(key, *gone))  # noqa: B023
 
-    def _read(self, ids: Sequence[str]) -> list[BatchRecord]:
+    def _read(self, ids: Sequence[str]) -> list[BatchRecord | None]:
         with self._store.client() as client, client.pipeline(transaction=False) as pipe:
             for each in ids:
-                pipe.hget(self._key(each), "record")
+                pipe.get(self._key(each))
                 pipe.hgetall(self._slices_key(each))
+                pipe.hgetall(self._ends_key(each))
             found = pipe.execute()
-        records = []
-        for text, slices in zip(found[::2], found[1::2], strict=True):
-            if text is not None:
-                record = BatchRecord.model_validate_json(text)
-                ends = {**_read_ends(slices, b"now"), **_read_ends(slices, b"end")}
-                is_running = record.status is Status.IN_PROGRESS
-                records.append(record.counted(ends.values()) if is_running else record)
+        records: list[BatchRecord | None] = []
+        for text, begun, ended in zip(found[::3], found[1::3], found[2::3], strict=True):
+            record = None if text is None else BatchRecord.model_validate_json(text)
+            if record is not None and not record.is_over:
+                record = record.counted(_read_states({**begun, **ended}).values())
+            records.append(record)
         return records
 
     def uses(self, owner: str, file_id: str) -> str | None:
@@ -403,7 +425,7 @@ class BatchStore:
         key = self._store.key("open", owner)
         ids = [each.decode() for each in self._store.call(lambda client: client.smembers(key))]
         for record in self._read(ids):
-            if record.input_file_id == file_id and not record.is_over:
+            if record is not None and record.input_file_id == file_id and not record.is_over:
                 return record.id
         return None
 
@@ -413,14 +435,16 @@ class BatchStore:
         Raises:
             Problem: There is no such batch, or it is too late.
         """
-        while (record := self.get(owner, batch_id)).status is not Status.CANCELLING:
-            if record.status not in (Status.VALIDATING, Status.IN_PROGRESS):
-                text = f"batch {batch_id} is {record.status}: too late to cancel it"
-                raise Problem(Kind.CONFLICT, text)
-            with suppress(Superseded):
-                self.save(record.moved(Status.CANCELLING))
-        self._advance(record)
-        return record
+        self.get(owner, batch_id)
+        stoppable = (Status.VALIDATING, Status.IN_PROGRESS)
+        record = self.change(
+            batch_id,
+            lambda now: now.moved(Status.CANCELLING) if now.status in stoppable else now,
+        )
+        if record.status is not Status.CANCELLING:
+            text = f"batch {batch_id} is {record.status}: too late to cancel it"
+            raise Problem(Kind.CONFLICT, text)
+        return self.get(owner, batch_id)
 
     def delete_file(self, owner: str, file_id: str) -> None:
         """Removes a file.
@@ -431,75 +455,63 @@ class BatchStore:
         self._files.get(owner, file_id)
         user = self.uses(owner, file_id)
         if user is not None:
-            raise Problem(
-                Kind.CONFLICT, f"file {file_id}: {user} still reads it; cancel that batch first"
-            )
+            text = f"file {file_id}: {user} still reads it; cancel that batch first"
+            raise Problem(Kind.CONFLICT, text)
         self._files.remove(owner, file_id)
 
     # Steps
 
     @contextmanager
-    def attempt(self, record: BatchRecord, step: str) -> Iterator[int]:
+    def attempt(self, batch_id: str, step: str) -> Iterator[int]:
         """A step of a batch; says how many attempts at it in a row were killed."""
-        key, field = self._slices_key(record.id), f"lost {step}"
+        key, field = self._slices_key(batch_id), f"lost {step}"
         count = self._store.call(lambda client: client.hincrby(key, field, 1))
-        self.show_life(record)
         try:
             yield count - 1
         finally:
             self._store.call(lambda client: client.hdel(key, field))
 
-    def show_life(self, record: BatchRecord) -> bool:
-        """Shows that somebody is at work on a batch; False if it was saved by somebody else."""
+    def look(self, record: BatchRecord) -> BatchRecord:
+        """A batch as it is now; shows that somebody is at work on it."""
         with self._store.client() as client, client.pipeline(transaction=False) as pipe:
-            pipe.zadd(self._open_key, {record.member: time.time() + LIFE_S}, xx=True)
-            pipe.hget(self._key(record.id), "version")
-            return bool(pipe.execute()[1] == b"%d" % record.version)
+            pipe.zadd(self._open_key, {record.id: time.time() + LIFE_S}, xx=True)
+            pipe.get(self._key(record.id))
+            return BatchRecord.model_validate_json(pipe.execute()[1])
 
     def find_lost(self) -> list[str]:
         """Ids of open batches that have shown no sign of life; they count as taken up."""
-        due = self._store.take_due(self._open_key, MAX_LOST, LIFE_S)
-        return [each.partition("/")[2] for each in due]
+        now_s = time.time()
+        with self._store.client() as client:
+            due = client.zrangebyscore(self._open_key, "-inf", now_s, 0, MAX_LOST)
+            if due:
+                client.zadd(self._open_key, dict.fromkeys(due, now_s + LIFE_S), xx=True)
+        return [each.decode() for each in due]
 
-    def ends(self, record: BatchRecord) -> dict[int, SliceEnd]:
-        """The slices that have ended, by number."""
-        slices = self._store.call(lambda client: client.hgetall(self._slices_key(record.id)))
-        return _read_ends(slices, b"end")
+    def begin_slice(self, batch_id: str, number: int) -> SliceState | None:
+        """How far a slice was when something last came of it; None if nobody has begun it.
 
-    def begins(self, record: BatchRecord, number: int) -> bool:
-        """Whether nobody has begun to send a slice before."""
-        key, field = self._slices_key(record.id), f"begun {number}"
-        return bool(self._store.call(lambda client: client.hsetnx(key, field, b"")))
+        While its jobs are being sent, that is as if it were long ago.
+        """
+        key, state = self._slices_key(batch_id), SliceState(at_s=0).model_dump_json()
+        with self._store.client() as client:
+            if client.hsetnx(key, number, state):
+                return None
+            return SliceState.model_validate_json(client.hget(key, number))
 
-    def progress(self, record: BatchRecord, number: int) -> SliceEnd | None:
-        """How far a slice was when its last result came; None if it was not sent yet."""
-        key, field = self._slices_key(record.id), f"now {number}"
-        now = self._store.call(lambda client: client.hget(key, field))
-        return SliceEnd.model_validate_json(now) if now else None
+    def show_progress(self, batch_id: str, number: int, state: SliceState) -> None:
+        """Keeps how far a slice is."""
+        key, text = self._slices_key(batch_id), state.model_dump_json()
+        self._store.call(lambda client: client.hset(key, number, text))
 
-    def show_progress(self, record: BatchRecord, number: int, now: SliceEnd) -> None:
-        """Keeps how far a slice is that was sent."""
-        key, text = self._slices_key(record.id), now.model_dump_json()
-        self._store.call(lambda client: client.hset(key, f"now {number}", text))
+    def end_slice(self, batch_id: str, number: int, state: SliceState) -> bool:
+        """Keeps how a slice has ended; False if another attempt has done so."""
+        key, text = self._ends_key(batch_id), state.model_dump_json()
+        return bool(self._store.call(lambda client: client.hsetnx(key, number, text)))
 
-    def end_slice(self, record: BatchRecord, number: int, end: SliceEnd) -> bool:
-        """Keeps what has become of a slice; False if somebody else has done so."""
-        key, field, text = self._slices_key(record.id), f"end {number}", end.model_dump_json()
-        return bool(self._store.call(lambda client: client.hsetnx(key, field, text)))
-
-    def close(self, record: BatchRecord, *, is_forgotten: bool = False) -> None:
-        """Tidies up behind a batch that is over; forgets it now, or when its time has come."""
-        self._files.storage.remove(record.folder)
-        with self._store.client() as client, client.pipeline() as pipe:
-            pipe.zrem(self._open_key, record.member)
-            pipe.srem(self._store.key("open", record.owner), record.id)
-            pipe.delete(self._slices_key(record.id))
-            pipe.zadd(self._files.removals_key, {record.member: time.time() + KEPT_S})
-            if is_forgotten:
-                pipe.zrem(self._store.key("batches", record.owner), record.id)
-                pipe.delete(self._key(record.id))
-                pipe.zrem(self._files.removals_key, record.member)
-            pipe.execute()
+    def list_ends(self, batch_id: str) -> dict[int, SliceState]:
+        """How slices have ended, by number and in their order."""
+        key = self._ends_key(batch_id)
+        return _read_states(self._store.call(lambda client: client.hgetall(key)))
 
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)
@@ -507,11 +519,10 @@ class BatchStore:
     def _slices_key(self, batch_id: str) -> bytes:
         return self._store.key("slices", batch_id)
 
+    def _ends_key(self, batch_id: str) -> bytes:
+        return self._store.key("ends", batch_id)
 
-def _read_ends(slices: Mapping[bytes, bytes], kind: bytes) -> dict[int, SliceEnd]:
-    return {
-        int(number): SliceEnd.model_validate_json(text)
-        for field, text in slices.items()
-        for name, _, number in [field.partition(b" ")]
-        if name == kind
-    }
+
+def _read_states(fields: Mapping[bytes, bytes]) -> dict[int, SliceState]:
+    found = {int(key): text for key, text in fields.items() if key.isdigit()}
+    return {number: SliceState.model_validate_json(found[number]) for number in sorted(found)}

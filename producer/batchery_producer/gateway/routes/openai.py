@@ -1,7 +1,7 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, BinaryIO, Literal
 
 import orjson
@@ -18,6 +18,7 @@ from batchery_producer.gateway.batches.files import (
     FILE_ID,
     INPUT_PURPOSE,
     ExpiresAfter,
+    ExpirySeconds,
     FileObject,
     get_owner,
 )
@@ -252,10 +253,9 @@ class FileDeleted(BaseModel):
 class UploadFields(BaseModel):
     """What an upload has beside its file."""
 
-    model_config = ConfigDict(extra="ignore")
-
     purpose: Literal["batch"]
-    expires_after: ExpiresAfter | None = None
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
+    seconds: ExpirySeconds | None = Field(None, alias="expires_after[seconds]")
 
 
 @plain_router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
@@ -270,11 +270,15 @@ async def upload_file(request: Request) -> FileObject:
             raise Problem(
                 Kind.INVALID, "file: missing; send multipart/form-data with a file", param="file"
             )
-        fields = _read_fields(form)
-        expires_s = fields.expires_after.seconds if fields.expires_after else None
+        try:
+            fields = UploadFields.model_validate(dict(form))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = str(first["loc"][0])
+            raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
         name, size = file.filename or "", file.size or 0
         return await run_in_threadpool(
-            gateway.files.upload, request.state.caller, name, file.file, size, expires_s
+            gateway.files.upload, request.state.caller, name, file.file, size, fields.seconds
         )
 
 
@@ -339,22 +343,6 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
             Kind.FORBIDDEN,
             f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
         )
-
-
-def _read_fields(form: Mapping[str, Any]) -> UploadFields:
-    given = {
-        name: form[f"expires_after[{name}]"]
-        for name in ("anchor", "seconds")
-        if f"expires_after[{name}]" in form
-    }
-    try:
-        return UploadFields.model_validate(
-            {"purpose": form.get("purpose"), "expires_after": given or None}
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
 
 
 def _read_parts(file: BinaryIO) -> Iterator[bytes]:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -58,47 +58,22 @@ def is_allowed(name: str, entries: Iterable[str]) -> bool:
     )
 
 
-def _without(*fields: str) -> dict[str, Any]:
-    return {"not": {"anyOf": [{"required": [field]} for field in fields]}}
-
-
 class TaskRequest(RequestBody):
     """A task: with an item or items for a batch task, with arguments for any other."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["item"], **_without("items", *sorted(ARGUMENT_FIELDS))},
-                {"required": ["items"], **_without("item", *sorted(ARGUMENT_FIELDS))},
-                _without(*sorted(ITEM_FIELDS)),
-            ]
-        },
-    )
+    model_config = ConfigDict(extra="forbid")
 
-    item: Annotated[Any, Field(description="The item of a batch task.")] = None
-    items: Annotated[
-        list[Any],
-        Field(
-            default_factory=list, min_length=1, max_length=MAX_ITEMS, description="Several items."
-        ),
-    ]
-    keywords: Annotated[
-        dict[str, Any], Field(default_factory=dict, description="Keywords of a batch task.")
-    ]
-    args: Annotated[
-        list[Any], Field(default_factory=list, description="Of a task that is no batch task.")
-    ]
-    kwargs: Annotated[
-        dict[str, Any], Field(default_factory=dict, description="Of a task that is no batch task.")
-    ]
-    wait_s: Annotated[
-        float | None,
-        Field(ge=0, description="How long to wait for the result, in seconds; up to `timeout_s`."),
-    ] = None
-    webhook: Annotated[
-        str | None, Field(max_length=2000, description="URL to which the result is posted.")
-    ] = None
+    item: Any = Field(None, description="The item of a batch task.")
+    items: list[Any] = Field([], min_length=1, max_length=MAX_ITEMS, description="Several items.")
+    keywords: dict[str, Any] = Field({}, description="Keywords of a batch task.")
+    args: list[Any] = Field([], description="Of a task that is no batch task.")
+    kwargs: dict[str, Any] = Field({}, description="Of a task that is no batch task.")
+    wait_s: float | None = Field(
+        None, ge=0, description="How long to wait for the result, in seconds; up to `timeout_s`."
+    )
+    webhook: str | None = Field(
+        None, max_length=2000, description="URL to which the result is posted."
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -220,20 +195,19 @@ async def _send_once(request: Request, name: str, body: TaskRequest, key: str | 
     """
     caller, records = request.state.caller.name, get_gateway(request).task_records
     record = TaskRecord(uuid(), name, caller, len(body.items))
-    if key is not None:
-        said = orjson.dumps([name, record.count, body.is_batch, body.webhook])
-        digest = hashlib.sha256(said + json_of_arguments(body.arguments)).hexdigest()
-        task_id, is_new = await records.once(caller, key, digest)
-        if not is_new:
-            return await records.find(task_id, caller)
-        record = replace(record, id=task_id)
+    said = orjson.dumps([name, record.count, body.is_batch, body.webhook])
+    digest = hashlib.sha256(said + json_of_arguments(body.arguments)).hexdigest()
+    if key is not None and (sent := await records.claim(record, key, digest)) is not None:
+        return sent
     try:
         await asyncio.to_thread(_send, request, record, body)
     except Exception as error:
         if key is not None:
-            await records.not_sent(caller, key)
+            await records.give_up(record, key)
         raise build_problem(error) from error
     await records.add(record)
+    if key is not None:
+        await records.settle(record, key, digest)
     return record
 
 
