@@ -351,7 +351,8 @@ def read_slice(
         for start, content in _split_lines(file, record.slices[number]):
             if start in ends:
                 return
-            row = _parse_line(content)  # The file was validated.
+            assert isinstance(content, bytes)  # The file was validated.
+            row = orjson.loads(content)
             body = row["body"]
             asked = {name: body.get(name) for name in ("encoding_format", "dimensions")}
             request = Request(f"{record.id}-{start.lines + 1}", row["custom_id"], asked)
