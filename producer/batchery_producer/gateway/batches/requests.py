@@ -24,7 +24,6 @@ from batchery_producer.files.json_lines import encoded
 from batchery_producer.files.rows import InvalidLine, split_lines
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
-from batchery_producer.gateway.bodies import TokenId
 from batchery_producer.gateway.callers import Caller, check_copies
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
@@ -220,7 +219,7 @@ ALIAS_IDS = (
     " name"
 )
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 #: Fields of other vendors that would change the vectors.
