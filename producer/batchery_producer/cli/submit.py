@@ -3,12 +3,12 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from textwrap import shorten
-from typing import Any, Self
+from typing import Any
 
 import click
 from rich.console import Console
@@ -32,40 +32,35 @@ MAX_KINDS = 3
 REASON_CHARS = 300
 
 
-class Display(AbstractContextManager["Display"]):
-    """A bar and figures that are updated in place; without a terminal, a line now and then."""
+@contextmanager
+def display(console: Console, title: str) -> Iterator[Mapping[str, Any]]:
+    """A bar and figures that are updated in place; without a terminal, a line now and then.
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24))
-        self._progress = Progress(
-            *columns,
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(title, total=None, figures="")
-        self._next_s = time.monotonic() + LINE_EVERY_S
+    Yields:
+        The options of a run that say what to show.
+    """
+    bar = Progress(
+        *(TextColumn("{task.description}"), BarColumn(bar_width=24)),
+        TextColumn("{task.fields[figures]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(title, total=None, figures="")
+    next_s = time.monotonic() + LINE_EVERY_S
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
+    def note(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def show(run: Snapshot) -> None:
+        nonlocal next_s
+        bar.update(task, completed=run.done, total=run.total, figures=figures(run))
+        if bar.disable and (now_s := time.monotonic()) >= next_s:
+            next_s = now_s + LINE_EVERY_S
+            note(figures(run))
 
-    def show(self, run: Snapshot) -> None:
-        """Shows the state of the run, or prints it if a line is due."""
-        text = figures(run)
-        self._progress.update(self._task, completed=run.done, total=run.total, figures=text)
-        if self._progress.disable and (now_s := time.monotonic()) >= self._next_s:
-            self._next_s = now_s + LINE_EVERY_S
-            self.note(text)
-
-    def note(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    with bar:
+        yield {"progress": show, "began": note, "notice": note}
 
 
 def figures(run: Snapshot) -> str:
@@ -197,9 +192,8 @@ def submit(
             report = json.dumps({"ending": ending.name.lower(), "findings": findings})
             click.echo(report if as_json else "\n".join(findings), err=not as_json)
             sys.exit(ending.value)
-        with Display(Console(stderr=True, quiet=quiet), task) as shown:
-            options = replace(options, progress=shown.show, began=shown.note, notice=shown.note)
-            summary = submit_file(source, task, output, app=app, options=options)
+        with display(Console(stderr=True, quiet=quiet), task) as shown:
+            summary = submit_file(source, task, output, app=app, options=options, **shown)
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:

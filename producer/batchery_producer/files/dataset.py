@@ -148,26 +148,18 @@ class Picker:
     """
 
     def __init__(
-        self,
-        field: str | None,
-        id_field: str | None,
-        seen: SeenIds,
-        source: int,
-        names: Sequence[str],
+        self, options: SubmitOptions, seen: SeenIds, source: int, names: Sequence[str]
     ) -> None:
         """Prepares for the first row.
 
         Args:
-            field: Holds the item: a key, a path of keys with dots, or a column. By default `text`,
-                or the only string.
-            id_field: Holds the caller's id. By default `id` or `custom_id` if the first row has it;
-                if it has none, the number of the row is the id.
+            options: Which fields hold them, if the caller knows.
             seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
         """
-        self.field, self.id_field = field, id_field
-        self.unseen = {each for each in (field, id_field) if each is not None}
+        self.field, self.id_field = options.field, options.id_field
+        self.unseen = {each for each in (self.field, self.id_field) if each is not None}
         self.fields: Sequence[str] = ()
         self._seen, self._source, self._names = seen, source, names
         #: Whether a row could be read, so that it is known whether rows have ids.
@@ -430,8 +422,7 @@ class Dataset:
             self._before_bytes += source.size_bytes or 0
 
     def _read(self, source: Source, number: int, seen: SeenIds) -> Iterator[Record]:
-        options = self._options
-        picker = Picker(options.field, options.id_field, seen, number, self.names)
+        picker = Picker(self._options, seen, number, self.names)
         self._first = self._first or picker
         with source.reading() as raw:
             try:
