@@ -51,13 +51,6 @@ def test_file_torn_anywhere_keeps_whole_lines_and_can_be_continued(tmp_path: Pat
     assert len(before) == 3
 
 
-def test_resume_without_a_file_yields_nothing(tmp_path: Path) -> None:
-    file = JsonLines(tmp_path / "out.jsonl")
-    assert list(file.resume()) == []
-    file.close()
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 def test_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
     first, second = JsonLines(tmp_path / "out.jsonl"), JsonLines(tmp_path / "out.jsonl")
     first.open()
@@ -160,15 +153,6 @@ def test_flush_on_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
     file.flush()
     file.close()
     assert entries(path) == [{"n": 1}, filler]
-
-
-def test_full_device_fails_with_one_error() -> None:
-    file = JsonLines(Path("/dev/full"))
-    file.open()
-    file.write({"n": 1})
-    with pytest.raises(DatasetError, match="/dev/full: cannot be written: No space left"):
-        file.flush()
-    file.close()
 
 
 def test_lines_above_the_buffer_size_are_written_without_a_flush(tmp_path: Path) -> None:

@@ -89,15 +89,6 @@ def test_table_that_is_damaged_ends_with_a_broken_row(tmp_path: Path) -> None:
     assert (last.row, last.broken[:27]) == (READ_ROWS + 1, "cannot be read from here on")
 
 
-def test_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "d.parquet", ROWS[:1])
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(
-        DatasetError, match=r"d\.parquet: pyarrow is missing.*'batchery\[datasets\]'"
-    ):
-        list(Dataset(path))
-
-
 def written(results: list[Any]) -> list[Any]:
     rows = [{"id": n, "row": n, "result": result} for n, result in enumerate(results)]
     file = io.BytesIO()
