@@ -31,7 +31,6 @@ from batchery_producer.files.rows import (
 )
 from batchery_producer.files.source import (
     Source,
-    damage_errors,
     decompressed,
     find_sources,
     is_url,
@@ -455,7 +454,7 @@ class Dataset:
         if delimiter is None:
             try:
                 delimiter = find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
-            except damage_errors():
+            except Exception:  # noqa: BLE001
                 delimiter = ","  # Reading fails again, and says where.
         self._found_delimiter = self._found_delimiter or delimiter
         return read_csv(lines, self._encoding, delimiter)

@@ -13,7 +13,7 @@ from io import BufferedReader
 from typing import Any, BinaryIO
 
 from batchery.errors import DatasetError
-from batchery_producer.files.source import damage_errors, extra, is_damage
+from batchery_producer.files.source import extra, is_damage
 
 #: Maximum length of a line in bytes (CSV: of a field in characters). A longer line fails alone, so
 #: that a file without line ends does not fill the memory.
@@ -62,7 +62,7 @@ def split_lines(stream: BinaryIO, *, is_remote: bool = False) -> Iterator[bytes 
                     line = stream.readline(MAX_LINE_BYTES + 1)
                 yield InvalidLine(f"longer than {MAX_LINE_BYTES} bytes")
             mark = b""
-    except damage_errors() as error:
+    except Exception as error:
         if not is_damage(error, is_remote=is_remote):
             raise
         yield Damage(str(error))
@@ -202,7 +202,7 @@ def read_table(
     """
     arrow = extra("pyarrow")
     # pyarrow may believe that a file has two gigabytes of metadata; nobody validates names.
-    errors = (arrow.ArrowException, ValueError, MemoryError, *damage_errors())
+    errors = (arrow.ArrowException, ValueError, MemoryError)
     number = 0
     try:
         for batch in _open_table(file, format_):
@@ -213,8 +213,8 @@ def read_table(
                 for row in _convert(part):
                     number += 1
                     yield number, row
-    except errors as error:
-        if not is_damage(error, is_remote=is_remote):
+    except Exception as error:
+        if not (isinstance(error, errors) or is_damage(error, is_remote=is_remote)):
             raise
         yield number + 1, Damage((str(error) or type(error).__name__).splitlines()[0])
 

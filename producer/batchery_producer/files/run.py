@@ -313,26 +313,20 @@ class FileRun:
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         """Notes how jobs ended, and says how far the run is."""
         for task_id, row, answer in ended:
-            if self._note(task_id, row, answer):
-                self._stream.discard(task_id)
+            self._batched += answer.batch_size > 0
+            self._batched_items += answer.batch_size
+            if answer.error is not None:
+                self._fail(row, *answer.error)
+            elif refused := self._output.result(row, answer.value):
+                where = f"the result backend keeps it under {task_id} until it expires"
+                self._fail(row, RESULT_TOO_LARGE, f"{refused}; {where}")
+                continue
+            else:
+                self._succeeded += 1
+            self._stream.discard(task_id)
         if self._stream.flush_is_due:
             self._flush()
         self._options.progress(self._snapshot())
-
-    def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
-        """Adds an answer to the output; returns whether the backend may remove it."""
-        if answer.batch_size:
-            self._batched += 1
-            self._batched_items += answer.batch_size
-        if answer.error is not None:
-            self._fail(row, *answer.error)
-        elif refused := self._output.result(row, answer.value):
-            where = f"the result backend keeps it under {task_id} until it expires"
-            self._fail(row, RESULT_TOO_LARGE, f"{refused}; {where}")
-            return False
-        else:
-            self._succeeded += 1
-        return True
 
     def _fail(self, row: Record, type_: str, message: str) -> None:
         said = self._output.failure(row, type_, message)

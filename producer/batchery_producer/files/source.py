@@ -86,17 +86,12 @@ def decompressed(raw: BufferedReader) -> BinaryIO:
     return cast(BinaryIO, import_module(library).open(raw)) if library else raw
 
 
-def damage_errors() -> tuple[type[Exception], ...]:
-    """What reading a damaged file may raise."""
-    of_zstd = getattr(sys.modules.get("zstandard"), "ZstdError", EOFError)
-    return (OSError, EOFError, zlib.error, LZMAError, of_zstd)
-
-
 def is_damage(error: Exception, *, is_remote: bool) -> bool:
-    """Whether such an error is of the content; otherwise a disk or a network does not answer."""
-    if isinstance(error, gzip.BadGzipFile) or not isinstance(error, OSError):
+    """Whether a file's content is why it cannot be read; or a disk or a network does not answer."""
+    of_zstd = getattr(sys.modules.get("zstandard"), "ZstdError", EOFError)
+    if isinstance(error, (EOFError, zlib.error, LZMAError, gzip.BadGzipFile, of_zstd)):
         return True
-    return error.errno is None and not is_remote
+    return isinstance(error, OSError) and error.errno is None and not is_remote
 
 
 def split_compression(name: str | Path) -> tuple[str, str]:
