@@ -108,10 +108,7 @@ def test_models_with_streams_of_their_own_give_what_they_give_on_one() -> None:
     usual, *beside = models
     batches = [usual.preprocess([f"number {number} " * 20] * 16) for number in range(50)]
     expected = [usual.postprocess(usual.forward(batch)) for batch in batches]
-    # Passes of both are under way at a time, also right after the weights came back.
-    for model in beside:
-        model.put_aside()
-        model.take_back()
+    # Passes of both are under way at a time.
     passes = [(model, model.forward(batch)) for batch in batches for model in beside]
     found = [model.postprocess(outputs) for model, outputs in passes]
     for place, results in enumerate(found):

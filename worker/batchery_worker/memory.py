@@ -6,9 +6,6 @@ from typing import Any
 class Memory:
     """The memory of a device that is not counted, such as a CPU: its memory is the process's."""
 
-    #: Whether main memory is another one, to which models can be put aside.
-    is_apart = False
-
     def model_bytes(self) -> int | None:
         """Maximum memory of all models together, where no setting says it; None for no limit."""
         return None

@@ -303,7 +303,7 @@ class ModelSnapshot:
     fitted_batches: int | None = None
     #: Its name for what it has loaded; empty if it has none.
     version: str = ""
-    #: `loaded`; `aside`, in main memory; or `not loaded`. Older workers load all at their start.
+    #: `loaded`, or `not loaded`. Older workers load all at their start.
     state: str = "loaded"
     #: Why it is on this device.
     why: str = ""

@@ -1,4 +1,4 @@
-"""The models of a device and the memory that they share: loaded, put aside to main memory, or not.
+"""The models of a device and the memory that they share.
 
 Which of them make room for another one is decided in `batching/residency.py`.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from batchery.device_names import is_joint
 from batchery.errors import ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
 from batchery_worker.batching.placement import EVERYWHERE
@@ -36,10 +35,9 @@ class ModelRecord:
 
     #: Measured, or estimated before the first load; None if nobody knows.
     held_bytes: int | None = None
-    #: How long the last load took, and the last return from main memory; None before the first.
+    #: How long the last load took; None before the first.
     load_s: float | None = None
-    return_s: float | None = None
-    #: Number of both.
+    #: Number of loads.
     loads: int = 0
     #: Of the vectors that callers have of it; None if it makes none, or was never loaded.
     dimensions: int | None = None
@@ -69,7 +67,6 @@ class ModelPool:
         """
         #: The models that are ready for a batch.
         self.loaded: dict[str, LoadedModel] = {}
-        self._aside: dict[str, LoadedModel] = {}
         self._device = "" if setup is None else setup.device
         self._why = {} if setup is None else setup.models
         self._pinned = frozenset() if setup is None else setup.pinned
@@ -101,13 +98,10 @@ class ModelPool:
             ModelLoadError: It cannot be loaded, or does not fit; says what would have to be.
         """
         if name not in self.loaded:
-            # First, as those that make room may take its place in main memory.
-            served = self._aside.pop(name, None)
             self._make_room(name, self._expect_bytes(name), wanted)
-            if served is None or not self._take_back(name, served):
-                self._load_anew(name, wanted)
-                # It may be larger than was expected.
-                self._make_room(name, 0, wanted)
+            self._load_anew(name, wanted)
+            # It may be larger than was expected.
+            self._make_room(name, 0, wanted)
         return self.loaded[name]
 
     def expect_load_s(self, name: str) -> float:
@@ -115,8 +109,6 @@ class ModelPool:
         if name in self.loaded:
             return 0.0
         record = self.records.get(name, ModelRecord())
-        if name in self._aside and record.return_s is not None:
-            return record.return_s
         if record.load_s is not None:
             return record.load_s
         known_s = [each.load_s for each in self.records.values() if each.load_s is not None]
@@ -136,7 +128,7 @@ class ModelPool:
             why = f"{why}, {FIRST_DEMAND}"
         served = self.loaded.get(name)
         figures: dict[str, Any] = {
-            "state": "loaded" if served else "aside" if name in self._aside else "not loaded",
+            "state": "loaded" if served else "not loaded",
             "why": f"{why}, pinned" if name in self._pinned else why,
             "held_bytes": record.held_bytes,
             "load_s": record.load_s,
@@ -168,7 +160,7 @@ class ModelPool:
         if victims is None:
             self._drop([each for each in [name] if each in self.loaded])
             raise ModelLoadError(self._explain(name))
-        self._put_away(victims, name)
+        self._drop(victims, name)
 
     def _list_others(self, name: str, wanted: Collection[str]) -> list[HeldModel]:
         """The models that could make room for another one."""
@@ -206,7 +198,7 @@ class ModelPool:
                 victims = choose_victims(self._list_others(name, wanted), 1)
                 if not victims or not has_run_out(error):
                     raise
-                self._put_away(victims, name)
+                self._drop(victims, name)
         self.keep(served, self._clock() - began_s)
 
     def keep(self, served: LoadedModel, load_s: float) -> None:
@@ -231,8 +223,6 @@ class ModelPool:
             ModelLoadError: It does not fit; the earlier version stays.
         """
         name = new.name
-        if name in self._aside:
-            self._drop([name])
         # What was learned of the earlier one need not hold for this one.
         old, before = self.loaded.get(name), self.records.pop(name, ModelRecord())
         try:
@@ -245,64 +235,16 @@ class ModelPool:
             raise
         return old
 
-    def _take_back(self, name: str, served: LoadedModel) -> bool:
-        """Takes a model back from main memory; returns False if that fails."""
-        began_s = self._clock()
-        try:
-            served.model.take_back()  # type: ignore[attr-defined]
-        except Exception:
-            logger.warning("%s cannot be taken back from main memory", name, exc_info=True)
-            self._aside[name] = served
-            self._drop([name])
-            return False
-        served.is_loaded, served.loaded_s = True, self._clock()
-        record = self.records[name]
-        record.return_s = served.loaded_s - began_s
-        record.loads += 1
-        self.loaded[name] = served
-        return True
-
-    def _put_away(self, names: Sequence[str], successor: str) -> None:
-        """Puts models aside, or drops those that cannot be kept in main memory."""
+    def _drop(self, names: Sequence[str], successor: str | None = None) -> None:
         for name in names:
-            if self._put_aside(name):
-                logger.info("%s put aside on %s for %s", name, self._device, successor)
-            else:
+            if successor is not None:
                 logger.info("%s dropped on %s for %s", name, self._device, successor)
-                self._drop([name])
-        # Main memory has as much for them as the device.
-        held_bytes = 0
-        for name in reversed(list(self._aside)):
-            held_bytes += self.records[name].held_bytes or 0
-            if self.limit_bytes is not None and held_bytes > self.limit_bytes:
-                self._drop([name])
-
-    def _put_aside(self, name: str) -> bool:
-        served = self.loaded[name]
-        put_aside = getattr(served.model, "put_aside", None)
-        # A model in parts would have to be put together again.
-        if put_aside is None or not self._memory.is_apart or is_joint(self._device):
-            return False
-        try:
-            if not put_aside():
-                return False
-        except Exception:
-            logger.warning("%s cannot be kept in main memory", name, exc_info=True)
-            return False
-        # Another library may need it next, such as ONNX Runtime.
-        self._memory.release()
-        served.is_loaded = False
-        self._aside[name] = self.loaded.pop(name)
-        return True
-
-    def _drop(self, names: Sequence[str]) -> None:
-        for name in names:
-            is_here, before_bytes = name in self.loaded, self._memory.allocated_bytes()
-            served = self.loaded.pop(name, None) or self._aside.pop(name)
+            before_bytes = self._memory.allocated_bytes()
+            served = self.loaded.pop(name)
             self.records[name].last = served
             is_there = weakref.ref(served.unload())
             freed_bytes = before_bytes - self._memory.allocated_bytes()
-            is_freed = freed_bytes >= served.loaded_bytes / 2 or not (before_bytes and is_here)
+            is_freed = freed_bytes >= served.loaded_bytes / 2 or not before_bytes
             if is_there() is not None or not is_freed:
                 # Its parts refer to each other in circles. It takes a second, so only then.
                 gc.collect()

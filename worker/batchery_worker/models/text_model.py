@@ -30,7 +30,7 @@ from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choos
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy, move_to_host
+from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
     PromptKeywords,
     TextKeywords,
@@ -396,28 +396,6 @@ class TextModel(Model):
         """Changes with the model's files and options."""
         others = () if self._session is None else self._session.paths
         return name_version(self.settings, self._source, others)
-
-    def put_aside(self) -> bool:
-        """Moves the weights to main memory, from where `take_back` brings them back.
-
-        CUDA graphs end with it, as they know the places of the weights.
-
-        Returns:
-            False if they cannot be moved: ONNX Runtime has them.
-        """
-        if self._session is not None:
-            return False
-        if isinstance(self._pass, Graphed):
-            self._pass = self._pass.without_graphs
-            self.pads = self._pass.pads
-        with torch.cuda.stream(self._own_stream):
-            move_to_host(self.model)
-        return True
-
-    def take_back(self) -> None:
-        """Moves the weights back to the device."""
-        with torch.cuda.stream(self._own_stream):
-            self.model.to(self._device, non_blocking=True)
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side."""

@@ -1,4 +1,4 @@
-"""The models of a device: which are loaded, put aside, dropped, and taken back."""
+"""The models of a device: which are loaded, and dropped."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,29 +25,14 @@ class Weighty(Model):
     def forward(self, batch: Any, *_: Any, **__: Any) -> Any:
         return batch
 
-    def put_aside(self) -> bool:
-        self.log.append(f"aside {self.name}")
-        return True
-
-    def take_back(self) -> None:
-        self.log.append(f"back {self.name}")
-
     def unload(self) -> None:
         self.log.append(f"unload {self.name}")
-
-
-class Apart(Memory):
-    """A device with memory of its own."""
-
-    is_apart = True
 
 
 class Pool(ModelPool):
     """Models named by letters; each takes as long to load as it holds MiB."""
 
-    def __init__(
-        self, limit: float | None, memory: Memory | None = None, pinned: str = "", **sizes: int
-    ) -> None:
+    def __init__(self, limit: float | None, pinned: str = "", **sizes: int) -> None:
         self.now_s = 0.0
         self.log: list[str] = []
         self.sizes = sizes
@@ -60,7 +45,7 @@ class Pool(ModelPool):
             pinned=frozenset(pinned),
             model_memory_bytes=None if limit is None else int(limit * MIB),
         )
-        super().__init__(self.load, self.estimate, setup, memory, self.clock)
+        super().__init__(self.load, self.estimate, setup, clock=self.clock)
 
     def clock(self) -> float:
         return self.now_s
@@ -133,32 +118,6 @@ def test_jobs_wait_for_what_stays() -> None:
     pool.use("b")
     pool.serve("c", {"a"})
     assert pool.states() == {"a": "loaded", "b": "not loaded", "c": "loaded"}
-
-
-def test_device_with_memory_of_its_own_puts_models_aside_first() -> None:
-    pool = Pool(2, Apart(), a=1, b=1, c=1, d=1)
-    first = pool.use("a")
-    for name in "bcd":
-        pool.use(name)
-    assert pool.states() == {"a": "aside", "b": "aside", "c": "loaded", "d": "loaded"}
-    assert not first.is_loaded
-    assert pool.expect_load_s("a") == 1.0
-    assert pool.use("a") is first
-    assert first.is_loaded
-    assert pool.expect_load_s("d") == 0.0
-    # Main memory keeps as much as the device.
-    pool.use("b")
-    assert pool.states() == {"a": "loaded", "b": "loaded", "c": "aside", "d": "aside"}
-    pool.sizes["e"] = 2
-    pool.use("e")
-    assert pool.states() == {
-        "a": "aside",
-        "b": "aside",
-        "c": "not loaded",
-        "d": "not loaded",
-        "e": "loaded",
-    }
-    assert "unload c" in pool.log
 
 
 def explain(pool: Pool, act: Callable[[], object]) -> str:

@@ -102,7 +102,6 @@ def test_memory_and_version_are_those_of_the_file(
     (folder / "model.safetensors").unlink()
     assert estimate_bytes(model.settings, "cpu") == model.memory_bytes
     assert estimate_bytes(model.settings, "cuda:0") == model.memory_bytes
-    assert not model.put_aside()
     first = embedder(folder, engine="onnx").version()
     assert embedder(folder, engine="onnx").version() == first
     os.utime(files[0], (1, 1))

@@ -185,7 +185,7 @@ class Graphed:
 
     def __init__(self, forward: Forward, graphs: Mapping[Shape, Runs]) -> None:
         """Puts graphs in front of a forward pass, which runs for all other shapes."""
-        self.without_graphs = forward
+        self._forward = forward
         self._graphs = graphs
         self.name = f"{forward.name}, small passes by CUDA graphs"
         self.pads = forward.pads
@@ -195,7 +195,7 @@ class Graphed:
         longest = max(prepared.shape[1] for prepared in batch)
         shape = rounded(len(batch), longest, self._graphs)
         if shape is None:
-            return self.without_graphs.values(batch, reading)
+            return self._forward.values(batch, reading)
         return self._graphs[shape].run(batch)
 
 

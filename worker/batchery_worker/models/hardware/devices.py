@@ -100,8 +100,6 @@ MODEL_SHARE = 0.9
 class CudaMemory(Memory):
     """What this process holds of a CUDA device."""
 
-    is_apart = True
-
     def __init__(self, device: str, fraction: float = 1.0) -> None:
         self._device = torch.device(device)
         self._fraction = fraction

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchery_worker.models.hardware.devices import open_stream
 
@@ -16,15 +16,6 @@ POLL_S = 10e-6
 #: Number of cores up to which a thread that waits for results leaves its core to those that
 #: prepare batches and store results. With more it spins, which sees the results sooner.
 FEW_CORES = 4
-
-
-def move_to_host(model: nn.Module) -> None:
-    """Moves weights and buffers to main memory; pinned, as the way back is faster from there."""
-    model.to("cpu")
-    for tensor in (*model.parameters(), *model.buffers()) if torch.cuda.is_available() else ():
-        # A tensor of torchao contains several tensors.
-        if not hasattr(tensor, "__tensor_flatten__"):
-            tensor.data = tensor.data.pin_memory()
 
 
 class HostToDevice:
