@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Self
 
 from kombu.utils.imports import symbol_by_name
@@ -20,7 +19,12 @@ from batchery_worker.device.loading import EngineModel
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
+from batchery_worker.inprocess.options import (
+    BatcherOptions,
+    CallOptions,
+    check_names,
+    check_number,
+)
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
@@ -116,6 +120,7 @@ class Engine(EngineCall):
                 wrong.
             BatchArgumentError: There is no such option, or its value is impossible.
         """
+        check_number("max_batch_tokens", max_batch_tokens, whole=True, optional=True)
         settings = Settings.load()
         name, own, make_model = _find(model, settings)
         if own is not None and own.kind == "generation":
@@ -129,9 +134,7 @@ class Engine(EngineCall):
             make_model,
             settings.devices if device is None else [_checked(device)],
             chosen.max_batch_size,
-            _tokens(name, max_batch_tokens)
-            or (own and own.max_batch_tokens)
-            or settings.max_batch_tokens,
+            max_batch_tokens or (own and own.max_batch_tokens) or settings.max_batch_tokens,
             settings.memory_fraction,
         )
         self._device = _Device(served)
@@ -264,9 +267,9 @@ def _find(
 ) -> tuple[str, ModelSettings | None, Any]:
     """The name of a model, its settings if it has some, and what makes it."""
     if isinstance(model, Model):
-        return type(model).__name__, None, partial(_itself, model)
+        return type(model).__name__, None, lambda: model
     if isinstance(model, ModelSettings):
-        return model.model, model, partial(_make_builtin, model)
+        return model.model, model, lambda: _make_builtin(model)
     if not isinstance(model, str):
         raise BatchArgumentError(
             f"Engine({model!r:.80}): give the name of a model in the settings, ModelSettings(...),"
@@ -276,17 +279,13 @@ def _find(
     if own is None:
         there = ", ".join(settings.models) or "none; name it in [models] of batchery.toml"
         raise SettingsError(f"Engine({model!r}): no such model in the settings; there is {there}")
-    return model, own, partial(_make_builtin, own)
+    return model, own, lambda: _make_builtin(own)
 
 
 def _make_builtin(settings: ModelSettings) -> Model:
     # By path: importing the class imports torch.
     made: Model = symbol_by_name(KINDS[settings.kind])(settings=settings)
     return made
-
-
-def _itself(model: Model) -> Model:
-    return model
 
 
 def _options(
@@ -306,11 +305,3 @@ def _checked(device: str) -> str:
     if not isinstance(device, str) or not is_device(device):
         raise SettingsError(f"device={device!r}: not a device; use 'cpu', 'cuda:0' or 'mps'")
     return device
-
-
-def _tokens(name: str, max_batch_tokens: int | None) -> int | None:
-    if max_batch_tokens is None or (type(max_batch_tokens) is int and max_batch_tokens > 0):
-        return max_batch_tokens
-    raise BatchArgumentError(
-        f"{name}: max_batch_tokens={max_batch_tokens!r}: give a whole number above 0"
-    )

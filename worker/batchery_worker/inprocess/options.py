@@ -47,10 +47,10 @@ class BatcherOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
-            _check(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
-        _check("target_latency_ms", self.target_latency_ms, optional=True)
+            check_number(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
+        check_number("target_latency_ms", self.target_latency_ms, optional=True)
         if self.max_wait_ms != 0:
-            _check("max_wait_ms", self.max_wait_ms)
+            check_number("max_wait_ms", self.max_wait_ms)
         if self.when_full not in ("wait", "refuse"):
             raise BatchArgumentError(f"when_full={self.when_full!r}: give 'wait' or 'refuse'")
         if not callable(self.length or len) or (self.max_batch_tokens and not self.length):
@@ -63,7 +63,7 @@ class BatcherOptions:
                 f"classes={self.classes!r}: give the share of each, such as {{'usual': 1}}"
             )
         for name, share in self.classes.items():
-            _check(f"classes[{name!r}]", share)
+            check_number(f"classes[{name!r}]", share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class CallOptions:
         Raises:
             BatchArgumentError: One of them is impossible.
         """
-        _check("timeout_s", self.timeout_s, optional=True)
-        _check("deadline_s", self.deadline_s, optional=True)
+        check_number("timeout_s", self.timeout_s, optional=True)
+        check_number("deadline_s", self.deadline_s, optional=True)
         if self.priority_class is not None and self.priority_class not in classes:
             raise BatchArgumentError(
                 f"priority_class={self.priority_class!r}: there are {', '.join(classes)}"
@@ -115,7 +115,12 @@ def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None
         )
 
 
-def _check(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
+def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
+    """Checks that a number is above 0, and finite.
+
+    Raises:
+        BatchArgumentError: It is not.
+    """
     kinds = int if whole else int | float
     is_number = isinstance(value, kinds) and not isinstance(value, bool)
     if not (optional and value is None) and not (is_number and 0 < value < inf):

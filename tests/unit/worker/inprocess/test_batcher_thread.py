@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -21,12 +22,13 @@ def echo(numbers: list[int]) -> list[int]:
 def test_a_batch_waits_a_moment_for_threads_that_were_just_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Longer than a busy machine keeps a thread from calling.
-    monkeypatch.setattr(batcher_thread, "MAX_LINGER_SHARE", 1e7)
+    # A second or more: longer than a busy machine keeps a thread from calling.
+    monkeypatch.setattr(batcher_thread, "MAX_LINGER_SHARE", 1000.0)
     sizes: list[int] = []
 
     def note(items: list[int]) -> list[int]:
         sizes.append(len(items))
+        time.sleep(0.001)  # So long a batch runs.
         return items
 
     function = batched(note)
