@@ -1,5 +1,6 @@
 """Tiny models of many architectures, with random weights, and how tests run them."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,23 @@ def save_model(
         model = getattr(transformers, prefix + suffix)(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_json(folder: Path, name: str, content: Any) -> None:
+    """Writes a file of a model; its folder may be new."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def mend(library: Any) -> Any:
+    """Gives a model of sentence-transformers what it needs to take any texts.
+
+    Its own are a token for padding, and RoBERTa's limit, which is two less than its positions.
+    """
+    library.tokenizer.pad_token = library.tokenizer.pad_token or library.tokenizer.eos_token
+    if library.config.model_type in ("roberta", "mpnet"):
+        library.max_seq_length = min(library.max_seq_length, 78)
+    return library
 
 
 def run(model: Any, items: Sequence[Any], **keywords: Any) -> list[Any]:

@@ -3,11 +3,10 @@
 import base64
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import vector_norm
@@ -15,11 +14,10 @@ from transformers import AutoModel
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.forward import Reading
 from batchery_worker.models.inputs import EmbeddingKeywords
-from batchery_worker.models.saved_modules import read_dense, read_pooling, read_prompts
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, PromptedModel
+from batchery_worker.models.sentence_model import SentenceModel
+from batchery_worker.models.source import ModelSource, check_encoder
+from batchery_worker.models.text_model import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +38,9 @@ def number_lists(rows: Iterable[NDArray[np.float32]]) -> list[list[float]]:
 
 
 def of_length_1(vectors: Tensor) -> Tensor:
-    """Scales each row of (N, D) to length 1."""
+    """Scales each row of (..., D) to length 1."""
     # As torch's `normalize`, which takes the host twice as long.
-    norms: Tensor = vector_norm(vectors, dim=1, keepdim=True)
+    norms: Tensor = vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / norms.clamp_min(LEAST_NORM)
 
 
@@ -56,8 +54,8 @@ def encoded_results(
     ]
 
 
-class EmbeddingModel(PromptedModel):
-    """Turns texts into vectors, with any text model of transformers.
+class EmbeddingModel(SentenceModel):
+    """Turns texts into vectors.
 
     An item is a text, or a list of token ids. Keywords of a job: `prompt` (the name of a prompt),
     `normalize`, `dimensions` and `encoding` (`float` or `base64`); see `EmbeddingKeywords`. A
@@ -66,25 +64,27 @@ class EmbeddingModel(PromptedModel):
 
     auto_class = AutoModel
 
+    library_class = "SentenceTransformer"
+
     keywords = EmbeddingKeywords
 
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        self._keep_encoder(source, missing)
+        check_encoder(source, missing)
+        self.reading = self._read_output
+        poolings = [each for each in self._tail if type(each).__name__ == "Pooling"]
         setting = self.settings.pooling
-        known = read_pooling(source) if setting == "auto" else setting
-        self._take_prompts(source, *read_prompts(source))
-        width = getattr(self.model.config, "hidden_size", 0)
-        self._dense = torch.nn.Sequential() if setting != "auto" else read_dense(source, width)
-        self._dense.to(self._device).eval()
-        general = source.json("config_sentence_transformers.json") or {}
-        self._leading = self.settings.dimensions or general.get("truncate_dim")
-        pooling = known or ("last" if _is_decoder(self.model) else "mean")
-        self.reading = cast(Reading, pooling)
-        where = "its files or settings" if known else "its architecture, a guess"
-        logger.info("model %s: pooling is %s, from %s", source.name, pooling, where)
+        if setting != "auto":
+            if not poolings:
+                raise ModelLoadError(
+                    f"model {source.name!r}: pooling = {setting!r}, but it pools no token vectors"
+                )
+            poolings[0].pooling_mode = "lasttoken" if setting == "last" else setting
+        where = "its files or architecture" if setting == "auto" else "its settings"
+        modes = [each.pooling_mode for each in poolings]
+        logger.info("model %s: pooling is %s, from %s", source.name, *modes or ["none"], where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         self.dimensions = outputs.pending.wait().shape[1]
@@ -103,10 +103,23 @@ class EmbeddingModel(PromptedModel):
             )
         return options
 
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """Vectors, (B, D)."""
+        vectors: Tensor = features["sentence_embedding"].float()
+        return vectors
+
+    def _expect(self, item: Any, **how: Any) -> Any:
+        keep = self.settings.dimensions or self.library.truncate_dim
+        return self.library.encode(
+            item, normalize_embeddings=True, truncate_dim=keep, show_progress_bar=False, **how
+        )
+
+    def _numbers(self, result: Any) -> Any:
+        return result["vector"]
+
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (B, D)."""
-        values = self._dense(values)
-        limit = options.dimensions or self._leading
+        limit = options.dimensions or self.settings.dimensions or self.library.truncate_dim
         if limit is not None:
             values = values[:, :limit]
         scale = self.settings.normalize if options.normalize is None else options.normalize
@@ -125,8 +138,3 @@ class EmbeddingModel(PromptedModel):
         if self._gives_json:
             return encoded_results(heads, vectors)
         return [{**head, "vector": vector} for head, vector in zip(heads, vectors, strict=True)]
-
-
-def _is_decoder(model: torch.nn.Module) -> bool:
-    """Whether tokens see only earlier ones, so that only the last one has seen the whole text."""
-    return any(getattr(module, "is_causal", False) for module in model.modules())

@@ -1,11 +1,11 @@
 """Multi-vector embeddings: one vector per token, for late interaction."""
 
 import base64
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
+import torch
 from torch import Tensor
 from transformers import AutoModel
 
@@ -14,26 +14,24 @@ from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import MultiVectorKeywords
-from batchery_worker.models.saved_modules import read_lengths, read_projection, read_prompts
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.text_model import Outputs, PromptedModel
-from batchery_worker.models.tokenizer import Cut, Prepared
-
-logger = logging.getLogger(__name__)
+from batchery_worker.models.sentence_model import LibraryText, SentenceModel
+from batchery_worker.models.source import ModelSource, check_encoder
+from batchery_worker.models.text_model import Outputs
 
 
-class MultiVectorEmbeddingModel(PromptedModel):
-    """Turns each token of a text into a vector, with ColBERT and its like.
+class MultiVectorEmbeddingModel(SentenceModel):
+    """Turns the tokens of a text into vectors, with ColBERT and its like.
 
-    The vectors are those of the model's last layer, behind the projection that its files have. All
-    tokens have one, special ones included: which of them count is decided by who compares them.
-    Queries are not filled up with masks.
+    Which tokens have one, and which masks queries are filled up with, is decided by the model's
+    files. A model without a projection gives the vectors of its last layer.
 
     An item is a text, or a list of token ids. Keywords of a job: see `MultiVectorKeywords`. A
     result has the shape of `batchery.MultiVectorEmbedding`.
     """
 
     auto_class = AutoModel
+
+    library_class = "MultiVectorEncoder"
 
     per_token = True
 
@@ -44,41 +42,93 @@ class MultiVectorEmbeddingModel(PromptedModel):
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
+    def _take_modules(self, source: ModelSource) -> None:
+        if not self._has_projection(source):
+            # Then the library has made one up, with random weights.
+            for place in reversed(range(len(self.library))):
+                if type(self.library[place]).__name__ == "Dense":
+                    del self.library[place]
+        super()._take_modules(source)
+
+    @staticmethod
+    def _has_projection(source: ModelSource) -> bool:
+        listed = [module["type"] for module in source.json("modules.json") or ()]
+        config = source.json("config.json") or {}
+        return any(each.endswith("Dense") for each in listed) or (
+            not listed and "HF_ColBERT" in (config.get("architectures") or ())
+        )
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        self._keep_encoder(source, missing)
-        self._take_prompts(source, *read_prompts(source))
-        self._lengths = read_lengths(source)
-        self._projection = read_projection(source, self.model.config.hidden_size)
-        self._projection.to(self._device).eval()
-        logger.info("model %s: %d layers of projection", source.name, len(self._projection))
+        check_encoder(source, missing)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         values = outputs.pending.wait()
-        if values.dim() != 2:
+        if values.dim() not in (2, 3):
             raise ModelLoadError(f"model {source.name!r}: gives no vector per token")
 
-    def _cut(self, options: Any) -> Cut:
-        name = options.prompt or self.default_prompt
-        return super()._cut(options)._replace(max_length=self._lengths.get(name or ""))
-
     def _finish(self, values: Tensor, options: Any) -> Tensor:
-        """Vectors, (T, D)."""
+        """Vectors, (T, D), or (B, L, D) of sentence-transformers' own code."""
         scale = self.settings.normalize if options.normalize is None else options.normalize
         return of_length_1(values) if scale else values
 
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        projected: Tensor = self._projection(super()._values(forward, batch))
+    def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
+        rows = super()._values(forward, batch)
+        if batch and isinstance(batch[0], LibraryText):
+            return rows
+        # The other modules work on single tokens, so all texts may be one.
+        features = {"token_embeddings": rows[None]}
+        for module in self._tail:
+            if type(module).__name__ != "MultiVectorMask":
+                features = module(features)
+        projected: Tensor = features["token_embeddings"][0].float()
         return projected
+
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """Vectors, (B, L, D), zeros where a token has none."""
+        vectors: Tensor = features["token_embeddings"].float()
+        mask: Tensor = features["attention_mask"]
+        return vectors * mask.unsqueeze(-1)
+
+    def _expect(self, item: Any, **how: Any) -> Any:
+        return self.library.encode(item, normalize_embeddings=True, show_progress_bar=False, **how)
+
+    def _numbers(self, result: Any) -> Any:
+        return result["vectors"]
+
+    def _by_item(self, values: Tensor, outputs: Outputs, task: str | None) -> list[Any]:
+        """The vectors of each text that count, (N, D)."""
+        if values.dim() == 3:
+            return [rows[rows.any(dim=1)].numpy() for rows in values]
+        lengths = [head["tokens"] for head in outputs.heads]
+        texts = self.by_text(values, lengths)
+        for module in self._tail:
+            if type(module).__name__ == "MultiVectorMask":
+                masks = [self._mask(module, prepared, task) for prepared in outputs.batch]
+                texts = [rows[mask] for rows, mask in zip(texts, masks, strict=True)]
+        return [rows.numpy() for rows in texts]
+
+    @staticmethod
+    def _mask(module: Any, prepared: Any, task: str | None) -> Tensor:
+        ids = torch.from_numpy(prepared[:1])
+        features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        mask: Tensor = module(features, task=task)["attention_mask"][0].bool()
+        return mask
+
+    def _are_finite(self, values: Tensor, outputs: Outputs) -> Sequence[bool]:
+        if values.dim() == 2:
+            return super()._are_finite(values, outputs)
+        finite: list[bool] = values.isfinite().flatten(1).all(dim=1).tolist()
+        return finite
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]] | list[Encoded]:
-        lengths = [head["tokens"] for head in outputs.heads]
-        texts = [vectors.numpy() for vectors in self.by_text(values, lengths)]
-        if self._read_keywords(keywords).encoding == "base64":
+        options = self._read_keywords(keywords)
+        texts = self._by_item(values, outputs, self._task(self._prompt_name(options)))
+        if options.encoding == "base64":
             packed = [base64.b64encode(vectors.astype("<f4").tobytes()) for vectors in texts]
             return [
-                {**head, "vectors": text.decode("ascii"), "dimensions": values.shape[1]}
+                {**head, "vectors": text.decode("ascii"), "dimensions": values.shape[-1]}
                 for head, text in zip(outputs.heads, packed, strict=True)
             ]
         if self._gives_json:

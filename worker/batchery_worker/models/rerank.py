@@ -3,20 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
+from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import RerankKeywords, check_fields
+from batchery_worker.models.sentence_model import LibraryText, SentenceModel
 from batchery_worker.models.source import ModelSource, check_head
-from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.text_model import Outputs
 from batchery_worker.models.tokenizer import Input
 
 #: The query of items that are made of a text alone.
 SAMPLE_QUERY = "what is it about"
 
 
-class RerankModel(TextModel):
+class RerankModel(SentenceModel):
     """Scores texts for a query, with any cross-encoder: a classification model of one label.
 
     An item is `{"query": ..., "text": ...}`. Of a pair that is too long, the longer one is cut.
@@ -25,12 +29,14 @@ class RerankModel(TextModel):
 
     auto_class = AutoModelForSequenceClassification
 
+    library_class = "CrossEncoder"
+
     keywords = RerankKeywords
 
     reading = "logits"
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        labels = self.model.config.num_labels
+        labels = self.library.num_labels
         if labels != 1:
             raise ModelLoadError(
                 f"model {source.name!r}: has {labels} labels, and a reranker has one;"
@@ -49,9 +55,35 @@ class RerankModel(TextModel):
         """An item that has this text, to check, warm up or measure the model with."""
         return {"query": SAMPLE_QUERY, "text": text}
 
-    def _input(self, item: Any, prompt: str) -> Input:  # noqa: ARG002 (there are no prompts)
+    def _input(self, item: Any, prompt: str) -> Input:  # noqa: ARG002 (the library's code puts it)
         query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
         return query, text
+
+    def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
+        values = super()._values(forward, batch)
+        if batch and isinstance(batch[0], LibraryText):
+            return values
+        features = {"scores": values}
+        for module in self._tail:
+            features = module(features)
+        return features["scores"]
+
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """The model's outputs, (B, 1)."""
+        scores: Tensor = features["scores"].float()
+        return scores.reshape(-1, 1)
+
+    def _expect(self, item: Any, **how: Any) -> Any:
+        score = self.library.predict(
+            (item["query"], item["text"]),
+            prompt_name=how["prompt_name"],
+            activation_fn=torch.nn.Sigmoid(),
+            show_progress_bar=False,
+        )
+        return np.asarray(score)
+
+    def _numbers(self, result: Any) -> Any:
+        return result["score"]
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (`_results` does)
         """The model's outputs, (B, 1)."""

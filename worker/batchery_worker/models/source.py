@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -34,8 +35,11 @@ NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth
 #: Length of the name of a version, in bytes; it has two letters for each.
 VERSION_BYTES = 6
 
+#: Files of which a model has at least one.
+CONFIGS = ("config.json", "modules.json", "adapter_config.json")
+
 #: Packages whose versions may change a result.
-PACKAGES = ("batchery", "torch", "transformers", "tokenizers")
+PACKAGES = ("batchery", "torch", "transformers", "tokenizers", "sentence-transformers")
 
 
 class ModelSource:
@@ -50,7 +54,9 @@ class ModelSource:
         ModelLoadError: The setting is a path, and there is no folder with a model.
     """
 
-    def __init__(self, settings: ModelSettings, *, takes_gguf: bool = False) -> None:
+    def __init__(
+        self, settings: ModelSettings, *, takes_gguf: bool = False, takes_adapter: bool = False
+    ) -> None:
         folder = Path(settings.model).expanduser()
         self.folder: Path | None
         self.options: dict[str, Any]
@@ -72,11 +78,16 @@ class ModelSource:
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
-        if self.path("adapter_config.json") is not None:
+        if not takes_adapter and self.path("adapter_config.json") is not None:
             raise ModelLoadError(
                 f"model {settings.model!r}: adapter_config.json is of an adapter, which is not"
                 " applied; merge it into the weights (peft: merge_and_unload), or take it away"
             )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of the hub is needed; an adapter may need its base model."""
+        return self.folder is not None and self.path("adapter_config.json") is None
 
     def path(self, name: str) -> Path | None:
         """Finds a file, and downloads it if necessary.
@@ -120,14 +131,15 @@ def _check_folder(name: str, folder: Path) -> None:
     """Finds common mistakes that transformers explains in many lines or not at all."""
     if not folder.is_dir():
         raise ModelLoadError(f"model {name!r}: is a file; name the folder that it is in")
-    if not (folder / "config.json").is_file():
+    # Some have the transformer's in a folder of their own, and adapters none.
+    if not any((folder / name).is_file() for name in CONFIGS):
         raise ModelLoadError(
             f"model {name!r}: the folder has no config.json; name one that save_pretrained wrote"
         )
 
 
 def _check_weights(name: str, folder: Path) -> None:
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = sorted(folder.rglob("*.safetensors"))
     if not weights:
         raise ModelLoadError(
             f"model {name!r}: the folder has no weights in safetensors, the only format that is"
@@ -156,6 +168,55 @@ def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str
             f"model {source.name!r}: its checkpoint has no trained {name}"
             f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
         )
+
+
+def check_encoder(source: ModelSource, missing: Sequence[str]) -> None:
+    """Refuses a model whose token vectors come from random weights.
+
+    Raises:
+        ModelLoadError: Weights are missing; names two of them.
+    """
+    # The pooler follows the token vectors. It is not used, and often missing.
+    lost = [key for key in missing if "pooler" not in key.split(".")]
+    if lost:
+        raise ModelLoadError(
+            f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
+            f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
+        )
+
+
+@contextmanager
+def watch_loading(*, weightless: bool) -> Iterator[list[str]]:
+    """Says which weights are missing in the files of the models that are loaded in this block.
+
+    A library between us and transformers says nothing of that.
+
+    Args:
+        weightless: The models get no weights, only room for them, which takes no memory.
+    """
+    from transformers import PreTrainedModel
+
+    name = "from_pretrained"
+    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
+    missing: list[str] = []
+
+    def from_pretrained(cls: type, *args: Any, **keywords: Any) -> Any:
+        # Another thread may load a model at the same time.
+        if threading.get_ident() != own:
+            return plain.__func__(cls, *args, **keywords)
+        if weightless:
+            with torch.device("meta"):
+                empty = cls(keywords["config"])
+            return empty.to_empty(device="cpu")
+        model, info = plain.__func__(cls, *args, output_loading_info=True, **keywords)
+        missing.extend(sorted(info["missing_keys"]))
+        return model
+
+    setattr(PreTrainedModel, name, classmethod(from_pretrained))
+    try:
+        yield missing
+    finally:
+        setattr(PreTrainedModel, name, plain)
 
 
 @contextmanager
@@ -286,7 +347,7 @@ def folder_digest(folder: Path) -> str:
 
 def _snapshot(source: ModelSource) -> Path:
     """The folder of the hub's cache with the files of one commit."""
-    config = source.path("config.json")
-    if config is None:
-        raise FileNotFoundError(f"model {source.name!r}: its files are not found any more")
-    return config.parent
+    for config in map(source.path, CONFIGS):
+        if config is not None:
+            return config.parent
+    raise FileNotFoundError(f"model {source.name!r}: its files are not found any more")

@@ -12,19 +12,14 @@ from transformers import AutoModelForMaskedLM
 from batchery.errors import ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists
-from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import SparseEmbeddingKeywords
-from batchery_worker.models.saved_modules import check_splade, read_prompts
+from batchery_worker.models.sentence_model import SentenceModel
 from batchery_worker.models.source import ModelSource, check_head
-from batchery_worker.models.text_model import Outputs, PromptedModel
-from batchery_worker.models.tokenizer import Prepared
+from batchery_worker.models.text_model import Outputs
 
 
-class SparseEmbeddingModel(PromptedModel):
-    """Turns texts into sparse vectors, with SPLADE and its like: masked language models.
-
-    The weight of a token of the vocabulary is log(1 + x), for the largest x above 0 that the model
-    gives it at any token of the text. The text's special tokens count, as in SPLADE.
+class SparseEmbeddingModel(SentenceModel):
+    """Turns texts into sparse vectors, with SPLADE and its like.
 
     An item is a text, or a list of token ids. Keywords of a job: see `SparseEmbeddingKeywords`. A
     result has the shape of `batchery.SparseEmbedding`.
@@ -32,33 +27,69 @@ class SparseEmbeddingModel(PromptedModel):
 
     auto_class = AutoModelForMaskedLM
 
-    keywords = SparseEmbeddingKeywords
+    library_class = "SparseEncoder"
 
-    reading = "max_logits"
+    keywords = SparseEmbeddingKeywords
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         check_head(source, missing, "masked language model", "sparse embeddings")
-        check_splade(source)
-        self._take_prompts(source, *read_prompts(source))
+        # The library makes one with random weights where there is no such model.
+        self._check_modules(
+            source, "SparseAutoEncoder", "its checkpoint has no trained masked language model"
+        )
+        self.reading = self._read_output
+        self._takes_maximum = [
+            (type(each).__name__, getattr(each, "pooling_strategy", "")) for each in self._tail
+        ] == [("SpladePooling", "max")]
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         shape = outputs.pending.wait().shape[1:]
         if len(shape) != 1:
             raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} numbers; it is no masked language"
-                " model"
+                f"model {source.name!r}: gives {tuple(shape)} numbers; it is no sparse model"
             )
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Weights, (B, C), for C tokens of the vocabulary."""
-        if options.top_k is None or options.top_k >= values.shape[1]:
+        keep = options.top_k or self.library.max_active_dims
+        if keep is None or keep >= values.shape[1]:
             return values
-        largest, places = values.topk(options.top_k, dim=1, sorted=False)
+        largest, places = values.topk(keep, dim=1, sorted=False)
         return torch.zeros_like(values).scatter_(1, places, largest)
 
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        # It grows with the logit, so that of the largest is the largest.
-        return super()._values(forward, batch).relu().log1p()
+    def _read_output(self, output: Any, features: dict[str, Any]) -> Tensor:
+        if not self._takes_maximum:
+            return super()._read_output(output, features)
+        # The weight grows with the logit, so that of the largest is the largest, and weights need
+        # not be computed for all tokens.
+        logits = output.logits
+        if "lengths" in features:
+            texts = torch.split(logits[0], features["lengths"])
+            # `segment_reduce` takes a CPU four times as long.
+            largest = torch.stack([text.amax(dim=0) for text in texts])
+        else:
+            mask = features["attention_mask"].unsqueeze(-1)
+            largest = logits.masked_fill_(mask == 0, -torch.inf).amax(dim=1)
+        one = {"token_embeddings": largest[:, None].float()}
+        one["attention_mask"] = torch.ones_like(largest[:, :1])
+        return self._read_features(self._tail[0](one))
+
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """Weights, (B, C), for C tokens of the vocabulary."""
+        weights: Tensor = features["sentence_embedding"].float()
+        return weights
+
+    def _expect(self, item: Any, **how: Any) -> Any:
+        weights = self.library.encode(
+            item, convert_to_sparse_tensor=False, save_to_cpu=True, show_progress_bar=False, **how
+        )
+        return weights.float().numpy()
+
+    def _numbers(self, result: Any) -> Any:
+        size = self.library.get_embedding_dimension() or max(result["indices"], default=0) + 1
+        weights = np.zeros(size, dtype=np.float32)
+        weights[result["indices"]] = result["values"]
+        return weights
 
     def _results(
         self,

@@ -16,7 +16,7 @@ from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.forward import POOLINGS, Forward, RandomTexts, Reading
+from batchery_worker.models.forward import Forward, RandomTexts, Reading
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
     Graphed,
@@ -32,14 +32,12 @@ from batchery_worker.models.hardware.devices import dtype_for, open_stream, sett
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
-    PromptKeywords,
     TextKeywords,
     check_text,
     check_token_ids,
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
-from batchery_worker.models.saved_modules import read_sentence_config
 from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
@@ -51,7 +49,6 @@ from batchery_worker.models.tokenizer import (
     Truncated,
     load_tokenizer,
     longest_text,
-    lower_case,
     padding_position,
 )
 
@@ -94,8 +91,14 @@ class TextModel(Model):
     #: What it reads of a forward pass.
     reading: Reading
 
+    #: What transformers calls the output that is read.
+    _field = "logits"
+
     #: Whether values have a row per token; otherwise they have one per text.
     per_token: ClassVar[bool] = False
+
+    #: Whether an adapter beside the weights is applied; otherwise it is refused.
+    takes_adapter: ClassVar[bool] = False
 
     #: Keywords of the passes that check, warm up or measure the model.
     sample_keywords: ClassVar[Mapping[str, Any]] = {}
@@ -145,7 +148,7 @@ class TextModel(Model):
             self._open_streams(self._split.stages, extra=1)
         try:
             with quiet(), torch.cuda.stream(self._own_stream):
-                self._load(ModelSource(self.settings))
+                self._load(ModelSource(self.settings, takes_adapter=self.takes_adapter))
         except StartError:
             raise
         except Exception as error:
@@ -162,14 +165,7 @@ class TextModel(Model):
 
     def _load(self, source: ModelSource) -> None:
         self._source = source
-        # The config comes first: errors in it would confuse what follows.
-        config = AutoConfig.from_pretrained(source.name, **source.options)
-        self._split.begin(self, config)
-        self.tokenizer = load_tokenizer(source)
-        sentence = read_sentence_config(source)
-        if sentence.get("do_lower_case"):
-            lower_case(self.tokenizer)
-        missing = self._make_model(source, config)
+        missing = self._open(source)
         if self.model.main_input_name != "input_ids":
             raise ModelLoadError(
                 f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
@@ -177,7 +173,7 @@ class TextModel(Model):
         weights = int(self.model.num_parameters(exclude_embeddings=True))
         self.flops_per_token = 2 * weights
         self._finish_load(source, missing)
-        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model, sentence)
+        self.max_length = self._find_max_length(source)
         self._choose_padding()
         taken = self._place(source)
         self._tokenize = TextTokenizer(
@@ -193,6 +189,7 @@ class TextModel(Model):
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
         self._pass: Forward = padded
+        self._settle(source)
         trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
@@ -208,8 +205,12 @@ class TextModel(Model):
         self.pads = self._pass.pads
         self._log_forward(source)
 
-    def _make_model(self, source: ModelSource, config: Any) -> Sequence[str]:
-        """Makes the model of transformers; returns the weights that its files lack."""
+    def _open(self, source: ModelSource) -> Sequence[str]:
+        """Makes tokenizer and model of transformers; returns the weights that its files lack."""
+        # The config comes first: errors in it would confuse what follows.
+        config = AutoConfig.from_pretrained(source.name, **source.options)
+        self._split.begin(self, config)
+        self.tokenizer = load_tokenizer(source)
         if self.settings.engine == "onnx":
             self.model = build_empty(self.auto_class, config, self.settings)
             return ()
@@ -225,13 +226,19 @@ class TextModel(Model):
         )
         return sorted(info["missing_keys"])
 
+    def _find_max_length(self, source: ModelSource) -> int | None:
+        """Maximum length of a text in tokens, special ones included; None if unlimited."""
+        return longest_text(self.settings, source, self.tokenizer, self.model)
+
+    def _settle(self, source: ModelSource) -> None:
+        """Looks how the padded pass may be used. Raises ModelLoadError."""
+
     def _place(self, source: ModelSource) -> Collection[str]:
         """Gets ready what computes, on its device; returns the names of what that takes."""
         if self.settings.engine == "onnx":
-            field = "last_hidden_state" if self.reading in POOLINGS else "logits"
             threads = max(1, torch.get_num_threads() // self.pass_streams)
             self._session = OnnxSession(
-                source, self.settings.onnx_file, field, self._device, threads
+                source, self.settings.onnx_file, self._field, self._device, threads
             )
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
@@ -273,10 +280,20 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
+    def _choose_forward(
+        self, source: ModelSource, padded: Padded, texts: RandomTexts, why: str = ""
+    ) -> None:
+        """Chooses the pass of the model.
+
+        Args:
+            source: For errors.
+            padded: The padded pass.
+            texts: Makes texts for checks.
+            why: Why it must be padded; empty if it need not.
+        """
         candidate = Candidate(
             name=source.name,
-            setting=self._split.choose_forward(self.settings.forward),
+            setting="padded" if why else self._split.choose_forward(self.settings.forward),
             model=self.model,
             device=self._device,
             padding_position=padding_position(self.model),
@@ -298,6 +315,7 @@ class TextModel(Model):
         # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
         forward, self.why_padded = choose(candidate)
+        self.why_padded = why or self.why_padded
         self._pass = Graphed(forward, graphs) if graphs else forward
 
     def _log_forward(self, source: ModelSource) -> None:
@@ -515,61 +533,3 @@ class TextModel(Model):
 
 def _nothing(*_: Any) -> None:
     """Stands in for a warning."""
-
-
-class PromptedModel(TextModel):
-    """A model whose jobs may choose a prompt by its name.
-
-    Prompts come from the settings and from the model's own files; the settings win.
-    """
-
-    prompts: Mapping[str, str]
-    default_prompt: str | None
-
-    def _keep_encoder(self, source: ModelSource, missing: Sequence[str]) -> None:
-        """Leaves of a model what makes vectors of tokens.
-
-        Raises:
-            ModelLoadError: Some of its weights are missing.
-        """
-        # The pooler follows the token vectors. It is not used, and often missing.
-        lost = [key for key in missing if "pooler" not in key.split(".")]
-        if lost:
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
-                f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
-            )
-        if self.model.config.is_encoder_decoder:
-            self.model = self.model.get_encoder()
-
-    def _take_prompts(
-        self, source: ModelSource, prompts: Mapping[str, str], default: str | None
-    ) -> None:
-        """Keeps the prompts of the model's files, and those of the settings.
-
-        Raises:
-            ModelLoadError: The default prompt is none of them.
-        """
-        self.prompts = {**prompts, **self.settings.prompts}
-        self.default_prompt = self.settings.default_prompt or default
-        if self.default_prompt is not None and self.default_prompt not in self.prompts:
-            raise ModelLoadError(
-                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
-                f" {_are(self.prompts)}"
-            )
-
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
-        options: PromptKeywords = super()._read_keywords(keywords)
-        if options.prompt is not None and options.prompt not in self.prompts:
-            raise InvalidItem(
-                f"keyword prompt = {options.prompt!r:.80}: there {_are(self.prompts)}"
-            )
-        return options
-
-    def _prompt(self, options: Any) -> str:
-        name = self.default_prompt if options.prompt is None else options.prompt
-        return "" if name is None else self.prompts[name]
-
-
-def _are(prompts: Mapping[str, str]) -> str:
-    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"

@@ -1,15 +1,15 @@
 """From texts to tokens, a whole batch at once, with little work per text; how long one may be."""
 
+import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import normalizers
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import TruncationStrategy
@@ -19,6 +19,8 @@ from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.source import ModelSource, reason
+
+logger = logging.getLogger(__name__)
 
 #: One tokenized text: a row per model input, token ids first, (I, L) int64.
 Prepared = NDArray[np.int64]
@@ -266,6 +268,13 @@ class TextTokenizer:
             )
         ]
 
+    @contextmanager
+    def lend(self, side: str) -> Iterator[None]:
+        """In this block the tokenizer is for other code alone, and cuts texts on that side."""
+        with self._lock:
+            self._tokenizer.truncation_side = side
+            yield
+
     def count(self, text: str) -> int:
         """Length of a text in tokens, without special ones."""
         with self._lock:
@@ -406,7 +415,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Loads the tokenizer. Without its files, transformers would make an empty one.
+    """Loads the tokenizer.
 
     Raises:
         ModelLoadError: The model has no tokenizer.
@@ -417,23 +426,28 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ModelLoadError(
             f"model {source.name!r}: has no tokenizer, so it cannot take texts: {reason(error)}"
         ) from error
-    if "gguf_file" in source.options:
-        # It is in the same file.
-        return tokenizer
-    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
-    if not any(source.path(file) for file in files):
+    if "gguf_file" not in source.options:  # It is in the same file.
+        check_tokenizer(source, tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(source: ModelSource, tokenizer: Any, folder: str = "") -> None:
+    """Makes sure that a tokenizer has files; without, transformers would make an empty one.
+
+    Args:
+        source: The model.
+        tokenizer: Of transformers.
+        folder: Where its files are, relative to the model.
+
+    Raises:
+        ModelLoadError: There are none.
+    """
+    files = sorted({"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()})
+    if not any(source.path(f"{folder}/{file}".lstrip("/")) for file in files):
         raise ModelLoadError(
             f"model {source.name!r}: has no tokenizer, so it cannot take texts:"
             f" none of {', '.join(files)} is there"
         )
-    return tokenizer
-
-
-def lower_case(tokenizer: Any) -> None:
-    """Has a tokenizer write all texts in small letters first."""
-    backend = tokenizer.backend_tokenizer
-    own = [] if backend.normalizer is None else [backend.normalizer]
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def longest_text(
@@ -441,18 +455,35 @@ def longest_text(
     source: ModelSource,
     tokenizer: Any,
     model: Any,
-    sentence: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    files_decide: bool = False,
 ) -> int | None:
     """The maximum length of a text in tokens, special tokens included; None if unlimited.
 
     The setting decides. If it is unset, the minimum of the model's positions and of the limit of
-    its tokenizer holds, which `max_seq_length` of sentence-transformers' own file outranks.
+    its tokenizer holds.
+
+    Args:
+        settings: Of the model.
+        source: For errors.
+        tokenizer: Of transformers.
+        model: Of transformers.
+        files_decide: A model whose positions are computed may have a limit above those that its
+            config names.
 
     Raises:
         ModelLoadError: The setting exceeds the model's positions, or leaves room for special tokens
             only.
     """
     positions = _positions(model)
+    if files_decide and any("Rotary" in type(each).__name__ for each in model.modules()):
+        if positions is not None and (settings.max_length or 0) > positions:
+            logger.warning(
+                "model %s: max_length = %d is more than the %d tokens that its config names;"
+                " the results of longer texts may be worse",
+                *(source.name, settings.max_length, positions),
+            )
+        positions = None
     if settings.max_length is not None:
         special = tokenizer.num_special_tokens_to_add()
         if positions is not None and settings.max_length > positions:
@@ -466,7 +497,7 @@ def longest_text(
                 f" besides {special} special tokens"
             )
         return settings.max_length
-    own = sentence.get("max_seq_length") or tokenizer.model_max_length
+    own = tokenizer.model_max_length
     limits = [int(each) for each in (positions, own) if each and each < NO_LIMIT_TOKENS]
     return min(limits, default=None)
 

@@ -85,18 +85,8 @@ def test_a_batch_gives_each_text_the_vector_it_has_alone(
     assert np.ptp(alone, axis=0).max() > 0.1, "texts must differ, or agreement proves nothing"
 
 
-def test_minilm_is_pooled_and_limited_as_its_own_files_say(minilm: EmbeddingModel) -> None:
-    assert (minilm.reading, minilm.max_length, minilm.dimensions) == ("mean", 256, 384)
-
-
-@pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("llama", "last")])
-def test_pooling_follows_the_architecture_where_no_file_says(
-    architecture: str,
-    pooling: str,
-    build: Build,
-    embedder: Load,
-) -> None:
-    assert embedder(build(architecture)).reading == pooling
+def test_minilm_is_limited_as_its_own_files_say(minilm: EmbeddingModel) -> None:
+    assert (minilm.max_length, minilm.dimensions) == (256, 384)
 
 
 @pytest.mark.parametrize(

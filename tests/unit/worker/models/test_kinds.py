@@ -53,7 +53,7 @@ KINDS = {
         results.Classification, labels=("a", "b", "c"), lacks="no trained classification head"
     ),
     "rerank": Kind(
-        results.Score, item=pair, labels=("fits",), lacks="has 2 labels, and a reranker has one"
+        results.Score, item=pair, labels=("fits",), lacks="no trained classification head"
     ),
     "zero_shot": Kind(
         results.Classification, labels=NLI, keywords={"labels": ["cats", "tea and salt"]}
@@ -160,7 +160,7 @@ def test_a_bad_item_fails_alone(
     ("kind", "keywords", "message"),
     [
         *((kind, {"temperature": 1}, "keyword temperature: no such keyword") for kind in KINDS),
-        ("embedding", {"prompt": "passage"}, "keyword prompt = 'passage': there are no prompts"),
+        ("embedding", {"prompt": "passage"}, "keyword prompt = 'passage': there are document,"),
         ("embedding", {"prompt": 3}, "keyword prompt = 3: "),
         ("embedding", {"dimensions": 33}, "keyword dimensions = 33: the model's vectors have 32"),
         ("embedding", {"dimensions": 0}, "keyword dimensions = 0: "),

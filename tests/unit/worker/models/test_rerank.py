@@ -1,14 +1,12 @@
-"""Reranking: agreement with transformers, keywords, bad items, models that are no rerankers."""
-
-from pathlib import Path
+"""Reranking: the numbers of sentence-transformers, keywords, bad items, what is no reranker."""
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from sentence_transformers import CrossEncoder
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.hardware.transfers import PendingCopy
-from support.tiny_models import CORPUS, Build, Load, run
+from support.tiny_models import CORPUS, Build, Copy, Load, mend, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
 TOLERANCE = 5e-6
@@ -25,24 +23,31 @@ ITEMS = [
 ]
 
 
-def direct(folder: Path, item: dict[str, str]) -> float:
-    """What transformers computes, without Batchery."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    encoded = tokenizer([item["query"]], [item["text"]], truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        return float(model(**encoded).logits[0, 0])
-
-
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert", "deberta", "gpt2"])
-def test_scores_are_those_of_transformers(architecture: str, build: Build, load: Load) -> None:
+@pytest.mark.parametrize("forward", ["auto", "padded"])
+def test_scores_are_those_of_the_library(
+    architecture: str, forward: str, build: Build, load: Load
+) -> None:
     folder = build(architecture, labels=LABEL)
-    model = load("rerank", folder, max_length=78)
-    raw = run(model, ITEMS, raw_scores=True)
-    for item, one, squashed in zip(ITEMS[:-1], raw, run(model, ITEMS), strict=False):
-        logit = direct(folder, item)
-        assert one["score"] == pytest.approx(logit, abs=TOLERANCE)
-        assert squashed["score"] == pytest.approx(1 / (1 + 2.718281828**-logit), abs=TOLERANCE)
+    model = load("rerank", folder, max_length=78, forward=forward)
+    library = mend(CrossEncoder(str(folder), device="cpu", max_length=78))
+    pairs = [(item["query"], item["text"]) for item in ITEMS]
+    for raw, function in {True: torch.nn.Identity(), False: torch.nn.Sigmoid()}.items():
+        expected = library.predict(pairs, batch_size=1, activation_fn=function)
+        found = [each["score"] for each in run(model, ITEMS, raw_scores=raw)]
+        assert found == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_a_prompt_of_the_files_goes_in_front(build: Build, load: Load, copied: Copy) -> None:
+    folder = copied(build("bert", labels=LABEL))
+    CrossEncoder(
+        str(folder), device="cpu", prompts={"it": "rain falls "}, default_prompt_name="it"
+    ).save(str(folder))
+    model, library = load("rerank", folder), CrossEncoder(str(folder), device="cpu")
+    pairs = [(item["query"], item["text"]) for item in ITEMS]
+    expected = library.predict(pairs, batch_size=1, activation_fn=torch.nn.Identity())
+    found = [each["score"] for each in run(model, ITEMS, raw_scores=True)]
+    assert found == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
 def test_a_pair_that_is_too_long_is_cut_or_refused(build: Build, load: Load) -> None:

@@ -1,21 +1,72 @@
-"""What sentence-transformers wrote beside a model is followed, or refused."""
+"""Embeddings: what the files of sentence-transformers say holds, or the model is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sentence_transformers
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoTokenizer
+from sentence_transformers import SentenceTransformer
 
 from batchery.errors import ModelLoadError
-from support.tiny_models import Build, Copy, Load, run
+from batchery_worker.models.sentence_model import GENERAL, GENERAL_FIELDS
+from support.tiny_models import CORPUS, Build, Copy, Load, mend, run, write_json
+
+#: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
+TOLERANCE = 5e-6
 
 MODULES = [
-    {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 ]
+
+#: Texts that reach every limit: no word, one token, large letters, accents, other scripts, length.
+TEXTS = [" ", "rain", "THE Cat sat", "naïve 数字 кот", " ".join(CORPUS), "cat dog " * 60]
+
+Files = dict[str, Any]
+
+
+def write_modules(folder: Path, *modules: str, width: int = 32, **pooling: Any) -> None:
+    """Writes what sentence-transformers writes beside a transformer."""
+    listed = [*MODULES]
+    for place, kind in enumerate(modules, 2):
+        name = f"{place}_{kind}"
+        kind_of = f"sentence_transformers.models.{kind}"
+        listed.append({"idx": place, "name": f"{place}", "path": name, "type": kind_of})
+        weights = {"linear.weight": torch.randn(8, width, generator=torch.manual_seed(3)) / 6}
+        config: Files = {"in_features": width, "out_features": 8, "bias": False}
+        if kind == "LayerNorm":
+            width = 8 if "Dense" in modules[: place - 2] else width
+            config = {"dimension": width}
+            weights = {"norm.weight": torch.ones(width) / 2, "norm.bias": torch.ones(width)}
+        if kind != "Normalize":
+            write_json(folder, f"{name}/config.json", config)
+            save_file(weights, folder / name / "model.safetensors")
+    write_json(folder, "modules.json", listed)
+    pooling = {"pooling_mode": "mean", **pooling}
+    write_json(folder, "1_Pooling/config.json", {"embedding_dimension": 32, **pooling})
+
+
+def assert_is_the_librarys(
+    folder: Path, model: Any, texts: list[str], prompt: str | None = None
+) -> None:
+    """Compares with `encode`, text by text: padding is none of the model's numbers."""
+    prompts, options = dict(model.settings.prompts), {"dtype": torch.float32}
+    library = mend(
+        SentenceTransformer(str(folder), device="cpu", prompts=prompts, model_kwargs=options)
+    )
+    keywords = {"prompt": prompt} if prompt else {}
+    expected = library.encode(
+        texts, batch_size=1, prompt_name=prompt, normalize_embeddings=True, task=prompt
+    )
+    found = [each["vector"] for each in run(model, texts, **keywords)]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
 @pytest.fixture
@@ -23,233 +74,211 @@ def folder(build: Build, copied: Copy) -> Path:
     return copied(build("bert"))
 
 
-def write(folder: Path, name: str, content: Any) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize(
-    ("config", "pooling"),
+    "files",
     [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-        ({"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}, "last"),
-        ({"pooling_mode_mean_tokens": True}, "mean"),
-        ({"pooling_mode": "cls", "include_prompt": True}, "cls"),
-        ({"pooling_mode": "lasttoken"}, "last"),
-        ({"pooling_mode": ["mean"]}, "mean"),
+        {"sentence_bert_config.json": {"max_seq_length": 12, "do_lower_case": True}},
+        {"sentence_roberta_config.json": {"max_seq_length": 12, "do_lower_case": True}},
+        {"sentence_xlnet_config.json": {"max_seq_length": 12}},
+        {"tokenizer_config.json": 16, "sentence_bert_config.json": {"max_seq_length": 48}},
+        {"tokenizer_config.json": 16},
+        *(
+            {"sentence_bert_config.json": {"max_seq_length": 12, name: {"truncation_side": "left"}}}
+            for name in ("tokenizer_args", "processor_kwargs")
+        ),
+        {"sentence_bert_config.json": {"processing_kwargs": {"text": {"max_length": 9}}}},
+        {"sentence_bert_config.json": {"model_args": {"dtype": "float16"}}},
+        {"config_sentence_transformers.json": {"truncate_dim": 8}},
+        {
+            "config_sentence_transformers.json": {
+                "prompts": {"rain": "rain falls "},
+                "default_prompt_name": "rain",
+            }
+        },
+        {"1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_cls_token": True}},
     ],
+    ids=str,
 )
-def test_pooling_is_read_in_its_old_and_its_new_spelling(
-    config: dict[str, Any], pooling: str, folder: Path, embedder: Load
-) -> None:
-    write(folder, "modules.json", MODULES)
-    write(folder, "1_Pooling/config.json", config)
-    assert embedder(folder).reading == pooling
+def test_the_files_say_what_the_numbers_are(files: Files, folder: Path, embedder: Load) -> None:
+    write_modules(folder)
+    for name, content in files.items():
+        if name == "tokenizer_config.json":
+            known = json.loads((folder / name).read_text())
+            content = {**known, "model_max_length": content}
+        write_json(folder, name, content)
+    assert_is_the_librarys(folder, embedder(folder), TEXTS)
 
 
-@pytest.mark.parametrize("mode", ["max", "mean_sqrt_len_tokens", "weightedmean"])
-@pytest.mark.parametrize("architecture", ["bert", "gpt2-left"])
-def test_other_poolings_are_those_of_their_definition(
-    mode: str, architecture: str, build: Build, copied: Copy, embedder: Load, texts: list[str]
-) -> None:
-    folder = copied(build(architecture))
-    write(folder, "modules.json", MODULES)
-    write(folder, "1_Pooling/config.json", {"pooling_mode": mode})
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
-    for forward in ("packed", "padded"):
-        results = run(embedder(folder, forward=forward), texts, normalize=False)
-        for text, result in zip(texts, results, strict=True):
-            with torch.no_grad():
-                rows = model(**tokenizer([text], return_tensors="pt")).last_hidden_state[0]
-            places = torch.arange(1.0, len(rows) + 1)[:, None]
-            expected = {
-                "max": rows.amax(dim=0),
-                "mean_sqrt_len_tokens": rows.sum(dim=0) / len(rows) ** 0.5,
-                "weightedmean": (rows * places).sum(dim=0) / places.sum(),
-            }[mode]
-            assert result["vector"] == pytest.approx(expected.tolist(), abs=2e-5)
-
-
-def test_the_setting_outranks_the_files(folder: Path, embedder: Load) -> None:
-    write(folder, "1_Pooling/config.json", {"pooling_mode": "last of all"})
-    assert embedder(folder, pooling="cls").reading == "cls"
-
-
-def test_the_pooling_module_may_be_in_another_folder(folder: Path, embedder: Load) -> None:
-    write(folder, "modules.json", [{**MODULES[1], "path": "pool"}])
-    write(folder, "pool/config.json", {"pooling_mode": "cls"})
-    assert embedder(folder).reading == "cls"
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"pooling_mode": ["mean", "max"]}, "its pooling is mean and max"),
-        ({}, "its pooling is none"),
-        ({"pooling_mode": "mean", "include_prompt": False}, "leaves the prompt out"),
+#: What of the models below differs.
+DRAWN: dict[str, Any] = {
+    "architecture": ["bert", "roberta", "distilbert", "mpnet", "modernbert", "gpt2-left", "t5"],
+    "pooling": [
+        *("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"),
+        *(["mean", "max"], ["cls", "lasttoken", "weightedmean"]),
     ],
-)
-def test_a_pooling_that_is_not_built_in_is_refused(
-    config: dict[str, Any], message: str, folder: Path, embedder: Load
+    "modules": [(), ("Dense",), ("LayerNorm",), ("Dense", "LayerNorm"), ("Dense", "Normalize")],
+    "prompt": [None, "query", "rain"],
+    "include_prompt": [True, False],
+    "max_seq_length": [None, 12],
+    "forward": ["auto", "padded"],
+}
+
+
+# To find a smaller example would take minutes.
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(drawn=st.fixed_dictionaries({key: st.sampled_from(DRAWN[key]) for key in DRAWN}))
+def test_any_combination_gives_the_numbers_of_the_library(
+    drawn: dict[str, Any],
+    build: Build,
+    embedder: Load,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    write(folder, "1_Pooling/config.json", config)
-    with pytest.raises(ModelLoadError, match=message):
-        embedder(folder)
+    folder = tmp_path_factory.mktemp("drawn") / "it"
+    shutil.copytree(build(drawn["architecture"]), folder)
+    width = 32 * (1 if isinstance(drawn["pooling"], str) else len(drawn["pooling"]))
+    write_modules(
+        folder,
+        *drawn["modules"],
+        width=width,
+        pooling_mode=drawn["pooling"],
+        include_prompt=drawn["include_prompt"],
+    )
+    if drawn["max_seq_length"]:
+        write_json(folder, "sentence_bert_config.json", {"max_seq_length": 12})
+    prompts = {"query": "the cat ", "rain": "rain falls on "}
+    model = embedder(folder, prompts=prompts, forward=drawn["forward"])
+    texts = TEXTS if drawn["architecture"] != "gpt2-left" else TEXTS[1:]
+    assert_is_the_librarys(folder, model, texts, drawn["prompt"])
 
 
-def test_a_module_that_would_change_the_vectors_is_not_left_out_silently(
-    folder: Path, embedder: Load
+def test_a_transformer_in_a_folder_of_its_own(build: Build, tmp_path: Path, embedder: Load) -> None:
+    plain = SentenceTransformer(str(build("bert")), device="cpu")
+    plain.save(str(tmp_path / "model"))
+    folder = tmp_path / "model"
+    own = folder / "0_Transformer"
+    own.mkdir()
+    for path in [*folder.iterdir()]:
+        if path.is_file() and path.name not in (
+            "modules.json",
+            "config_sentence_transformers.json",
+        ):
+            path.rename(own / path.name)
+    listed = json.loads((folder / "modules.json").read_text())
+    write_json(folder, "modules.json", [{**listed[0], "path": "0_Transformer"}, *listed[1:]])
+    assert_is_the_librarys(folder, embedder(folder), TEXTS)
+
+
+def test_each_route_of_a_router_is_taken(build: Build, tmp_path: Path, embedder: Load) -> None:
+    from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    routes = {
+        "query": [Transformer(str(build("bert"))), Pooling(32, "cls")],
+        "document": [Transformer(str(build("roberta"))), Pooling(32, "mean")],
+    }
+    router = Router(routes, default_route="document")
+    SentenceTransformer(modules=[router], device="cpu").save(str(tmp_path))
+    model = embedder(tmp_path)
+    for prompt in (None, "query", "document"):
+        assert_is_the_librarys(tmp_path, model, TEXTS[:-1], prompt)
+    assert run(model, TEXTS[-1:])[0]["truncated"] is True
+
+
+def test_a_rotary_model_may_have_a_limit_above_the_positions_of_its_config(
+    build: Build, copied: Copy, embedder: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    norm = {"idx": 2, "path": "2_LayerNorm", "type": "sentence_transformers.models.LayerNorm"}
-    write(folder, "modules.json", [*MODULES, norm])
-    with pytest.raises(ModelLoadError, match=r"modules\.json asks for LayerNorm"):
-        embedder(folder)
-
-
-@pytest.mark.parametrize("activation", ["Identity", "Tanh"])
-def test_layers_behind_the_pooling_are_part_of_the_model(
-    activation: str, folder: Path, embedder: Load
-) -> None:
-    (plain,) = run(embedder(folder), ["the cat"], normalize=False)
-    weight = torch.randn(8, 32, generator=torch.manual_seed(3)) / 6
-    dense = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
-    write(folder, "2_Dense/config.json", {"activation_function": f"torch.nn.{activation}"})
-    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
-    write(folder, "modules.json", [*MODULES, dense])
-    projected = torch.tensor(plain["vector"]) @ weight.T
-    expected = projected.tanh() if activation == "Tanh" else projected
-    (found,) = run(embedder(folder), ["the cat"], normalize=False)
-    assert found["vector"] == pytest.approx(expected.tolist(), abs=5e-6)
-    assert len(run(embedder(folder, pooling="mean"), ["the cat"])[0]["vector"]) == 32
-    write(folder, "modules.json", [MODULES[0], dense, MODULES[1]])
-    with pytest.raises(ModelLoadError, match="has the order Transformer, Dense, Pooling"):
-        embedder(folder)
-
-
-def test_the_models_own_prompts_are_there_and_settings_win(folder: Path, embedder: Load) -> None:
-    own = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
-    write(folder, "config_sentence_transformers.json", own)
+    folder = copied(build("modernbert"))
+    write_modules(folder)
+    write_json(folder, "sentence_bert_config.json", {"max_seq_length": 120})
     model = embedder(folder)
-    assert (model.prompts, model.default_prompt) == ({"query": "query: ", "document": ""}, "query")
-    changed = embedder(folder, prompts={"query": "find: "}, default_prompt="document")
-    assert changed.prompts["query"] == "find: "
-    assert changed.default_prompt == "document"
+    assert run(model, ["cat dog " * 60])[0]["tokens"] == 120
+    assert_is_the_librarys(folder, model, TEXTS)
+    assert embedder(folder, max_length=90).max_length == 90
+    assert "max_length = 90 is more than the 80 tokens that its config names" in caplog.text
 
 
-def test_the_limit_of_the_files_holds_but_never_exceeds_the_positions(
-    folder: Path, embedder: Load
-) -> None:
-    write(folder, "sentence_bert_config.json", {"max_seq_length": 40})
-    assert embedder(folder).max_length == 40
-    write(folder, "sentence_bert_config.json", {"max_seq_length": 4000})
-    assert embedder(folder).max_length == 80
-    write(folder, "sentence_bert_config.json", {"max_seq_length": None})
+def test_a_limit_never_exceeds_a_table_of_positions(folder: Path, embedder: Load) -> None:
+    write_modules(folder)
+    write_json(folder, "sentence_bert_config.json", {"max_seq_length": 4000})
     assert embedder(folder).max_length == 80
 
 
-@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
-def test_limit_and_small_letters_are_read_by_the_old_names_too(
-    name: str, folder: Path, embedder: Load, load: Load
+def test_settings_outrank_the_files(folder: Path, embedder: Load) -> None:
+    write_modules(folder, pooling_mode="lasttoken")
+    own = {"prompts": {"query": "query: "}, "default_prompt_name": "query", "truncate_dim": 8}
+    write_json(folder, "config_sentence_transformers.json", own)
+    model = embedder(folder)
+    assert (model.prompts["query"], model.default_prompt) == ("query: ", "query")
+    changed = {"prompts": {"query": "find: "}, "default_prompt": "document", "dimensions": 20}
+    model = embedder(folder, pooling="cls", **changed)
+    assert (model.prompts["query"], model.default_prompt) == ("find: ", "document")
+    (found,) = run(model, ["the cat"])
+    write_modules(folder, pooling_mode="cls")
+    assert run(embedder(folder, dimensions=20, default_prompt="document"), ["the cat"]) == [found]
+
+
+def test_own_code_of_the_library_takes_texts_alone_and_says_why_it_is_slower(
+    folder: Path, embedder: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(folder, "modules.json", MODULES)
-    write(folder, name, {"max_seq_length": 12, "do_lower_case": True})
-    for model in (embedder(folder), load("multi_vector_embedding", folder)):
-        assert model.max_length == 12
-        shouted, said = run(model, ["The CAT sat", "the cat sat"])
-        assert shouted == said
-        assert shouted["tokens"] == 5
-
-
-def test_a_limit_outranks_that_of_the_tokenizer(folder: Path, embedder: Load) -> None:
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    write(folder, "tokenizer_config.json", {**tokenizer, "model_max_length": 16})
-    assert embedder(folder).max_length == 16
-    write(folder, "sentence_bert_config.json", {"max_seq_length": 48})
-    assert embedder(folder).max_length == 48
+    write_modules(folder, include_prompt=False)
+    with caplog.at_level("INFO"):
+        model = embedder(folder, prompts={"query": "rain falls "})
+    assert "since sentence-transformers' own code runs for prompt 'query': its re" in caplog.text
+    (failed,) = run(model, [[5, 6]], prompt="query")
+    assert "this model takes texts alone with this prompt" in str(failed.exception)
+    assert run(model, [[5, 6]])[0]["tokens"] == 4
+    (cut,) = run(model, ["cat " * 100], prompt="query")
+    assert (cut["tokens"], cut["truncated"]) == (80, True)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("files", "problem"),
     [
-        {"tokenizer_args": {"truncation_side": "left"}},
-        {"processor_kwargs": {"truncation_side": "left"}},
-        {"processing_kwargs": {"text": {"padding": "max_length"}}},
-        {"config_args": {"is_decoder": True}},
-        {"transformer_task": "text-generation"},
-        {"something_new": 3},
+        (
+            {"sentence_bert_config.json": {"something_new": 3}},
+            "sentence_bert_config.json .* has so",
+        ),
+        ({"1_Pooling/config.json": {"embedding_dimension": 32, "new": 3}}, "config.json of .* new"),
+        ({"1_Pooling/config.json": {"embedding_dimension": 32, "pooling_mode": "odd"}}, "'odd'"),
+        ({"modules.json": [{**MODULES[0], "type": "custom_st.Transformer"}]}, "custom_st"),
+        ({"modules.json": [{**MODULES[1], "path": "../other"}]}, "../other"),
+        ({"config_sentence_transformers.json": {"requirements": {"torch": ">=99"}}}, "torch"),
+        ({GENERAL: {"pooled_by": "a"}}, f"{GENERAL} has pooled_by, which sentence-transformers"),
+        ({"adapter_config.json": {"peft_type": "LORA"}}, "peft"),
     ],
+    ids=str,
 )
-def test_a_field_that_may_change_results_is_refused_by_name(
-    config: dict[str, Any], folder: Path, embedder: Load
+def test_what_is_not_known_is_refused_by_name(
+    files: Files, problem: str, folder: Path, embedder: Load
 ) -> None:
-    write(folder, "sentence_bert_config.json", {"max_seq_length": 12, **config})
-    with pytest.raises(ModelLoadError, match=f"sentence_bert_config.json has {next(iter(config))}"):
+    write_modules(folder)
+    for name, content in files.items():
+        write_json(folder, name, content)
+    with pytest.raises(ModelLoadError, match=problem) as caught:
         embedder(folder)
-
-
-def test_fields_that_change_nothing_do_not_matter(folder: Path, embedder: Load) -> None:
-    text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-    task = {"transformer_task": "feature-extraction", "modality_config": text}
-    others = {"module_output_name": "token_embeddings", "model_args": {"torch_dtype": "float16"}}
-    write(folder, "sentence_bert_config.json", {**task, **others, "tokenizer_args": {}})
-    assert embedder(folder).max_length == 80
-
-
-def test_vectors_are_cut_as_the_files_say(folder: Path, embedder: Load) -> None:
-    (whole,) = run(embedder(folder), ["the cat"], normalize=False)
-    write(folder, "config_sentence_transformers.json", {"truncate_dim": 8})
-    (cut,) = run(embedder(folder), ["the cat"], normalize=False)
-    assert cut["vector"] == whole["vector"][:8]
-    assert len(run(embedder(folder, dimensions=20), ["the cat"])[0]["vector"]) == 20
-
-
-def test_queries_and_documents_have_the_lengths_of_the_files(folder: Path, load: Load) -> None:
-    lengths = {"query_length": 8, "document_length": 12}
-    prefixes = {"query_prefix": "rain ", "document_prefix": "tea "}
-    write(folder, "config_sentence_transformers.json", {**lengths, **prefixes})
-    model = load("multi_vector_embedding", folder)
-    for prompt, length in {"query": 8, "document": 12}.items():
-        assert run(model, ["the cat " * 10], prompt=prompt)[0]["tokens"] == length
-    assert run(model, ["the cat " * 10])[0]["tokens"] == 22
-
-
-@pytest.mark.parametrize("kind", ["embedding", "multi_vector_embedding"])
-def test_a_module_of_the_repositorys_own_is_refused(kind: str, folder: Path, load: Load) -> None:
-    write(folder, "modules.json", [{**MODULES[0], "type": "custom_st.Transformer"}, MODULES[1]])
-    with pytest.raises(ModelLoadError, match=r"asks for custom_st\.Transformer, which is no"):
-        load(kind, folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "problem"),
-    [
-        ("SpladePooling", {"pooling_strategy": "max", "activation_function": "relu"}, ""),
-        ("SpladePooling", {"pooling_strategy": "sum"}, "has pooling_strategy = 'sum', not 'max'"),
-        ("SpladePooling", {"activation_function": "log1p_relu"}, "activation_function = 'log1p_re"),
-        ("Router", {}, "modules.json asks for Router"),
-    ],
+    "kind", ["SentenceTransformer", "SparseEncoder", "MultiVectorEncoder", "CrossEncoder"]
 )
-def test_sparse_models_are_splade_or_refused(
-    kind: str, config: Any, problem: str, build: Build, copied: Copy, load: Load
+def test_all_fields_that_the_library_writes_are_known(
+    kind: str, build: Build, tmp_path: Path
 ) -> None:
-    folder = copied(build("bert", head="MaskedLM"))
-    pooling = {"idx": 1, "path": "1_It", "type": f"sentence_transformers.sparse_encoder.{kind}"}
-    write(folder, "modules.json", [MODULES[0], pooling])
-    write(folder, "1_It/config.json", {"embedding_dimension": 37, **config})
-    if problem:
-        with pytest.raises(ModelLoadError, match=problem):
-            load("sparse_embedding", folder)
-    else:
-        assert run(load("sparse_embedding", folder), ["the cat"])[0]["tokens"] == 4
+    options: Files = {
+        "SentenceTransformer": {"truncate_dim": 8},
+        "SparseEncoder": {"max_active_dims": 5},
+    }
+    head: Files = {"SparseEncoder": {"head": "MaskedLM"}, "CrossEncoder": {"labels": ("fits",)}}
+    folder = build("bert", **head.get(kind, {}))
+    make = getattr(sentence_transformers, kind)
+    make(str(folder), device="cpu", **options.get(kind, {})).save(str(tmp_path))
+    assert set(json.loads((tmp_path / GENERAL).read_text())) <= GENERAL_FIELDS
 
 
-def test_an_adapter_beside_the_weights_is_refused(folder: Path, embedder: Load) -> None:
-    write(folder, "adapter_config.json", {"peft_type": "LORA"})
-    with pytest.raises(ModelLoadError, match=r"adapter_config\.json is of an adapter"):
-        embedder(folder)
-
-
-def test_a_file_that_is_not_json_is_named(folder: Path, embedder: Load) -> None:
-    (folder / "modules.json").write_text("[")
-    with pytest.raises(ModelLoadError, match=r"modules\.json is not JSON"):
+def test_a_function_that_is_not_trusted_is_refused(folder: Path, embedder: Load) -> None:
+    write_modules(folder, "Dense")
+    config = {"in_features": 32, "out_features": 8, "bias": False, "activation_function": "os.abc"}
+    write_json(folder, "2_Dense/config.json", config)
+    with pytest.raises(ModelLoadError, match=r"'os\.abc' is not trusted"):
         embedder(folder)

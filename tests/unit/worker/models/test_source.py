@@ -103,7 +103,7 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_of_images_is_refused(
     image_model: Path, copied: Copy, build: Build, embedder: Load, classifier: Load
 ) -> None:
-    assert "has no tokenizer" in refusal(embedder, image_model)
+    assert "Unrecognized processing class" in refusal(embedder, image_model)
     assert "has no tokenizer" in refusal(classifier, image_model)
     folder = copied(image_model)
     transformers.AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
@@ -117,10 +117,9 @@ def test_a_model_of_images_is_refused(
         ({"max_length": 513}, "max_length = 513, but the model takes at most 512 tokens"),
         ({"max_length": 2}, "max_length = 2 leaves no room for text besides 2 special tokens"),
         ({"dimensions": 385}, "dimensions = 385, but its vectors have 384"),
-        ({"default_prompt": "query"}, "default_prompt = 'query', but there are no prompts"),
         (
             {"default_prompt": "q", "prompts": {"query": "query: "}},
-            "default_prompt = 'q', but there are query",
+            "default_prompt = 'q', but there are document, query",
         ),
     ],
 )

@@ -1,26 +1,20 @@
-"""Sparse embeddings: agreement with transformers, keywords, bad items, models without a head."""
+"""Sparse embeddings: agreement with sentence-transformers, keywords, models without a head."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
-from support.tiny_models import CORPUS, Build, Load, run
+from support.tiny_models import CORPUS, Build, Load, mend, run
 
 #: Greatest difference of any weight in fp32: the sums run in another order.
 TOLERANCE = 5e-6
 
-
-def direct(folder: Path, text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What SPLADE computes, without Batchery: its special tokens count."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForMaskedLM.from_pretrained(folder)
-    with torch.no_grad():
-        logits = model(**tokenizer([text], return_tensors="pt")).logits[0]
-    return np.asarray(torch.log(1 + torch.relu(logits)).max(dim=0).values)
+ITEMS = ["the cat", " ".join(CORPUS), "rain", CORPUS[1], "cat " * 100]
 
 
 def dense(result: Any, length: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -29,20 +23,46 @@ def dense(result: Any, length: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return whole
 
 
+def assert_is_the_librarys(folder: Path, model: Any, tasks: Any = (None,)) -> None:
+    library = mend(SparseEncoder(str(folder), device="cpu"))
+    for task in tasks:
+        found = run(model, ITEMS, **({"prompt": task} if task else {}))
+        for item, result in zip(ITEMS, found, strict=True):
+            expected = library.encode(item, task=task, convert_to_sparse_tensor=False).numpy()
+            found_weights = dense(result, len(expected))
+            np.testing.assert_allclose(found_weights, expected, atol=TOLERANCE, rtol=2e-6)
+            assert result["indices"] == sorted(result["indices"])
+            assert len(result["values"]) == np.count_nonzero(expected)
+
+
 @pytest.mark.parametrize("forward", ["auto", "padded"])
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
 def test_weights_are_those_of_splade(
     architecture: str, forward: str, build: Build, load: Load
 ) -> None:
     folder = build(architecture, head="MaskedLM")
-    model = load("sparse_embedding", folder, forward=forward)
-    items = ["the cat", " ".join(CORPUS), "rain", CORPUS[1]]
-    for item, result in zip(items, run(model, items), strict=True):
-        expected = direct(folder, item)
-        np.testing.assert_allclose(dense(result, len(expected)), expected, atol=TOLERANCE)
-        assert result["indices"] == sorted(result["indices"])
-        assert all(weight > 0 for weight in result["values"])
-        assert len(result["values"]) == np.count_nonzero(expected)
+    assert_is_the_librarys(folder, load("sparse_embedding", folder, forward=forward))
+
+
+@pytest.mark.parametrize("forward", ["auto", "padded"])
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_the_files_say_how_weights_are_made(
+    strategy: Any, activation: Any, forward: str, build: Build, load: Load, tmp_path: Path
+) -> None:
+    first = Transformer(str(build("bert", head="MaskedLM")), transformer_task="fill-mask")
+    modules = [first, SpladePooling(strategy, activation)]
+    SparseEncoder(modules=modules, device="cpu", max_active_dims=5).save(str(tmp_path))
+    assert_is_the_librarys(tmp_path, load("sparse_embedding", tmp_path, forward=forward))
+
+
+def test_queries_may_need_no_inference(build: Build, load: Load, tmp_path: Path) -> None:
+    first = Transformer(str(build("bert", head="MaskedLM")), transformer_task="fill-mask")
+    static = SparseStaticEmbedding(first.tokenizer)
+    router = Router.for_query_document([static], [first, SpladePooling("max")])
+    SparseEncoder(modules=[router], device="cpu").save(str(tmp_path))
+    model = load("sparse_embedding", tmp_path)
+    assert_is_the_librarys(tmp_path, model, (None, "query", "document"))
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 500])

@@ -1,7 +1,7 @@
 """What all forward passes have in common, and the random texts that they are checked with."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,17 +9,26 @@ from torch import Tensor
 
 from batchery_worker.models.tokenizer import Prepared
 
-#: Ways to pool token vectors: their mean, the first, the last, the maximum of each number, the sum
-#: by the root of their count, and the mean with places as weights.
-Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len_tokens", "weightedmean"]
 
-POOLINGS = get_args(Pooling)
+class Read(Protocol):
+    """Reads a row per text of the output of transformers."""
+
+    def __call__(self, output: Any, features: dict[str, Any]) -> Tensor:
+        """Returns (B, ...), float32.
+
+        Args:
+            output: Of the model of transformers.
+            features: What modules of sentence-transformers know of its inputs. Of a padded batch
+                `input_ids` and `attention_mask`, (B, L). Of a row of texts `input_ids`, (1, T);
+                `cu_seq_lens_q`, the ends of the texts behind a 0, (B + 1,); `seq_idx`, the place of
+                the text of each token, (1, T); and `lengths` of the texts, a list of integers.
+        """
+
 
 #: What is read of a pass, all float32 and in batch order.
-#: A row per text, (B, ...): token vectors pooled; what the head says (`logits`); and the largest of
-#: what it says of the tokens (`max_logits`).
+#: A row per text, (B, ...): what the head says (`logits`), or what a function makes of the output.
 #: A row per token, (T, ...): what the head says of each (`token_logits`), and their vectors.
-Reading = Pooling | Literal["logits", "max_logits", "token_logits", "token_vectors"]
+Reading = Literal["logits", "token_logits", "token_vectors"] | Read
 
 
 class Forward(Protocol):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.forward import POOLINGS, Reading
+from batchery_worker.models.forward import Reading
 from batchery_worker.models.forward.attention import (
     NAME,
     Row,
@@ -19,34 +19,6 @@ from batchery_worker.models.forward.attention import (
 )
 from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.tokenizer import Prepared
-
-
-def pool_row(hidden: Tensor, starts: Tensor, lengths: Tensor, how: str) -> Tensor:
-    """Pools texts that follow each other in one row, in float32.
-
-    Args:
-        hidden: Token vectors, (T, D), of any float dtype.
-        starts: Where each text begins, in tokens, (B,).
-        lengths: Tokens of each text, (B,), at least 1; T together.
-        how: One of `POOLINGS`.
-
-    Returns:
-        (B, D), float32.
-    """
-    if how in ("cls", "last"):
-        return hidden[starts if how == "cls" else starts + lengths - 1].float()
-    counts = lengths.unsqueeze(-1).float()
-    if how == "weightedmean":
-        first = torch.repeat_interleave(starts, lengths, output_size=len(hidden))
-        places = torch.arange(1, len(hidden) + 1, device=hidden.device) - first
-        # The mean of the places is half of one more than their count.
-        hidden = hidden.float() * (places.unsqueeze(-1).float())
-    # Without `unsafe` it checks the lengths, and the host waits for the device.
-    kind = "max" if how == "max" else "mean"
-    pooled = torch.segment_reduce(hidden.float(), kind, lengths=lengths, unsafe=True)
-    if how == "mean_sqrt_len_tokens":
-        return pooled * counts.sqrt()
-    return pooled * 2 / (counts + 1) if how == "weightedmean" else pooled
 
 
 class Packed:
@@ -99,19 +71,21 @@ class Packed:
 
     def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
         """Runs the model on a batch; returns what is read of its output."""
-        with self._row(batch) as (inputs, starts, lengths):
+        with self._row(batch) as (inputs, starts, ends):
             if reading == "logits":
                 self._keep_first_tokens(starts)
             output = self._model(**inputs)
-        if reading in POOLINGS:
-            return pool_row(output.last_hidden_state[0], starts, lengths, reading)
+        if callable(reading):
+            lengths = [prepared.shape[1] for prepared in batch]
+            # With the number of tokens the host need not wait for the device.
+            place = torch.repeat_interleave(
+                torch.arange(len(batch), device=ends.device), ends.diff(), output_size=sum(lengths)
+            )
+            features = {"input_ids": inputs["input_ids"], "cu_seq_lens_q": ends}
+            return reading(output, {**features, "seq_idx": place[None], "lengths": lengths})
         if reading == "token_vectors":
             return cast(Tensor, output.last_hidden_state[0].float())
         logits: Tensor = output.logits if reading == "logits" else output.logits[0]
-        if reading == "max_logits":
-            texts = torch.split(logits, [prepared.shape[1] for prepared in batch])
-            # `segment_reduce` takes a CPU four times as long.
-            logits = torch.stack([text.amax(dim=0) for text in texts])
         return logits.float()
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
@@ -148,30 +122,30 @@ class Packed:
 
     @contextmanager
     def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-        """Model inputs, (1, T); where the texts begin, and their lengths, (B,); on the device."""
+        """Model inputs, (1, T); where the texts begin, (B,); their ends behind a 0, (B + 1,)."""
         lengths = [prepared.shape[1] for prepared in batch]
         texts, names = len(batch), [*self._names, "position_ids"]
         ends = np.zeros(texts + 1, dtype=np.int64)
         np.cumsum(lengths, out=ends[1:])
         tokens = int(ends[-1])
         # All in one piece, for one copy. The kernel's ends are half as wide as the rest.
-        sizes = [len(names) * tokens, texts, texts, texts // 2 + 1]
+        sizes = [len(names) * tokens, texts, texts // 2 + 1]
         numbers = np.empty(sum(sizes), dtype=np.int64)
         rows = numbers[: sizes[0]].reshape(len(names), tokens)
         np.concatenate(batch, axis=1, out=rows[:-1])
         rows[-1] = self._positions(rows[0], ends)
-        numbers[sizes[0] : sizes[0] + 2 * texts] = [*ends[:-1].tolist(), *lengths]
+        numbers[sizes[0] : sizes[0] + texts] = ends[:-1]
         numbers[-sizes[-1] :].view(np.int32)[: texts + 1] = ends
         sent = self._to_device.send(numbers)
-        inputs_there, starts, lengths_there, ends_there = torch.split(sent, sizes)
+        inputs_there, starts, ends_there = torch.split(sent, sizes)
+        ends_there = ends_there.view(torch.int32)[: texts + 1]
         inputs = dict(zip(names, inputs_there.view(len(names), 1, tokens), strict=True))
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        varlen = ends_there.view(torch.int32)[: texts + 1] if self._varlen else None
         # Other passes may run at the same time.
-        self.last = row = Row(lengths, varlen)
+        self.last = row = Row(lengths, ends_there if self._varlen else None)
         with row_of_texts(row):
-            yield inputs, starts, lengths_there
+            yield inputs, starts, ends_there
 
     def _positions(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions of all tokens, (T,), as the model counts them in a row for each text."""

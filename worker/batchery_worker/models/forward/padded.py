@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.forward import POOLINGS, Forward, RandomTexts, Reading, worst_difference
+from batchery_worker.models.forward import Forward, RandomTexts, Reading, worst_difference
 from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.tokenizer import Prepared
 
@@ -21,34 +21,6 @@ LENGTHS = (48, 5, 1, 31)
 #: What the config of a model with sliding windows calls them. A window would be lost with a mask
 #: that is ready, and only a text that is longer than the window would show it.
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
-
-
-def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
-    """Pools in float32, wherever the padding is.
-
-    Args:
-        hidden: Token vectors, (B, L, D), of any float dtype.
-        mask: 1 for a token and 0 for padding, (B, L); at least one token in every row.
-        how: One of `POOLINGS`.
-
-    Returns:
-        (B, D), float32.
-    """
-    if how == "max":
-        return hidden.float().masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1)
-    if how not in ("cls", "last"):
-        weights = mask.unsqueeze(-1).to(torch.float32)
-        # Padding may hold NaN, which a weight of 0 would not remove.
-        kept = hidden.float().masked_fill(weights == 0, 0.0)
-        if how == "weightedmean":
-            weights = weights.cumsum(dim=1) * weights
-            kept = kept * weights
-        total = weights.sum(dim=1)
-        return kept.sum(dim=1) / (total.sqrt() if how == "mean_sqrt_len_tokens" else total)
-    # argmax finds the first maximum: the first token, or the last one in the flipped mask.
-    last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
-    place = mask.argmax(dim=1) if how == "cls" else last
-    return hidden[torch.arange(len(hidden), device=hidden.device), place].float()
 
 
 class MaskForms(NamedTuple):
@@ -114,15 +86,14 @@ class Padded:
         """Runs the model on a batch; returns what is read of its output."""
         inputs, mask = self._inputs(batch)
         output = self._model(**inputs)
-        if reading in POOLINGS:
-            return pool(output.last_hidden_state, mask, reading)
+        if callable(reading):
+            # The inputs stay as they are: a graph has them for all its batches.
+            return reading(output, {"input_ids": inputs["input_ids"], "attention_mask": mask})
         if reading == "token_vectors":
             return self._without_padding(output.last_hidden_state, batch)
         logits: Tensor = output.logits
         if reading == "token_logits":
             return self._without_padding(logits, batch)
-        if reading == "max_logits":
-            logits = logits.masked_fill_(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1)
         return logits.float()
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:

@@ -1,0 +1,422 @@
+"""Models that sentence-transformers loads and defines, with fast passes through the transformer.
+
+Its modules, prompts, limits and routes say what the numbers are. What is done here is the pass of
+many texts through the transformer, whose output the other modules read. When a model is loaded,
+this is compared with what sentence-transformers computes itself. For a prompt where it is not the
+same, its own code runs instead, on texts that are tokenized and padded once more.
+"""
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from transformers import AutoConfig
+
+from batchery.errors import InvalidItem, ModelLoadError
+from batchery.outcomes import Failed
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.forward.padded import Padded
+from batchery_worker.models.forward.selection import TOLERANCE
+from batchery_worker.models.hardware.devices import dtype_for
+from batchery_worker.models.inputs import PromptKeywords, TextKeywords
+from batchery_worker.models.source import ModelSource, reason, watch_loading
+from batchery_worker.models.text_model import TextModel
+from batchery_worker.models.tokenizer import (
+    NO_LIMIT_TOKENS,
+    PROBES,
+    Cut,
+    Prepared,
+    TokenIds,
+    check_tokenizer,
+    longest_text,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Tasks of transformers whose last token is read, wherever the padding is.
+LEFT_PADDED = ("text-generation", "any-to-any")
+
+#: Names of prompts that are also what the text is for, which modules may ask for.
+TASKS = ("query", "document")
+
+#: The file of what holds for all modules, and what sentence-transformers and PyLate know there.
+GENERAL = "config_sentence_transformers.json"
+GENERAL_FIELDS = {
+    *("model_type", "__version__", "requirements", "prompts", "default_prompt_name"),
+    *("similarity_fn_name", "truncate_dim", "max_active_dims"),
+    *("activation_fn", "keep_in_fp32_modules"),
+    *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
+    *("query_expansion", "do_query_expansion"),
+    *("attend_to_expansion_tokens", "attend_to_mask_tokens"),
+}
+
+#: Numbers are never compared with less.
+LEAST_SIZE = 1e-6
+
+#: What sentence-transformers logs when it leaves out what a file asks for.
+LEFT_OUT = re.compile(r"^(Ignoring|Unknown keys|Could not parse)|is not trusted")
+
+#: How it says that a file has a field of which it knows nothing.
+UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+
+
+class LibraryText(NamedTuple):
+    """A text for which sentence-transformers' own code runs.
+
+    Attributes:
+        tokens: The text as it is tokenized here, for its length.
+        content: The text, or a pair of texts, without prompt.
+        prompt: What goes in front of it.
+        task: What it is for; None if that is not known.
+        side: Where it loses tokens if it is too long.
+    """
+
+    tokens: Prepared
+    content: Any
+    prompt: str
+    task: str | None
+    side: str
+
+
+class SentenceModel(TextModel):
+    """A model of sentence-transformers; subclasses say what they read of its output."""
+
+    #: The class of sentence-transformers that loads it.
+    library_class: ClassVar[str]
+
+    takes_adapter = True
+
+    #: The model of sentence-transformers.
+    library: Any
+
+    #: Texts to put in front, by name; those of the settings outrank those of the model's files.
+    prompts: Mapping[str, str]
+
+    #: Name of the prompt for jobs that choose none; None if there is none.
+    default_prompt: str | None
+
+    def _open(self, source: ModelSource) -> Sequence[str]:
+        if not self._split.is_whole:
+            config = AutoConfig.from_pretrained(source.name, **source.options)
+            self._split.begin(self, config)
+        unknown = sorted(set(source.json(GENERAL) or ()) - GENERAL_FIELDS)
+        if unknown and not self.settings.trust_remote_code:
+            raise ModelLoadError(
+                f"model {source.name!r}: {GENERAL} has {unknown[0]}, which sentence-transformers"
+                " does not know; choose another model"
+            )
+        is_onnx = self.settings.engine == "onnx"
+        options = {
+            "dtype": dtype_for(self.settings.dtype, self._device),
+            # What files say of these is for the machine of whoever wrote them.
+            "torch_dtype": None,
+            "attn_implementation": None,
+            "use_safetensors": True,
+            **self._split.options,
+        }
+        # It is slow to import, and only these kinds need it.
+        import sentence_transformers
+
+        make = getattr(sentence_transformers, self.library_class)
+        with _warnings_of_library(source), watch_loading(weightless=is_onnx) as missing:
+            self.library = make(
+                source.name,
+                device=None if "device_map" in options else "cpu",
+                prompts=dict(self.settings.prompts),
+                local_files_only=source.is_complete,
+                model_kwargs=options,
+                **source.options,
+            )
+        self._take_prompts(source)
+        self._take_modules(source)
+        self.model, self.tokenizer = self._transformer.model, self._transformer.tokenizer
+        modules = source.json("modules.json") or [{"type": "Transformer", "path": ""}]
+        if modules[0]["type"].endswith("Transformer"):
+            check_tokenizer(source, self.tokenizer, modules[0]["path"])
+        return missing
+
+    def _take_prompts(self, source: ModelSource) -> None:
+        self.prompts = self.library.prompts
+        if self.settings.default_prompt is not None:
+            self.library.default_prompt_name = self.settings.default_prompt
+        self.default_prompt = self.library.default_prompt_name
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            raise ModelLoadError(
+                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
+                f" {_are(self.prompts)}"
+            )
+
+    def _take_modules(self, source: ModelSource) -> None:
+        """Finds the transformer, and the modules that read its output."""
+        from sentence_transformers.base.modules import Router, Transformer
+
+        # Whether vectors are scaled is decided by a keyword.
+        for place in reversed(range(1, len(self.library))):
+            name = type(self.library[place]).__name__
+            if name == "Normalize":
+                del self.library[place]
+            elif name != "MultiVectorMask":
+                break
+        modules = [*self.library]
+        if isinstance(modules[0], Router):
+            routes = [[*route.children()] for route in modules[0].sub_modules.values()]
+            known = [route for route in routes if isinstance(route[0], Transformer)]
+            modules = known[0] + modules[1:] if known else modules
+        if not isinstance(modules[0], Transformer):
+            raise ModelLoadError(
+                f"model {source.name!r}: modules.json has no Transformer; choose another model"
+            )
+        self._transformer: Any = modules[0]
+        self._tail = modules[1:]
+        output = self._transformer.modality_config.get("text", {}).get("method_output_name")
+        self._field = output if isinstance(output, str) else "last_hidden_state"
+
+    def _check_modules(self, source: ModelSource, trained: str, problem: str) -> None:
+        """Refuses modules that the library has made up, with random weights.
+
+        Args:
+            source: The model.
+            trained: The kind of modules that must be in the model's files.
+            problem: What is said if they are not.
+        """
+        listed = source.json("modules.json") or ()
+        if any(type(each).__name__ == trained for each in self.library) and not any(
+            module["type"].endswith(trained) for module in listed
+        ):
+            raise ModelLoadError(f"model {source.name!r}: {problem}")
+
+    def _find_max_length(self, source: ModelSource) -> int | None:
+        for each in self.library.modules():
+            # A Router has several.
+            if isinstance(each, type(self._transformer)):
+                known = each.tokenizer, each.model
+                found = longest_text(self.settings, source, *known, files_decide=True)
+                each.max_seq_length = found or each.max_seq_length
+        found = self._transformer.max_seq_length
+        return found if found < NO_LIMIT_TOKENS else None
+
+    def _place(self, source: ModelSource) -> Collection[str]:
+        taken = super()._place(source)
+        if self._session is not None:
+            self.model.to("meta")
+            for module in self._tail:
+                module.to(self._device)
+        elif self._split.is_whole:
+            self.library.to(self._device)
+        self.library.eval()
+        return taken
+
+    def _read_output(self, output: Any, features: dict[str, Any]) -> Tensor:
+        """What the modules behind the transformer make of its output; see `Read`."""
+        values = getattr(output, self._field)
+        # A file of ONNX has a number format of its own.
+        features[self._transformer.module_output_name] = (
+            values if self._session is None else values.float()
+        )
+        for module in self._tail:
+            features = module(features)
+        return self._read_features(features)
+
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """What the kind reads of the features that come out of the last module, float32."""
+        raise NotImplementedError
+
+    def _expect(self, item: Any, **how: Any) -> Any:
+        """The numbers that sentence-transformers gives for an item, as an array.
+
+        Args:
+            item: As a job has it.
+            how: Keywords of `encode`: `prompt_name`, `task` and others.
+        """
+        raise NotImplementedError
+
+    def _numbers(self, result: Any) -> Any:
+        """The numbers of a result, as `_expect` gives them."""
+        raise NotImplementedError
+
+    def _settle(self, source: ModelSource) -> None:
+        """Finds the prompts for which sentence-transformers' own code must run."""
+        known = self.tokenizer.pad_token_id
+        if known is None or known >= self._vocabulary:
+            # Decoders often have none, and the library's code needs one that the model knows.
+            padding = self.tokenizer.convert_ids_to_tokens(self._padding["input_ids"])
+            self.tokenizer.pad_token = padding
+        if self._transformer.transformer_task not in LEFT_PADDED:
+            # Padded on the right, a text keeps its positions in the library's batches, too.
+            self.tokenizer.padding_side = self._padding_side
+        self._own_code: dict[str | None, str] = {}
+        knows_tasks = self._knows_tasks()
+        #: Of texts with one prompt and one task: how their results differ.
+        differences: dict[tuple[str, str | None], str] = {}
+        for name in (self.default_prompt, *self.prompts):
+            task = self._task(name)
+            way = (self.prompts.get(name or "", ""), task if knows_tasks else None)
+            if way not in differences:
+                differences[way] = self._find_difference(name, task)
+            if differences[way]:
+                self._own_code[name] = differences[way]
+        if self._own_code and self._session is not None:
+            raise ModelLoadError(
+                f"model {source.name!r}: engine = 'onnx' cannot compute it:"
+                f" {next(iter(self._own_code.values()))}; leave engine out"
+            )
+
+    def _find_difference(self, name: str | None, task: str | None) -> str:
+        """How results with a prompt differ from those of sentence-transformers; empty if not."""
+        keywords = dict(self.sample_keywords)
+        if name != self.default_prompt:
+            keywords["prompt"] = name
+        limit = min(self.max_length or 1, 10_000)
+        items = [self.sample_item(text) for text in (*PROBES, "Word " * limit)]
+        prompt = self.prompts.get(name or "", "")
+        try:
+            for place, (item, tokens) in enumerate(
+                zip(items, self.preprocess(items, **keywords), strict=True)
+            ):
+                if isinstance(tokens, Failed):
+                    continue
+                content = self._input(item, "")
+                found = self.library.preprocess([content], prompt=prompt, task=task)
+                if tokens[0].tolist() != found["input_ids"][0].tolist():
+                    return "its tokens are not those of its tokenizer alone"
+                if self._session is not None or place > 1:
+                    continue
+                expected = np.asarray(self._expect(item, prompt_name=name, task=task))
+                (result,) = self.postprocess(self.forward([tokens], **keywords), **keywords)
+                numbers = np.asarray(self._numbers(result), dtype=np.float32)
+                if numbers.shape != expected.shape:
+                    return f"its results are of the shape {expected.shape}, not {numbers.shape}"
+                size = max(np.abs(expected).max(initial=0), LEAST_SIZE)
+                difference = float(np.abs(numbers - expected).max(initial=0) / size)
+                if not difference <= TOLERANCE[self.model.dtype]:
+                    return f"its results differ by {difference:.1g}"
+        except Exception as error:  # noqa: BLE001 (the code of any model)
+            return f"the fast pass fails: {type(error).__name__}: {reason(error)}"
+        return ""
+
+    def _choose_forward(
+        self, source: ModelSource, padded: Padded, texts: Any, why: str = ""
+    ) -> None:
+        if self._own_code:
+            names = ", ".join(repr(name) if name else "none" for name in self._own_code)
+            first = next(iter(self._own_code.values()))
+            why = f"since sentence-transformers' own code runs for prompt {names}: {first}"
+        super()._choose_forward(source, padded, texts, why)
+
+    def _knows_tasks(self) -> bool:
+        """Whether it may matter what a text is for."""
+        lengths = ("query_length", "document_length", "query_expansion")
+        return "task" in self.library.get_model_kwargs() or any(
+            type(each).__name__ == "Router" or any(getattr(each, name, None) for name in lengths)
+            for each in self.library
+        )
+
+    def _task(self, name: str | None) -> str | None:
+        routes = getattr(self.library[0], "sub_modules", ())
+        return name if name in TASKS or (name and name in routes) else None
+
+    def _prompt_name(self, options: Any) -> str | None:
+        name: str | None = getattr(options, "prompt", None)
+        return self.default_prompt if name is None else name
+
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
+        options = super()._read_keywords(keywords)
+        name = options.prompt if isinstance(options, PromptKeywords) else None
+        if name is not None and name not in self.prompts:
+            raise InvalidItem(f"keyword prompt = {name!r:.80}: there {_are(self.prompts)}")
+        return options
+
+    def _prompt(self, options: Any) -> str:
+        return self.prompts.get(self._prompt_name(options) or "", "")
+
+    def _cut(self, options: TextKeywords) -> Cut:
+        task = self._task(self._prompt_name(options))
+        limit = getattr(self._transformer, f"{task}_length", None)
+        return super()._cut(options)._replace(max_length=limit)
+
+    def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
+        prepared = super()._tokenized(items, options)
+        name = self._prompt_name(options)
+        if name not in self._own_code:
+            return prepared
+        prompt, task, side = self._prompt(options), self._task(name), self._cut(options).side
+        return [
+            each
+            if isinstance(each, Failed)
+            else self._keep_text(LibraryText(each, self._input(item, ""), prompt, task, side))
+            for item, each in zip(items, prepared, strict=True)
+        ]
+
+    def _keep_text(self, text: LibraryText) -> LibraryText | Failed:
+        if isinstance(text.content, TokenIds):
+            return Failed(InvalidItem("token ids: this model takes texts alone with this prompt"))
+        return text
+
+    def tokens(self, prepared: Any) -> int:
+        """Length of a tokenized item in tokens, special ones included."""
+        return super().tokens(_tokens_of(prepared))
+
+    def _head(self, prepared: Any) -> dict[str, Any]:
+        return super()._head(_tokens_of(prepared))
+
+    def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
+        if batch and isinstance(batch[0], LibraryText):
+            return self._compute_by_library(batch)
+        return super()._values(forward, batch)
+
+    def _compute_by_library(self, batch: Sequence[LibraryText]) -> Tensor:
+        first = batch[0]
+        with self._tokenize.lend(first.side):
+            features = self.library.preprocess(
+                [each.content for each in batch], prompt=first.prompt, task=first.task
+            )
+        there = {
+            name: value.to(self._device) if isinstance(value, Tensor) else value
+            for name, value in features.items()
+        }
+        return self._read_features(self.library(there, task=first.task))
+
+
+def _tokens_of(prepared: Any) -> Any:
+    return prepared.tokens if isinstance(prepared, LibraryText) else prepared
+
+
+def _are(prompts: Mapping[str, str]) -> str:
+    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"
+
+
+@contextmanager
+def _warnings_of_library(source: ModelSource) -> Iterator[None]:
+    """Refuses a model of whose files sentence-transformers leaves something out.
+
+    Raises:
+        ModelLoadError: It has warned of that, or does not know a field.
+    """
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    library = logging.getLogger("sentence_transformers")
+    propagates, library.propagate = library.propagate, False
+    library.addHandler(handler)
+    try:
+        yield
+    except TypeError as error:
+        if (unknown := UNKNOWN_FIELD.search(str(error))) is None:
+            raise
+        module, field = unknown.groups()
+        file = "sentence_bert_config.json" if module.endswith("Transformer") else "config.json"
+        raise ModelLoadError(
+            f"model {source.name!r}: {file} of its module {module} has {field}, which"
+            " sentence-transformers does not know; choose another model, or install a later version"
+        ) from error
+    finally:
+        library.removeHandler(handler)
+        library.propagate = propagates
+    for message in found:
+        if LEFT_OUT.search(message):
+            raise ModelLoadError(f"model {source.name!r}: {reason(ValueError(message))}")
+        logger.info("model %s: %s", source.name, message)
