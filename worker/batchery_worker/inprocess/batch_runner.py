@@ -5,18 +5,12 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from batchery.errors import ItemFailed
-from batchery.execution.bisect_failures import (
-    NON_VALUES,
-    as_exception,
-    as_failed,
-    is_out_of_memory,
-    isolate,
-)
+from batchery.execution.bisect_failures import NON_VALUES, as_exception, as_failed, isolate
 from batchery.outcomes import Failed, Partial, Replace, RetryAfter, collect_outcomes
+from batchery.tracebacks import with_frames
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.inprocess.calls import Call
@@ -126,37 +120,22 @@ class BatchRunner:
         return [[items[place] for place in part] for part in reversed(parts)]
 
     def run(self, items: Sequence[Item]) -> list[Any]:
-        """One outcome per item: calls the function, in halves after an exception."""
-        raised: dict[int, TracebackType | None] = {}
-        failures = 0
+        """One outcome per item: calls the function, in halves after an exception.
 
-        def call(part: Sequence[int]) -> Any:
-            nonlocal failures
-            try:
-                return self._call([items[place] for place in part])
-            except Exception as error:
-                failures += 1
-                if len(part) == 1 and not is_out_of_memory(error):
-                    raised[part[0]] = error.__traceback__
-                raise
-            except KeyboardInterrupt as error:
-                # It would go through, and no caller would hear of it.
-                raise as_exception(error, self.name) from None
-
-        began_s = monotonic()
-        outcomes = isolate(call, range(len(items)), name=self.name, convert=self._convert)
+        Exceptions show where they were raised.
+        """
+        calls, began_s = self.stats.calls_of_function, monotonic()
+        outcomes = isolate(self._call, items, name=self.name, convert=self._convert)
         if self._is_sorted:
             lengths = _lengths(items)
             computed = max(lengths) * len(items)
             self.stats.tokens += sum(lengths)
             self.stats.computed_tokens += computed
-            if not failures:
+            if self.stats.calls_of_function == calls + 1:
                 self._cost_model.ran(computed, len(items), 1, (monotonic() - began_s) * 1e3)
-        # Nothing crosses a process here, so callers see where it was raised.
-        for place, trace in raised.items():
-            if isinstance(outcomes[place], Failed):
-                outcomes[place].exception.with_traceback(trace)
-        raised.clear()  # The traces lead to it.
+        for each in outcomes:
+            if isinstance(each, Failed) and each.frames:
+                with_frames(each.exception, each.frames)
         return outcomes
 
     def close(self) -> None:
@@ -183,6 +162,9 @@ class BatchRunner:
             elif isinstance(answer, Iterator):
                 # The body of a generator runs here, not at its call. Nobody reads its pieces.
                 answer = collect_outcomes(answer, lambda each: isinstance(each, Partial))
+        except KeyboardInterrupt as error:
+            # It would go through, and no caller would hear of it.
+            raise as_exception(error, self.name) from None
         finally:
             self.is_computing = False
         return answer if self.collator is None else self.collator.rows(answer, lengths, self.name)

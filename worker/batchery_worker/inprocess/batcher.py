@@ -202,15 +202,13 @@ class BatchedCall(Generic[T, R]):
             )
         items = tuple(item) if many else (item,)
         key = encode(thread.name, keywords) if keywords else ""
-        call = Call(items, many, future, self._owner, keywords, key, thread.usual_lane)
+        call = Call(items, many, future, self._owner, keywords, key, thread.usual_lane, own)
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = Lane(
                 own.priority_class or thread.usual_lane.priority_class,
                 own.tenant,
                 len(items) > (options.small_batch_threshold or inf),
             )
-            call.deadline_s = inf if own.deadline_s is None else own.deadline_s
-            call.returns_exceptions = own.return_exceptions
         if thread.runner.collator is not None:
             _check_items(call, thread.runner.collator)
         elif options.length is not None:
@@ -403,13 +401,12 @@ def _check_items(call: Call, collator: Collator) -> None:
         except InvalidItem as error:
             if call.many:
                 error = InvalidItem(f"items[{index}]: {error}")
-            if not call.returns_exceptions:
+            if not call.options.return_exceptions:
                 raise error from None
             checked.append(None)
             call.answer(index, Failed(error))
     call.items = checked
     call.lengths = [1 if each is None else each.length for each in checked]
-    call.keys = [None if each is None else each.key for each in checked]
 
 
 def _count(name: str, length: Callable[[Any], Any], item: Any) -> int:

@@ -23,6 +23,7 @@ from batchery.outcomes import Failed
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner, Item
 from batchery_worker.inprocess.calls import Call, Gate, limited, settle
+from batchery_worker.inprocess.tensors import Features
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 #: Put behind the last call.
@@ -73,6 +74,7 @@ class BatcherThread:
         #: garbage collector, in the middle of anything.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._ident: int | None = None
         #: How many items the next batch waits for, and until when.
         self._expected, self._expected_s = 0, 0.0
         #: Why no call is taken any more.
@@ -97,7 +99,8 @@ class BatcherThread:
             BatchArgumentError: The batch function itself calls, or a callback of a future that
                 waits, and would wait for itself.
         """
-        self._check_open()
+        if self._problem is not None:
+            raise self._closed()
         if self._is_own_thread() and (waits or self.runner.is_computing):
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
@@ -112,9 +115,11 @@ class BatcherThread:
             BatcherClosed: It is closed.
         """
         with self._lock:
-            self._check_open()
+            if self._problem is not None:
+                raise self._closed()
             call.sent_s = monotonic()
             if not self._outside and self._fits(call):
+                self._waiting += call.left
                 self._put(call)
             elif self.options.when_full == "refuse":
                 raise self._full()
@@ -127,7 +132,8 @@ class BatcherThread:
         """Loads now; the future is done when that is."""
         future: Future[None] = Future()
         with self._lock:
-            self._check_open()
+            if self._problem is not None:
+                raise self._closed()
             self._put(future)
         return future
 
@@ -173,7 +179,7 @@ class BatcherThread:
         self._incoming = SimpleQueue()
 
     def _is_own_thread(self) -> bool:
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._ident == threading.get_ident()
 
     def _fits(self, call: Call) -> bool:
         """Whether there is space for a call; one that is larger than all of it goes in alone."""
@@ -184,10 +190,6 @@ class BatcherThread:
         """How many items wait, for space too; the lock must be held."""
         return self._waiting + sum([call.left for call in self._outside])
 
-    def _check_open(self) -> None:
-        if self._problem is not None:
-            raise self._closed()
-
     def _put(self, call: "Call | Future[None]") -> None:
         """Queues what has space; the lock must be held."""
         if self._thread is None:
@@ -196,8 +198,7 @@ class BatcherThread:
             )
             _started.add(self)
             self._thread.start()
-        if isinstance(call, Call):
-            self._waiting += call.left
+            self._ident = self._thread.ident
         self._incoming.put(call)
 
     def _main(self) -> None:
@@ -250,17 +251,17 @@ class BatcherThread:
 
     def _admit_items(self, call: Call) -> None:
         """Makes jobs of the items that were not refused; they wait for their turn."""
-        deadline_s = call.sent_s + call.deadline_s
-        for index, own in enumerate(call.keys or [""] * len(call.items)):
-            if own is None:
+        sent_s, lane, deadline_s = call.sent_s, call.lane, call.options.deadline_s
+        due_s = inf if deadline_s is None else sent_s + deadline_s
+        key = BatchKey(self.name, call.key) if call.key else self._usual_key
+        for index, item in enumerate(call.items):
+            if call.outcomes[index] is not None:
                 continue
-            key = self._usual_key
-            if own or call.key:
-                key = BatchKey(self.name, f"{call.key} {own}")
-            item = call, index
-            self._scheduler.admit(
-                Job("", key, self._limits, 1, call.sent_s, item, call.lane, deadline_s)
-            )
+            own = key
+            if isinstance(item, Features):
+                own = BatchKey(self.name, f"{call.key} {item.key}")
+            job = Job("", own, self._limits, 1, sent_s, (call, index), lane, due_s)
+            self._scheduler.admit(job)
 
     def _run_next(self) -> None:
         """Runs the next batch, if one is due."""
@@ -345,6 +346,7 @@ class BatcherThread:
             self._waiting -= len(jobs)
             while self._outside and self._fits(self._outside[0]):
                 call = self._outside.popleft()
+                self._waiting += call.left
                 self._put(call)
                 if call.entrance is not None:
                     call.entrance.open()

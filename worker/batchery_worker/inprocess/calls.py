@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, TypeVar
 
 from batchery.outcomes import Failed
+from batchery_worker.inprocess.options import CallOptions
 from batchery_worker.job import Lane
 
 logger = logging.getLogger("batchery.inprocess")
@@ -74,13 +74,9 @@ class Call:
     #: Equal for equal keywords.
     key: str
     lane: Lane
-    #: In how many seconds it should be answered.
-    deadline_s: float = inf
-    returns_exceptions: bool = False
+    options: CallOptions
     #: The number of tokens of each item; None where they are not counted.
     lengths: Sequence[int] | None = None
-    #: Where items have keys, too: that of each, or None for an item that was refused.
-    keys: Sequence[str | None] | None = None
     #: Where its caller waits for space alone, it opens when there is some.
     entrance: Gate | None = None
     sent_s: float = 0.0
@@ -112,7 +108,7 @@ class Call:
         """
         if not self.many:
             return _value(self.outcomes[0])
-        if self.returns_exceptions:
+        if self.options.return_exceptions:
             return [
                 copy_exception(each.exception) if isinstance(each, Failed) else each
                 for each in self.outcomes

@@ -14,7 +14,6 @@ from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, Settings
-from batchery.tracebacks import with_frames
 from batchery_worker.device.loading import EngineModel
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.inprocess.batch_runner import BatchRunner
@@ -218,14 +217,10 @@ class _Device:
 
         work = self._model.work(keywords)
         try:
-            answer = served.compute(prepared, work, nullcontext, start_next)
+            return served.compute(prepared, work, nullcontext, start_next)
         except DeviceDied as error:
             self.problem = f"{error}; only a new process can use this device"
             return self._refuse(items)
-        for each in answer[0]:
-            if isinstance(each, Failed) and each.frames:
-                with_frames(each.exception, each.frames)
-        return answer
 
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` would show of the model."""
