@@ -9,8 +9,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from errno import EACCES
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import BufferedReader
 from lzma import LZMAError
@@ -155,7 +154,7 @@ class Source:
         size_bytes: Size of the file; None if it can be read only once.
         path: Where it is; None for standard input and URLs.
         remote: Where a file is that has a URL.
-        etag: What a server says of this version of the file, if it does.
+        version: Of a file that has a URL: a text that changes with it.
     """
 
     name: str
@@ -163,7 +162,7 @@ class Source:
     size_bytes: int | None
     path: Path | None = None
     remote: Remote | None = None
-    etag: Any = None
+    version: str = ""
 
     @contextmanager
     def reading(self) -> Iterator[BufferedReader]:
@@ -189,10 +188,7 @@ class Source:
             DatasetError: The file cannot be read.
         """
         if self.remote is not None:
-            with naming_errors(self.name, "read"):
-                # That of HTTP takes files for unchanging.
-                key = self.remote.filesystem.ukey(self.remote.path)
-            return f"{key} {self.size_bytes} {self.etag}"
+            return self.version
         size_bytes = self.size_bytes or 0
         step_bytes = BLOCK_BYTES * max(1, -(-size_bytes // FINGERPRINT_BYTES))
         digest = hashlib.blake2b(str(size_bytes).encode(), digest_size=16)
@@ -257,25 +253,23 @@ def _expand(name: str) -> list[str]:
 
 
 def _find_source(name: str, format_: str | None) -> Source:
-    path, remote, etag, is_folder = None, None, None, False
-    size_bytes: int | None = None
-    if is_url(name):
-        remote = Remote.at(name)
-        with naming_errors(name, "read"):
+    if name == STANDARD_STREAM:
+        return Source("standard input", _choose_format(name, format_), None)
+    with naming_errors(name, "read"):
+        if is_url(name):
+            remote = Remote.at(name)
             info = remote.filesystem.info(remote.path)
-        size_bytes, etag, is_folder = info["size"], info.get("ETag"), info["type"] == "directory"
-    elif name != STANDARD_STREAM:
-        path = Path(name)
-        with naming_errors(name, "read"):
-            status = path.stat()
-            if not os.access(path, os.R_OK):
-                raise PermissionError(EACCES, os.strerror(EACCES))
-        size_bytes = status.st_size if S_ISREG(status.st_mode) else None
-        is_folder = path.is_dir()
+            is_folder, size_bytes = info["type"] == "directory", info["size"]
+            # The key of HTTP has neither.
+            version = f"{remote.filesystem.ukey(remote.path)} {size_bytes} {info.get('ETag')}"
+            source = Source(name, "", size_bytes, remote=remote, version=version)
+        else:
+            path = Path(name)
+            is_folder, status = path.is_dir(), path.stat()
+            source = Source(name, "", status.st_size if S_ISREG(status.st_mode) else None, path)
     if is_folder:
         raise DatasetError(f"{name}: a directory; name files, such as '{name}/*.jsonl'")
-    title = "standard input" if name == STANDARD_STREAM else name
-    return Source(title, _choose_format(name, format_), size_bytes, path, remote, etag)
+    return replace(source, format=_choose_format(name, format_))
 
 
 def _choose_format(name: str, given: str | None) -> str:
