@@ -24,6 +24,8 @@ from support.tiny_writers import (
     save_writer,
 )
 
+PROMPTS = make_prompts(12)
+
 
 def refusal(outcome: Any) -> str:
     assert isinstance(outcome, Failed)
@@ -230,27 +232,33 @@ def test_bytes_of_parts_of_characters_are_those_of_the_tokens(writer: Load) -> N
         assert [bytes(found).decode(errors="replace") for found in each["bytes"]] == shown
 
 
-@pytest.mark.parametrize("after", [1, 5, 11])
-@pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1}])
-def test_resumed_job_goes_on_behind_its_pieces(
-    after: int, keywords: dict[str, Any], writer: Load
+@pytest.mark.parametrize("architecture", ["llama", *ENCODER_WRITERS])
+def test_resumed_jobs_go_on_behind_their_pieces_beside_new_ones(
+    architecture: str, writer: Load
 ) -> None:
-    model, _ = writer("llama")
-    whole = Driver(model)
-    expected = whole.one(CORPUS[2], max_new_tokens=12, **keywords)
-    known = whole.pieces["one"][:after]
-    again = Driver(model)
-    result = again.one(CORPUS[2], known, max_new_tokens=12, **keywords)
-    timings = result.pop("timings")
-    came = timings["tokens_per_s"] * timings["total_ms"] / 1e3
-    assert round(came) == result["tokens_out"] - sum(len(piece["tokens"]) for piece in known)
-    del expected["timings"]
-    for each in [*expected.get("choices", ()), *result.get("choices", ())]:
-        for token in each.pop("logprobs"):
-            assert token["logprob"] <= 0
-    assert result == expected
-    texts = [piece["text"] for piece in [*known, *again.pieces["one"]]]
-    assert sorted("".join(texts)) == sorted("".join(p["text"] for p in whole.pieces["one"]))
+    model, _ = writer(architecture)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1}]
+    jobs = [(each, {"max_new_tokens": 14, **kinds[at % 2]}) for at, each in enumerate(PROMPTS)]
+    whole, again = Driver(model), Driver(model)
+    whole.run((number, prompt, keywords) for number, (prompt, keywords) in enumerate(jobs))
+    for number, (prompt, keywords) in enumerate(jobs):
+        again.join(number, prompt, whole.pieces[number][: number * 2], **keywords)
+    again.step_until_idle()
+    for number, expected in whole.outcomes.items():
+        resumed, known = again.outcomes[number], whole.pieces[number][: number * 2]
+        timings = resumed.pop("timings")
+        came = round(timings["tokens_per_s"] * timings["total_ms"] / 1e3)
+        assert came == resumed["tokens_out"] - sum(len(piece["tokens"]) for piece in known)
+        del expected["timings"]
+        for each in [*expected.get("choices", ()), *resumed.get("choices", ())]:
+            assert all(token["logprob"] <= 0 for token in each.pop("logprobs"))
+        assert resumed == expected
+        for choice in (0, 1):
+            texts = [
+                "".join(each["text"] for each in several if each.get("choice", 0) == choice)
+                for several in ([*known, *again.pieces[number]], whole.pieces[number])
+            ]
+            assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])

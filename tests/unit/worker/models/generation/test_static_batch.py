@@ -2,13 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from batchery.errors import InvalidItem, ModelLoadError
 from support.tiny_models import CORPUS, Load
-from support.tiny_writers import ENCODER_WRITERS, FORCED, Driver, make_prompts, save_writer
+from support.tiny_writers import FORCED, Driver, save_writer
 
 
 def test_logprobs_of_impossible_tokens_are_numbers_of_json(writer: Load) -> None:
@@ -18,37 +17,6 @@ def test_logprobs_of_impossible_tokens_are_numbers_of_json(writer: Load) -> None
     assert [each["id"] for each in result["logprobs"]][-1] == FORCED["forced_eos_token_id"]
     assert values[-1] == [0.0, -9999.0]
     assert all(math.isfinite(value) for each in values for value in each)
-
-
-@pytest.mark.parametrize("architecture", sorted(ENCODER_WRITERS))
-def test_resumed_jobs_go_on_behind_their_pieces_beside_new_ones(
-    architecture: str, writer: Load
-) -> None:
-    model, _ = writer(architecture)
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1}]
-    expected, again = Driver(model), Driver(model)
-    for number, prompt in enumerate(make_prompts(12)):
-        keywords = {"max_new_tokens": 14, **kinds[number % 2]}
-        expected.join(number, prompt, **keywords)
-    expected.step_until_idle()
-    for number, prompt in enumerate(make_prompts(12)):
-        keywords = {"max_new_tokens": 14, **kinds[number % 2]}
-        again.join(number, prompt, expected.pieces[number][: number * 2], **keywords)
-    again.step_until_idle()
-    for number, whole in expected.outcomes.items():
-        resumed = again.outcomes[number]
-        for each in (whole, resumed):
-            del each["timings"]
-            for choice in each.get("choices", ()):
-                del choice["logprobs"]
-        assert resumed == whole
-        pieces = [*expected.pieces[number][: number * 2], *again.pieces[number]]
-        for choice in (0, 1):
-            texts = [
-                "".join(each["text"] for each in several if each.get("choice", 0) == choice)
-                for several in (pieces, expected.pieces[number])
-            ]
-            assert texts[0] == texts[1]
 
 
 def test_new_jobs_wait_for_the_batch_that_runs(writer: Load) -> None:
