@@ -22,7 +22,6 @@ from batchery.errors import (
     SettingsError,
 )
 from batchery.settings import ModelSettings
-from batchery_producer.openai_generation import ChatRequest
 from batchery_worker.devstack.redis_server import free_port
 from batchery_worker.models.openai_server.model import OpenAIServerModel
 from conftest import StartGateway, StartWorker
@@ -113,32 +112,6 @@ def test_prompt_and_chat_go_to_their_routes_with_keywords_by_openais_names(
         "response_format": schema,
         "min_p": 0.1,
     }
-
-
-def test_fields_of_a_request_reach_the_server_as_they_came(
-    server: OpenAIServer, driver: StepDriver
-) -> None:
-    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    asked: dict[str, Any] = {
-        "messages": [
-            {"role": "assistant", "tool_calls": [called]},
-            {"role": "tool", "tool_call_id": "a", "content": "hello"},
-        ],
-        "temperature": 0.5,
-        "max_completion_tokens": 500,
-        "frequency_penalty": 0.5,
-        "presence_penalty": -0.5,
-        "logit_bias": {"50256": -100},
-        "min_p": 0.1,
-        "reasoning_effort": "low",
-        "parallel_tool_calls": False,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "none",
-    }
-    (item,) = ChatRequest.model_validate(asked).items()
-    assert driver.run(item)["text"] == "HELLO "
-    own = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
-    assert server.asked[0].body == {**asked, **own}
 
 
 def test_tool_calls_and_log_probabilities_come_in_the_result(

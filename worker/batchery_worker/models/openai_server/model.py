@@ -1,28 +1,141 @@
 """The engine `openai`: slots are requests to a server, and a step collects what has arrived."""
 
 import asyncio
+import json
 import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import httpx2
+from pydantic import ValidationError
 
 from batchery.errors import InvalidItem, ModelLoadError, ServerFailed
 from batchery.model import GOES_ON, Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
-from batchery_worker.models.openai_server.answer import DISAGREES
-from batchery_worker.models.openai_server.exchange import Exchange, ModelServer, ServerPrompt
-from batchery_worker.models.openai_server.prompts import ServerKeywords, read_prompt
+from batchery_worker.models.inputs import GenerationKeywords, Keywords, check_text, read_keywords
+from batchery_worker.models.openai_server.exchange import DISAGREES, Exchange, ServerPrompt
 
 #: How long a step waits for something to arrive, in seconds; meanwhile no item can join.
 STEP_S = 0.05
 
 #: How long a connection may take, in seconds. Everything after that is `server_timeout_s`.
 CONNECT_S = 10.0
+
+
+# Items
+
+
+class ServerKeywords(GenerationKeywords):
+    """Keywords of a job; a server refuses those that it does not know.
+
+    Attributes:
+        min_p: As vLLM has it, which OpenAI has not.
+        frequency_penalty: As OpenAI has it, and so on.
+        presence_penalty: The same.
+        logit_bias: The same.
+        response_format: The form of the answer, such as a JSON schema.
+        tools: Functions that the model may call.
+        tool_choice: Which of them it must call.
+        extra_body: More fields of the request, which outrank all others; None leaves one out.
+    """
+
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    extra_body: dict[str, Any] | None = None
+
+
+class ServerItem(Keywords):
+    """An item that is a dictionary.
+
+    Attributes:
+        prompt: A text, or its tokens.
+        messages: A chat; either this or `prompt`.
+        tools: As the keyword.
+        tool_choice: As the keyword.
+        extra_body: As the keyword.
+        options: Keywords of this item alone, which outrank those of the job.
+    """
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    extra_body: Any = None
+    options: dict[str, Any] | None = None
+
+
+def read_prompt(
+    item: Any,
+    keywords: Mapping[str, Any],
+    settings: ModelSettings,
+    kind: type[ServerKeywords] = ServerKeywords,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> ServerPrompt:
+    """The request for an item.
+
+    Args:
+        item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
+        keywords: Keywords of its job.
+        settings: The model's.
+        kind: Which keywords there are.
+        defaults: Fields of the request unless the job says something else.
+    """
+    read = read_item(item)
+    own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
+    options = read_keywords(kind, {**keywords, **own, **(read.options or {})})
+    asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+    body = {**defaults, **asked_for}
+    body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
+    body["temperature"] = options.temperature
+    body["stream_options"] = {"include_usage": True}
+    if read.messages and options.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": options.logprobs}
+    body |= options.extra_body or {}
+    body |= {"prompt": read.prompt, "messages": read.messages}
+    body |= {"model": settings.model, "stream": True}
+    body = {name: value for name, value in body.items() if value is not None}
+    text = json.dumps(body, ensure_ascii=False)
+    check_text("item", text, settings.max_chars)
+    asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    asked += [options.max_new_tokens or settings.max_new_tokens]
+    return ServerPrompt(
+        path="chat/completions" if read.messages else "completions",
+        content=text.encode(),
+        choices=options.n,
+        max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
+    )
+
+
+def read_item(item: Any) -> ServerItem:
+    """The parts of an item.
+
+    Raises:
+        InvalidItem: It is none; names what is wrong.
+    """
+    is_chat = isinstance(item, list) and item and isinstance(item[0], dict)
+    fields = item if isinstance(item, dict) else {"messages" if is_chat else "prompt": item}
+    try:
+        read = ServerItem.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidItem(f"item.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if bool(read.prompt) == bool(read.messages):
+        raise InvalidItem("item: must be a prompt, or the messages of a chat, and not empty")
+    return read
+
+
+# The model
 
 
 class OpenAIServerModel(StepModel):
@@ -74,7 +187,7 @@ class OpenAIServerModel(StepModel):
         url = httpx2.URL(address)
         own = {"content-type": "application/json", "accept-encoding": "identity"}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.slots)
-        client = httpx2.AsyncClient(
+        self._client = httpx2.AsyncClient(
             base_url=url.copy_with(userinfo=b""),
             auth=(url.username, url.password) if url.userinfo else None,
             headers={**own, **headers},
@@ -82,18 +195,15 @@ class OpenAIServerModel(StepModel):
             limits=limits,
             transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits) if socket else None,
         )
-        self._server = ModelServer(client, self.settings)
-        runner = asyncio.Runner()
-        self._loop = runner.get_loop()
-        self._thread = threading.Thread(target=self._run_requests, args=(runner,), daemon=True)
+        began: Future[asyncio.AbstractEventLoop] = Future()
+        run = partial(asyncio.run, self._hold_client(began))
+        self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        self._loop = began.result()
 
-    def _run_requests(self, runner: asyncio.Runner) -> None:
-        with runner:
-            runner.run(self._hold_client())
-
-    async def _hold_client(self) -> None:
-        async with self._server.client:
+    async def _hold_client(self, began: "Future[asyncio.AbstractEventLoop]") -> None:
+        began.set_result(asyncio.get_running_loop())
+        async with self._client:
             await self._is_closing.wait()
 
     def unload(self) -> None:
@@ -120,13 +230,15 @@ class OpenAIServerModel(StepModel):
             ServerFailed: Its readers have more than texts.
         """
         if any("delta" in piece for piece in pieces):
-            raise ServerFailed(f"server {self._server.client.base_url}: {DISAGREES}")
+            raise ServerFailed(f"server {self._client.base_url}: {DISAGREES}")
         sent: dict[int, str] = {}
         for piece in pieces:
             choice = piece.get("choice", 0)
             sent[choice] = sent.get(choice, "") + piece["text"]
         is_streamed = self.is_streamed or bool(pieces)
-        exchange = Exchange(self._server, prepared, sent if is_streamed else None, self._deliver)
+        exchange = Exchange(
+            self._client, self.settings, prepared, sent if is_streamed else None, self._deliver
+        )
         running = asyncio.run_coroutine_threadsafe(exchange.run(), self._loop)
         self._slots[slot] = exchange, running
 

@@ -15,8 +15,7 @@ from batchery.errors import BatcheryError, ModelLoadError
 from batchery.model import Advance
 from batchery.settings import ModelSettings
 from batchery_worker.devstack.guarded_process import GuardedProcess
-from batchery_worker.models.openai_server.model import OpenAIServerModel
-from batchery_worker.models.openai_server.prompts import ServerKeywords
+from batchery_worker.models.openai_server.model import OpenAIServerModel, ServerKeywords
 from batchery_worker.models.source import ModelSource, name_version
 
 logger = logging.getLogger("batchery.vllm")
