@@ -53,8 +53,7 @@ class Caller:
         max_chars: Characters of all texts of one request.
         max_stored_bytes: Bytes of all files.
         max_open_batches: Batches that are not over.
-        in_flight: Requests whose answer is not sent yet, in this process.
-        open_bodies: Requests of which the body has not come yet.
+        in_flight: Requests from their head until their answer is read, in this process.
         kept_bytes: Bytes of bodies and unread answers in memory.
         long_work: Held while a thread works on one of them.
     """
@@ -69,7 +68,6 @@ class Caller:
     max_stored_bytes: int = 0
     max_open_batches: int = 0
     long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
-    open_bodies: int = field(default=0, compare=False)
     kept_bytes: int = field(default=0, compare=False)
 
     def check(self, items: int, chars: int) -> None:

@@ -4,15 +4,10 @@ import asyncio
 import re
 from typing import Any
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 #: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
 MAX_HEAD_BYTES = 65_536
-
-#: Maximum bytes of a request that comes before the answer to the one before has ended: as many as
-#: come before the connection is no longer read, and more.
-MAX_EARLY_BYTES = 1 << 20
 
 #: What ends a head, and what cannot begin one.
 HEAD_END = b"\r\n\r\n"
@@ -49,11 +44,11 @@ class Connection(HttpToolsProtocol):
         """
         super().__init__(*arguments, **keywords)
         self._head_timeout_s, self._send_timeout_s = head_timeout_s, send_timeout_s
-        #: What has come of a head; None while a body comes.
-        self._head: bytearray | None = bytearray()
+        #: What has come of a head, or of what comes before its turn.
+        self._head = bytearray()
+        #: Whether a head comes next, and no body.
+        self._is_in_head = True
         self._is_refused = False
-        #: Whether the parser has a part of a head, which is not gathered.
-        self._is_torn = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -61,6 +56,12 @@ class Connection(HttpToolsProtocol):
     def unsent_bytes(self) -> int:
         """Bytes of answers that are in our memory, because the caller does not read."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # What callers send
 
     def connection_made(self, transport: Any) -> None:
         """Starts to wait for the first head."""
@@ -73,75 +74,86 @@ class Connection(HttpToolsProtocol):
         """Gathers a head until it is whole, as the parser has no limit; then reads on."""
         if self._is_refused or self.transport.is_closing():
             return
-        if self._head is None:
-            super().data_received(data)
-            if self._is_torn:
-                self.transport.close()
-        elif self._is_answering:
-            # The caller may have all of the answer, of which the application does not know the end.
+        if self._is_in_head:
             self._head += data
-            self.flow.pause_reading()
-            if len(self._head) > MAX_EARLY_BYTES:
-                self._end_behind_answer()
-        else:
+            if self._is_answering:
+                # The caller may have all of the answer, whose end the application has not told.
+                self.flow.pause_reading()
+                return
             self._unset_keepalive_if_required()
             if self._head_timer is None:
                 self._wait_for_caller()
-            start = max(len(self._head) - len(HEAD_END), 0)
-            self._head += data
-            end = self._head.find(HEAD_END, start)
-            if max(end, len(self._head) if end < 0 else 0) > MAX_HEAD_BYTES:
+            end = self._head.find(HEAD_END)
+            if (len(self._head) if end < 0 else end) > MAX_HEAD_BYTES:
                 text = f"the head has more than {MAX_HEAD_BYTES} bytes; send smaller headers"
                 self._refuse(431, text)
-            elif end >= 0 or GARBAGE.match(self._head):
-                whole, self._head = self._head, None
-                self._stop_head_timer()
-                super().data_received(bytes(OFFER.sub(b"", whole[:end]) + whole[end:]))
+                return
+            if end < 0 and not GARBAGE.match(self._head):
+                return
+            data = bytes(OFFER.sub(b"", self._head[:end]) + self._head[end:])
+            self._head.clear()
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         """Has the parser read one request at a time."""
-        if self._head is not None:
-            if self._is_answering:
-                raise ValueError("a request came before the answer to the one before")
-            # It came with the end of a body that nobody wanted.
-            self._head, self._is_torn = None, True
+        if self._is_answering:
+            raise ValueError("a request came together with the one before")
         super().on_message_begin()
         scope: Any = self.scope
         scope["extensions"] = {EXTENSION: self}
 
     def on_headers_complete(self) -> None:
-        """Has the whole head."""
-        self._is_torn = False
+        """Goes on to the body."""
+        self._is_in_head = False
+        self._stop_head_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Has the whole request."""
+        """Goes on to the next head."""
         super().on_message_complete()
-        self._head = bytearray()
-        if not self._is_answering:
-            self._wait_for_caller()
+        self._is_in_head = True
 
     def on_response_complete(self) -> None:
         """Goes on with what has come, or waits for the rest of a body that nobody wants."""
         super().on_response_complete()
-        if self._head is None:
+        if not self._is_in_head:
             self._wait_for_caller()
         elif self._head:
-            early, self._head = bytes(self._head), bytearray()
-            self.data_received(early)
+            self.data_received(b"")
 
     def send_400_response(self, msg: str) -> None:
-        """Says that a request is no HTTP, unless an answer to another one is under way."""
-        if self._head is not None and self._is_answering:
-            self._end_behind_answer()
-        else:
-            super().send_400_response(msg)
+        """Says that a request is no HTTP."""
+        self._refuse(400, msg)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing more."""
-        super().connection_lost(exc)
+    def _wait_for_caller(self) -> None:
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if self._head:
+            self._refuse(408, f"the head did not come within {self._head_timeout_s:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Closes the connection and says why; behind the answer that is under way, in silence."""
+        self._is_refused = True
         self._stop_head_timer()
-        self._stop_send_timer()
+        if self._is_answering:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        about = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(text)
+        self.transport.write(STATUS_LINE[status] + about + HEAD_END + text.encode())
+        self.transport.write_eof()
+        # Closed with bytes unread, it would be reset, and the caller never see the answer.
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    # What callers read
 
     def pause_writing(self) -> None:
         """Starts to wait for the caller to read."""
@@ -153,56 +165,23 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._stop_send_timer()
 
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _end_behind_answer(self) -> None:
-        self.cycle.keep_alive = False
-        self.flow.pause_reading()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits for nothing more."""
+        super().connection_lost(exc)
+        self._stop_head_timer()
+        self._stop_send_timer()
 
     def _wait_for_reader(self) -> None:
         self._send_timer = self.loop.call_later(
             self._send_timeout_s, self._abort_if_stalled, self.unsent_bytes
         )
 
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
     def _abort_if_stalled(self, unsent_bytes: int) -> None:
         if self.unsent_bytes < unsent_bytes:
             self._wait_for_reader()
         else:
             self.transport.abort()
-
-    def _wait_for_caller(self) -> None:
-        self._stop_head_timer()
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-
-    def _give_up(self) -> None:
-        if self._head:
-            self._refuse(408, f"the head did not come within {self._head_timeout_s:g} s")
-        else:
-            self.transport.close()
-
-    def _refuse(self, status: int, text: str) -> None:
-        """Closes the connection, and says why."""
-        self._is_refused = True
-        self._stop_head_timer()
-        about = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(text)
-        self.transport.write(STATUS_LINE[status] + about + HEAD_END + text.encode())
-        self.transport.write_eof()
-        # Closed with bytes unread, it would be reset, and the caller never see the answer.
-        self.loop.call_later(LINGER_S, self.transport.close)
-
-
-def get_connection(scope: Scope) -> Connection:
-    """The connection on which a request came."""
-    connection: Connection = scope["extensions"][EXTENSION]
-    return connection

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery_producer.gateway.callers import Caller, Callers
-from batchery_producer.gateway.connection import Connection, get_connection
+from batchery_producer.gateway.connection import EXTENSION, Connection
 from batchery_producer.gateway.problems import Kind, Problem, answer
 
 #: Names that callers may give their requests: fit for a header and a line of a log.
@@ -81,44 +81,26 @@ class Guard:
             return
         caller = self._callers.identify_caller(headers)
         scope["state"]["caller"] = caller
-        is_file = path == FILES_PATH
-        settings = self._settings
-        max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
-        body = Body(receive, headers, max_bytes, settings.body_timeout_s)
+        if caller.in_flight >= caller.max_concurrency:
+            raise _busy(f"{caller.in_flight} requests of {caller.name} are in flight, the maximum")
         kept = Kept(self._buffer, caller)
+        body = Body(receive, self._settings, is_file=path == FILES_PATH)
+        caller.in_flight += 1
         try:
-            if not is_file:
-                await self._read(body, kept, caller)
-            # Only now: slow callers must not take the place of others.
-            if caller.in_flight >= caller.max_concurrency:
-                raise _busy(
-                    f"{caller.in_flight} requests of {caller.name} are in flight, the maximum"
-                )
-            caller.in_flight += 1
-            try:
-                await self._app(scope, body.receive, send)
-                await self._wait_read(get_connection(scope), kept, caller)
-            finally:
-                caller.in_flight -= 1
+            body.check_length(headers.get(b"content-length", b"0"))
+            if not body.is_file:
+                await body.read(kept)
+            await self._app(scope, body.receive, send)
+            await self._wait_read(scope["extensions"][EXTENSION], kept)
         finally:
+            caller.in_flight -= 1
             kept.release()
 
-    async def _read(self, body: "Body", kept: "Kept", caller: Caller) -> None:
-        """Reads a body to its end, before anything else is done for the request."""
-        if caller.open_bodies >= caller.max_concurrency:
-            text = f"{caller.open_bodies} requests of {caller.name} are being sent, the maximum"
-            raise _busy(text)
-        caller.open_bodies += 1
-        try:
-            await body.read(kept)
-        finally:
-            caller.open_bodies -= 1
-
-    async def _wait_read(self, connection: Connection, kept: "Kept", caller: Caller) -> None:
+    async def _wait_read(self, connection: Connection, kept: "Kept") -> None:
         """Has a request in flight until its answer is read, which is in memory as long."""
         if unsent_bytes := connection.unsent_bytes:
             # Any caller may have one answer, however large.
-            if not kept.add(unsent_bytes) and caller.kept_bytes > kept.size_bytes:
+            if not kept.add(unsent_bytes) and not kept.is_all:
                 connection.transport.abort()
             await connection.flow.drain()
 
@@ -172,60 +154,61 @@ class Kept:
 
     def __init__(self, buffer: Buffer, caller: Caller) -> None:
         self._buffer, self._caller = buffer, caller
-        self.size_bytes = 0
+        self._size_bytes = 0
 
     def add(self, more_bytes: int) -> bool:
         """Counts more bytes; returns whether the caller may have so many."""
-        self.size_bytes += more_bytes
+        self._size_bytes += more_bytes
         return self._buffer.keep(self._caller, more_bytes)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the caller's other requests have nothing."""
+        return self._caller.kept_bytes == self._size_bytes
 
     def release(self) -> None:
         """Counts them as gone."""
-        self._buffer.keep(self._caller, -self.size_bytes)
+        self._buffer.keep(self._caller, -self._size_bytes)
 
 
 class Body:
     """The body of a request, of limited size, within limited time."""
 
-    def __init__(
-        self, receive: Receive, headers: dict[bytes, bytes], max_bytes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, receive: Receive, settings: GatewaySettings, *, is_file: bool) -> None:
+        """Starts its time; a file has as much from each part to the next."""
+        self._receive, self._timeout_s, self.is_file = receive, settings.body_timeout_s, is_file
+        self._max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
+        self._ends_s = asyncio.get_running_loop().time() + self._timeout_s
+        self._received_bytes = 0
+        self._is_whole = False
+        self._content: bytes | None = None
+
+    def check_length(self, told: bytes) -> None:
         """Looks at the length that the head tells.
 
         Raises:
             Problem: That is too much already.
         """
-        self._receive = receive
-        self._max_bytes, self._timeout_s = max_bytes, timeout_s
-        self._received_bytes = 0
-        self._is_whole = False
-        self._content: bytes | None = None
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > max_bytes:
-            raise self._too_large()
+        self._check_size(int(told) if told.isdigit() else 0)
 
     async def read(self, kept: Kept) -> None:
         """Reads it to its end, into memory.
 
         Raises:
-            Problem: It is too large or too slow, or the caller has hung up.
+            Problem: As `receive`; or this caller has too much in memory.
         """
         parts: list[bytes] = []
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while not self._is_whole:
-                    parts.append((await self._next()).get("body", b""))
-                    if not kept.add(len(parts[-1])):
-                        raise _busy("bodies and answers of this key take its share of memory")
-        except TimeoutError:
-            raise self._too_slow() from None
+        while not self._is_whole:
+            parts.append((await self.receive()).get("body", b""))
+            if not kept.add(len(parts[-1])):
+                raise _busy("bodies and answers of this key take its share of memory")
         self._content = b"".join(parts)
 
     async def receive(self) -> Message:
         """The next message for the application.
 
         Raises:
-            Problem: A file is too large, stops for too long, or is cut off.
+            Problem: The body is too large or too slow, or the caller has hung up.
         """
         if self._content is not None:
             content, self._content = self._content, None
@@ -233,25 +216,22 @@ class Body:
         if self._is_whole:
             return await self._receive()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._next()
+            async with asyncio.timeout_at(self._ends_s):
+                message = await self._receive()
         except TimeoutError:
-            raise self._too_slow() from None
-
-    async def _next(self) -> Message:
-        message = await self._receive()
+            text = f"nothing of the body, or not all of it, came within {self._timeout_s:g} s"
+            raise Problem(Kind.TOO_SLOW, text, headers={"Connection": "close"}) from None
         if message["type"] != "http.request":
             raise Problem(Kind.GONE, "the caller has hung up")
         self._received_bytes += len(message.get("body", b""))
-        if self._received_bytes > self._max_bytes:
-            raise self._too_large()
+        self._check_size(self._received_bytes)
         self._is_whole = not message.get("more_body", False)
+        if self.is_file:
+            self._ends_s = asyncio.get_running_loop().time() + self._timeout_s
         return message
 
-    def _too_large(self) -> Problem:
-        # The rest is dropped as it comes: callers who cannot send it to its end never see why.
-        return Problem(Kind.TOO_LARGE, f"the body is larger than {self._max_bytes} bytes")
-
-    def _too_slow(self) -> Problem:
-        text = f"nothing of the body, or not all of it, came within {self._timeout_s:g} s"
-        return Problem(Kind.TOO_SLOW, text, headers={"Connection": "close"})
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_bytes:
+            # The rest is dropped as it comes: whoever cannot send it to its end never sees why.
+            text = f"the body is larger than {self._max_bytes} bytes"
+            raise Problem(Kind.TOO_LARGE, text)

@@ -1,10 +1,11 @@
-"""The memory for bodies and unread answers, and who is refused where it is full."""
+"""How much a caller may ask for, and who is refused where the memory for requests is full."""
 
 import pytest
 
 from batchery_producer.gateway import guard
-from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.callers import COPIED_CHARS, MAX_COPIES, Caller, check_copies
 from batchery_producer.gateway.guard import Buffer
+from batchery_producer.gateway.problems import Kind, Problem
 
 
 def caller(name: str = "one") -> Caller:
@@ -38,3 +39,12 @@ def test_a_little_is_there_for_everybody() -> None:
     newcomer = caller("two")
     assert buffer.keep(newcomer, 10)
     assert not buffer.keep(newcomer, 1)
+
+
+@pytest.mark.parametrize("came_bytes", [10, 1_000_000])
+def test_request_makes_no_more_of_itself_than_some_times_its_size(came_bytes: int) -> None:
+    longest = max(COPIED_CHARS, MAX_COPIES * came_bytes)
+    check_copies(longest, came_bytes)
+    with pytest.raises(Problem, match=f"{longest + 1} characters") as caught:
+        check_copies(longest + 1, came_bytes)
+    assert caught.value.kind is Kind.TOO_LARGE
