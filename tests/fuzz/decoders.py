@@ -39,7 +39,7 @@ from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
 from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.routes.tei_server import HANDLERS
+from batchery_producer.gateway.routes.tei import HANDLERS
 from batchery_worker.consumer import check
 
 #: Maximum number of rows that are read of one file: a few bytes can be very many rows.

@@ -15,11 +15,11 @@ import pytest
 from celery import Celery
 from prometheus_client.openmetrics import parser as openmetrics
 
-from batchery_producer.gateway import monitor
-from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway import health
+from batchery_producer.gateway.health import Absence, Health, Monitor
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, metric_samples
-from support.harness import wait_for
+from support.harness import wait_ended, wait_for
 
 
 def requests(samples: Any, route: str, status: int) -> float:
@@ -78,13 +78,6 @@ def test_store_of_files_that_is_away_is_counted_as_it_is_answered(
     # A fault of the store, and none of the gateway.
     assert "Not a directory" in gateway.log
     assert "Traceback" not in gateway.log
-
-
-def test_caller_who_hangs_up_is_counted(gateway: GatewayProcess) -> None:
-    with gateway.sent("/v1/embeddings", {"input": "a"}):
-        wait_for(lambda: in_flight(gateway) == 2, "a request in flight, and this one")
-    wait_for(lambda: requests(metric_samples(gateway), "/v1/embeddings", 499) >= 1, "it is counted")
-    assert metric_samples(gateway)["batchery_gateway_requests_in_flight", ()] == 1
 
 
 def test_results_are_counted_by_model_and_failures_by_kind(
@@ -188,24 +181,25 @@ def test_processes_are_counted_together_and_the_dead_have_nothing_in_flight(
     assert not folder.exists()
 
 
-def test_folder_of_metrics_goes_with_a_killed_parent(start_gateway: StartGateway) -> None:
-    gateway = start_gateway("--processes", "2")
-    folder = metrics_folder(gateway)
-    gateway.kill()
+def test_processes_and_their_folder_go_with_a_killed_parent(start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--processes", "2", gateway={"worker": True})
+    folder, started = metrics_folder(gateway), children(gateway)
+    gateway.process.kill()
+    wait_ended(started, 20)
     wait_for(lambda: not folder.exists(), "the folder is gone")
 
 
-def test_workers_are_asked_for_all_readers_at_once_and_only_while_somebody_reads(
+def test_workers_are_asked_once_for_all_readers_and_anew_after_a_pause(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than a slow machine stands still.
-    monkeypatch.setattr(monitor, "INTERVAL_S", 3.0)
-    monkeypatch.setattr(monitor, "IDLE_S", 3.0)
-    monkeypatch.setattr(monitor, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(health, "FRESH_S", 3.0)
+    monkeypatch.setattr(health, "STALE_S", 3.0)
+    monkeypatch.setattr(health, "ANSWER_TIMEOUT_S", 0.1)
     client = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
 
     async def ask() -> None:
-        watched = Monitor(client, {"empty"})
+        watched = Monitor(client, {"empty"}, Health(client, Absence((), 60)))
         first = asyncio.create_task(watched.latest())
         await asyncio.sleep(0)
         # Who hangs up takes nothing from the others.
@@ -214,16 +208,10 @@ def test_workers_are_asked_for_all_readers_at_once_and_only_while_somebody_reads
         assert {id(look) for look in looks} == {id(looks[0])}
         assert looks[0].now is not None
         assert looks[0].now.queues["empty"] == 0
-        assert watched.surveys == 1
-        while (later := await watched.latest()) is looks[0]:
+        while looks[0].age_s < health.STALE_S:
             await asyncio.sleep(0.01)
-        # Then nobody reads any more: no look is later than the first one after that.
-        await asyncio.sleep(2 * monitor.IDLE_S)
-        asked = watched.surveys
-        assert asked <= 4
         # After a pause nobody gets what was true before it.
-        assert (await watched.latest()).taken_s > later.taken_s
-        assert watched.surveys == asked + 1
+        assert (await watched.latest()).taken_s > looks[0].taken_s
         await watched.close()
 
     with client:

@@ -115,14 +115,6 @@ def test_limits_themselves_are_allowed(gateway: GatewayProcess) -> None:
     assert 1 <= answer["batch_info"]["actual_batches_used"] <= 4
 
 
-def test_model_is_that_of_the_body(gateway: GatewayProcess) -> None:
-    long = " ".join(["cat"] * 9)
-    refused = post(gateway, texts=["a", long], model="strict")
-    assert refused.status_code == 422
-    assert "item 1: text: 11 tokens are more than max_length = 8" in refused.json()["detail"]
-    assert post(gateway, texts=["a"], model="gpt-9").status_code == 404
-
-
 def read_stream(
     gateway: GatewayProcess, body: dict[str, Any], query: str = "", **headers: str
 ) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,8 @@ import openai
 import pytest
 import uvicorn
 
-from batchery_producer.gateway import event_stream
-from batchery_producer.gateway.event_stream import EventStream
-from batchery_producer.gateway.generation import write_event
+from batchery_producer.gateway import answers
+from batchery_producer.gateway.answers import EventStream, write_event
 from conftest import StartGateway, StartWorker
 from support.patience import patient
 from support.served_models import save_writer
@@ -28,14 +27,14 @@ async def pausing(scope: Any, receive: Any, send: Any) -> None:
             delta = {"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}
             head = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m"}
             yield write_event({**head, "choices": [delta]}, f"a/{number}-0")
-            await asyncio.sleep(10 * event_stream.PING_S)
+            await asyncio.sleep(10 * answers.PING_S)
         yield b"data: [DONE]\n\n"
 
     await EventStream(events(), lambda: None)(scope, receive, send)
 
 
 def test_silence_is_no_event_to_openai_s_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "PING_S", 0.02)
+    monkeypatch.setattr(answers, "PING_S", 0.02)
     server = uvicorn.Server(uvicorn.Config(pausing, lifespan="off", log_config=None))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

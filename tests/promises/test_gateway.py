@@ -17,7 +17,6 @@ from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, open_redis, queue_length, unsettled, wait_for
-from support.own_redis import OwnRedis
 from support.patience import patient
 
 DIMENSIONS = 384
@@ -270,41 +269,6 @@ def test_caller_who_hangs_up_frees_the_jobs(
     client.control.add_consumer("later", destination=[model_worker.name])
     wait_for(lambda: queue_length(redis_url, "later") + unsettled(redis_url) == 0, "jobs gone")
     assert f"Task embed[{gone}] succeeded" not in model_worker.log
-
-
-def test_redis_away_is_told_at_once_and_mended(
-    tmp_path: Path, own_redis: OwnRedis, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    gateway = GatewayProcess(tmp_path, own_redis.url).wait_ready()
-    try:
-        own_redis.kill()
-
-        def status() -> int:
-            return gateway.get("/health").status_code
-
-        wait_for(lambda: status() == 503, "unhealthy")
-        answer = post(gateway, {"input": "a"})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json()["error"]["message"] == "Redis does not answer"
-        own_redis.start()
-        wait_for(lambda: status() == 200, "healthy again")
-    finally:
-        gateway.kill()
-
-
-def test_several_processes_end_with_their_parent(start_gateway: StartGateway) -> None:
-    gateway = start_gateway("--processes", "2", gateway={"worker": True})
-    assert gateway.get("/health").status_code == 200
-    gateway.kill()
-
-    def refuses() -> bool:
-        try:
-            gateway.get("/health", timeout=5)
-        except httpx2.TransportError:
-            return True
-        return False
-
-    wait_for(refuses, "no process serves any more")
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

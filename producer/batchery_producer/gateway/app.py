@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import BaseRoute, Route
 
 from batchery.errors import BatcheryError
 from batchery.settings import Settings
@@ -31,16 +31,7 @@ from batchery_producer.gateway.problems import (
     choose_error_format,
     log_failure,
 )
-from batchery_producer.gateway.routes import (
-    cohere,
-    completions,
-    openai,
-    operations,
-    page,
-    tasks,
-    tei,
-    tei_server,
-)
+from batchery_producer.gateway.routes import cohere, completions, openai, operations, tasks, tei
 from batchery_producer.gateway.running import running
 
 # The errors of each route in the schema
@@ -122,11 +113,10 @@ ROUTERS = (
     completions.router,
     cohere.router,
     tei.router,
-    tei_server.router,
     process_batch.router,
     tasks.router,
     operations.router,
-    page.router,
+    operations.page_router,
 )
 
 
@@ -244,16 +234,5 @@ async def _on_http(request: Request, error: Exception) -> Response:
         404: f"{request.method} {path}: no such route",
         405: f"{request.method} {path}: no such method here",
     }
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
-        # The framework names the methods of one route alone.
-        methods = {
-            method
-            for route in list_routes()
-            if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
-            for method in route.methods or ()
-        }
-        headers["Allow"] = ", ".join(sorted(methods))
-    return answer(
-        path, Problem(kind, texts.get(error.status_code, str(error.detail)), headers=headers)
-    )
+    text = texts.get(error.status_code, str(error.detail))
+    return answer(path, Problem(kind, text, headers=error.headers))

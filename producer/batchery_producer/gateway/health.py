@@ -1,4 +1,4 @@
-"""Whether Redis answers, and who consumes its queues: looked at beside the requests.
+"""Looks beside the requests: whether Redis answers, who consumes its queues, what workers do.
 
 Requests for a queue that nobody consumes are refused, so that they do not wait in vain.
 """
@@ -6,20 +6,25 @@ Requests for a queue that nobody consumes are refused, so that they do not wait 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from batchery.cli.app import TIMEOUT_S, check_broker
+from batchery.cli.survey import FirstSeen, Survey, survey
 from batchery.errors import StartError
+from batchery.protocol.figures import WorkerFigures
 from batchery.transport.channel import LeasingChannel
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery.transport.membership import FailureDetector
-from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem
+from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
 
 # Queues without workers
 
@@ -151,7 +156,6 @@ class Health:
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
         self._began_s: float | None = None
-        self._is_wanted = asyncio.Event()
         self._workers: LiveWorkers | None = None
         # Of its own: threads that others share may all wait for Redis.
         self._thread = ThreadPoolExecutor(1, "batchery-health")
@@ -175,14 +179,7 @@ class Health:
         """Looks until it is cancelled."""
         while True:
             await self.look()
-            self._is_wanted.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(INTERVAL_S):
-                    await self._is_wanted.wait()
-
-    def look_soon(self) -> None:
-        """Looks once more, at once: somebody waits."""
-        self._is_wanted.set()
+            await asyncio.sleep(INTERVAL_S)
 
     async def look(self) -> None:
         """Looks once."""
@@ -210,6 +207,111 @@ class Health:
                 return set()  # Other brokers do not say who consumes.
         alone = self.absence.without_worker(self._workers.registered(), time.monotonic())
         return set() if alone and self._workers.may_be_others() else alone
+
+
+# What workers do: asked only while somebody wants to know, for the page and for Prometheus
+
+
+#: What callers get to know of a survey that failed. The log has the reason, which may name hosts.
+UNSEEN = "workers and queues cannot be looked at; the gateway's log says why"
+
+#: How long the workers may take to answer one, in seconds.
+ANSWER_TIMEOUT_S = 1.0
+
+#: How often those who wait for a survey look whether Redis answers, in seconds.
+SILENCE_CHECK_S = 0.1
+
+#: From which age on the last survey is followed by another one, in seconds, and from which age on
+#: nobody gets it: the page asks once a second.
+FRESH_S, STALE_S = 0.75, 2.0
+
+#: Surveys that are kept: figures of "now" are those of about so many seconds.
+KEPT_SURVEYS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """What is known at one moment.
+
+    Attributes:
+        now: The last survey; None if Redis did not answer it.
+        before: One a few seconds earlier, for rates; None if there is none.
+        problem: Why there is no survey; empty if there is one.
+        taken_s: When it was taken, on the clock of `time.monotonic`.
+    """
+
+    now: Survey | None
+    before: Survey | None
+    problem: str
+    taken_s: float
+
+    @property
+    def age_s(self) -> float:
+        """How old it is, in seconds."""
+        return time.monotonic() - self.taken_s
+
+
+class Monitor:
+    """Surveys workers and queues at most once a second, however many ask: only if somebody does."""
+
+    def __init__(self, app: Celery, queues: Collection[str], health: Health) -> None:
+        """Starts nothing yet.
+
+        Args:
+            app: Its workers and its broker are asked.
+            queues: Names of queues that are looked into even if no worker consumes them.
+            health: Knows whether Redis answers; if it does not, nobody waits for a survey.
+        """
+        self._health = health
+        # Of its own: threads that others share may all wait for Redis.
+        self._thread = ThreadPoolExecutor(1, "batchery-monitor")
+        self._ask = partial(survey, app, ANSWER_TIMEOUT_S, queues)
+        self._first_seen = FirstSeen()
+        self._kept: deque[Survey] = deque(maxlen=KEPT_SURVEYS)
+        self._look = ClusterSnapshot(None, None, "", float("-inf"))
+        self._surveying: asyncio.Task[None] | None = None
+
+    async def latest(self) -> ClusterSnapshot:
+        """The last look; the first one after a pause takes about a second, also without Redis."""
+        if self._look.age_s > FRESH_S and (self._surveying is None or self._surveying.done()):
+            self._surveying = asyncio.create_task(self._survey())
+        while self._surveying and self._look.age_s > STALE_S and not self._health.is_silent:
+            # A caller who hangs up does not cancel it for the others.
+            await asyncio.wait({self._surveying}, timeout=SILENCE_CHECK_S)
+        if self._health.is_silent:
+            return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
+        return self._look
+
+    async def workers(self) -> Mapping[str, WorkerFigures]:
+        """The figures of each worker with devices.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        look = await self.latest()
+        if look.now is None:
+            raise Problem(Kind.UNAVAILABLE, look.problem, retry_after_s=INTERVAL_S)
+        return look.now.figures
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        if self._surveying is not None:
+            await stop(self._surveying)
+
+    async def _survey(self) -> None:
+        if self._look.age_s > STALE_S:
+            self._kept.clear()
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
+        except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
+            if redis_log_pace.is_due(str(error)):
+                logger.warning("%s: %s", type(error).__name__, error)
+            self._look = ClusterSnapshot(None, None, UNSEEN, time.monotonic())
+            return
+        now = self._first_seen.date(found)
+        before = self._kept[0] if self._kept else None
+        self._kept.append(now)
+        self._look = ClusterSnapshot(now, before, "", time.monotonic())
 
 
 async def stop(task: "asyncio.Task[None]") -> None:

@@ -144,7 +144,7 @@ async def choose_prompt(
     prompts: Mapping[str, str] = model.settings.prompts
     if not prompts.keys() & set(names):
         try:
-            prompts = await get_gateway(request).prompts.of(model)
+            prompts = (await get_gateway(request).infos.of(model)).prompts
         except Problem as problem:
             text = f"{field}: {problem.message}; or name its prompts in the setting prompts"
             raise Problem(problem.kind, text, param=field) from problem

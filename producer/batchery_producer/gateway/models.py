@@ -107,22 +107,34 @@ T = TypeVar("T")
 
 
 class ModelFiles:
-    """Files of a model: of its folder, or of its repository on the Hugging Face hub."""
+    """JSON files of a model: of its folder, or of its repository on the Hugging Face hub."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        folder = Path(model.settings.model).expanduser()
-        self._folder = folder if folder.is_dir() else None
+        self._folder = Path(model.settings.model).expanduser()
 
-    def path(self, name: str) -> Path | None:
-        """Finds a file, and downloads it if necessary; None if there is none.
+    def read(self, name: str) -> Any:
+        """Reads a file, and downloads it if necessary; an empty dictionary where there is none.
 
         Raises:
-            Problem: The gateway's machine has no such folder, and the hub does not answer.
+            Problem: It cannot be read: there is no such folder, the hub does not answer, or it is
+                no JSON.
         """
-        if self._folder is not None:
-            path = self._folder / name
-            return path if path.is_file() else None
+        model = self._model
+        try:
+            path = self._folder / name if self._folder.is_dir() else self._download(name)
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
+            raise Problem(
+                Kind.UNSUPPORTED,
+                f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its"
+                " log says why",
+            ) from error
+
+    def _download(self, name: str) -> Path:
         # It takes longer to import than all else, and folders need none of it.
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -131,30 +143,9 @@ class ModelFiles:
         try:
             return Path(hf_hub_download(settings.model, name, revision=settings.revision))
         except LocalEntryNotFoundError as error:
-            raise self._unreadable(name, error) from error
+            raise OSError(str(error)) from error
         except EntryNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise self._unreadable(name, error) from error
-
-    def json(self, name: str) -> Any:
-        """Reads a JSON file; an empty dictionary where there is none."""
-        path = self.path(name)
-        if path is None:
-            return {}
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise self._unreadable(name, error) from error
-
-    def _unreadable(self, name: str, error: Exception) -> Problem:
-        model = self._model
-        logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
-        return Problem(
-            Kind.UNSUPPORTED,
-            f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its log"
-            " says why",
-        )
+            raise FileNotFoundError from None
 
 
 class PerModel(Generic[T]):
@@ -196,35 +187,34 @@ class ModelInfo:
     Attributes:
         labels: Names of labels, by number.
         max_tokens: Maximum length of a text, in tokens; None if they do not say.
+        prompts: Those of its settings among them.
     """
 
     labels: Mapping[int, str] = field(default_factory=dict)
     max_tokens: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Where the gateway cannot read them.
 UNKNOWN = ModelInfo()
 
 
-def read_prompts(model: ServedModel) -> Mapping[str, str]:
-    """The prompts of a model: those of its files, and those of its settings."""
-    general = ModelFiles(model).json("config_sentence_transformers.json")
-    return {**(general.get("prompts") or {}), **model.settings.prompts}
-
-
 def read_info(model: ServedModel) -> ModelInfo:
     """Reads the files of a model."""
     files = ModelFiles(model)
-    config = files.json("config.json")
+    prompts = files.read("config_sentence_transformers.json").get("prompts") or {}
+    config = files.read("config.json")
     limits = [
         config.get("max_position_embeddings"),
-        files.json("tokenizer_config.json").get("model_max_length"),
-        files.json("sentence_bert_config.json").get("max_seq_length"),
+        files.read("tokenizer_config.json").get("model_max_length"),
+        files.read("sentence_bert_config.json").get("max_seq_length"),
     ]
     stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
     labels = config.get("id2label") or {}
     return ModelInfo(
-        {int(number): str(name) for number, name in labels.items()}, min(stated, default=None)
+        {int(number): str(name) for number, name in labels.items()},
+        min(stated, default=None),
+        {**prompts, **model.settings.prompts},
     )
 
 

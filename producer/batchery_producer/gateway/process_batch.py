@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from fastapi.sse import format_sse_event
 from pydantic import Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from batchery.protocol.figures import WorkerFigures
 from batchery_producer.answers import BatchSummary, Outcome
+from batchery_producer.gateway.answers import EVENTS_CONTENT, SSE_TYPE, EventStream, write_event
 from batchery_producer.gateway.bodies import WHOLE, JsonRoute
-from batchery_producer.gateway.event_stream import EVENTS_CONTENT, SSE_TYPE, EventStream
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Problem, build_problem
@@ -29,9 +28,6 @@ KINDS = ("classification",)
 
 #: Media type of lines of JSON, which a stream may have in place of server-sent events.
 LINES_TYPE = "application/x-ndjson"
-
-#: Digits after the point of times and rates.
-DIGITS = 6
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=10_000)]
 
@@ -89,8 +85,8 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
     return {
         "results": results,
         "total_texts": count,
-        "processing_time": round(took_s, DIGITS),
-        "average_time_per_text": round(took_s / count, DIGITS),
+        "processing_time": took_s,
+        "average_time_per_text": took_s / count,
         "batch_info": {
             "requested_batch_size": body.batch_size,
             "actual_batches_used": len(batches),
@@ -99,7 +95,7 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
             "device": ", ".join(sorted({batch.device for batch in batches})) or None,
         },
         "performance_metrics": {
-            "texts_per_second": round(count / took_s, 3),
+            "texts_per_second": count / took_s,
             "gpu_memory_used": used_gb,
             "total_tokens_processed": sum(each["token_count"] for each in results),
         },
@@ -135,7 +131,8 @@ async def process_batch_stream(
     asyncio.gather(*calls, return_exceptions=True)
     accepts_lines = form is None and LINES_TYPE in request.headers.get("accept", "")
     media_type = LINES_TYPE if form == "jsonl" or accepts_lines else SSE_TYPE
-    events = _write(_list_events(gateway, body, batches, calls), media_type)
+    write = write_event if media_type == SSE_TYPE else write_line
+    events = (write(event) async for event in _list_events(gateway, body, batches, calls))
     return EventStream(events, lambda: [call.cancel() for call in calls], media_type)
 
 
@@ -153,16 +150,14 @@ async def _list_events(
     used: set[BatchSummary] = set()
     for number, (texts, call) in enumerate(zip(batches, calls, strict=True), 1):
         step = {"batch_number": number, "batch_size": len(texts)}
-        progress = round(len(results) / total, DIGITS)
-        yield {"status": "processing_batch", **step, "progress": progress}
+        yield {"status": "processing_batch", **step, "progress": len(results) / total}
         batch_began_s = time.perf_counter()
         try:
             outcomes = check_all(await call, len(results) if batches[1:] else None)
         except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
             problem = build_problem(error)
             failed = {"batch_number": number, "detail": problem.message, "kind": problem.kind}
-            retry = {"retry_after_s": problem.retry_after_s} if problem.retry_after_s else {}
-            yield {"status": "error", **failed, **retry}
+            yield {"status": "error", **failed}
             return
         took_s, partial = time.perf_counter() - batch_began_s, label(texts, outcomes, len(results))
         results += partial
@@ -170,23 +165,20 @@ async def _list_events(
         yield {
             "status": "batch_complete",
             "batch_number": number,
-            "batch_time": round(took_s, DIGITS),
-            "texts_per_second": round(len(partial) / max(took_s, 1e-6), 3),
+            "batch_time": took_s,
+            "texts_per_second": len(partial) / max(took_s, 1e-6),
             "partial_results": partial,
         }
     # Before the last event, after which callers hang up.
     await _count(gateway, total, used)
     total_s = time.perf_counter() - began_s
     times = {"total_time": total_s, "average_time_per_text": total_s / total}
-    rounded = {name: round(value, DIGITS) for name, value in times.items()}
-    yield {"status": "completed", **rounded, "final_results": results}
+    yield {"status": "completed", **times, "final_results": results}
 
 
-async def _write(events: AsyncIterator[dict[str, Any]], media_type: str) -> AsyncIterator[bytes]:
-    async for event in events:
-        line = orjson.dumps(event)
-        is_sse = media_type == SSE_TYPE
-        yield format_sse_event(data_str=line.decode()) if is_sse else line + b"\n"
+def write_line(content: Any) -> bytes:
+    """A line of JSON."""
+    return orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _find_model(request: Request, body: ProcessBatchRequest) -> ServedModel:
@@ -248,9 +240,7 @@ async def batch_stats(request: Request) -> BatchStatsResponse:
     return {
         "total_requests": int(totals.get("requests", 0)),
         "total_texts_processed": int(totals.get("texts", 0)),
-        "average_batch_time": round(
-            totals.get("forward_s", 0.0) / max(totals.get("batches", 0), 1), DIGITS
-        ),
+        "average_batch_time": totals.get("forward_s", 0.0) / max(totals.get("batches", 0), 1),
         "peak_batch_size": int(totals.get("peak_batch_size", 0)),
         "device": device,
         "model_loaded": device is not None,
@@ -281,18 +271,15 @@ def describe_devices(
     workers: Mapping[str, WorkerFigures], queue: str
 ) -> tuple[str | None, float | None, float | None]:
     """The devices that are ready for a queue, their memory in use and its peak, in GB."""
-    ready = {
-        (worker, name): device
-        for worker, figures in workers.items()
+    ready = [
+        (name, device.memory)
+        for figures in workers.values()
         if queue in figures.queues
         for name, device in figures.devices.items()
         if device.state == "ready"
-    }
-
-    def add_up(name: str) -> float | None:
-        sizes = [getattr(device.memory, name) for device in ready.values()]
-        known = [size for size in sizes if size is not None]
-        return round(sum(known) / 2**30, 3) if known else None
-
-    names = ", ".join(sorted({name for _, name in ready})) or None
-    return names, add_up("allocated_bytes"), add_up("peak_bytes")
+    ]
+    names = ", ".join(sorted({name for name, _ in ready})) or None
+    used = [each.allocated_bytes for _, each in ready if each.allocated_bytes is not None]
+    peak = [each.peak_bytes for _, each in ready if each.peak_bytes is not None]
+    used_gb, peak_gb = (round(sum(sizes) / 2**30, 3) if sizes else None for sizes in (used, peak))
+    return names, used_gb, peak_gb

@@ -1,7 +1,7 @@
 """What a running gateway has, and what runs beside its requests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,16 +12,9 @@ from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
-from batchery_producer.gateway.health import Absence, Health, stop
+from batchery_producer.gateway.health import Absence, Health, Monitor, stop
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import (
-    ModelInfo,
-    PerModel,
-    ServedModels,
-    read_info,
-    read_prompts,
-)
-from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.models import ModelInfo, PerModel, ServedModels, read_info
 from batchery_producer.gateway.store import Store
 from batchery_producer.gateway.task_records import TaskRecords
 
@@ -35,8 +28,7 @@ class Gateway:
     models: ServedModels
     client: AsyncClient
     health: Health
-    model_facts: PerModel[ModelInfo]
-    prompts: PerModel[Mapping[str, str]]
+    infos: PerModel[ModelInfo]
     files: FileStore
     batches: BatchStore
     store: Store
@@ -79,8 +71,7 @@ async def running(
                 models=models,
                 client=client,
                 health=health,
-                model_facts=PerModel(read_info),
-                prompts=PerModel(read_prompts),
+                infos=PerModel(read_info),
                 files=files,
                 batches=BatchStore(store, files),
                 store=store,

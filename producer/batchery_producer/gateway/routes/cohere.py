@@ -73,30 +73,8 @@ class RerankedDocument(TypedDict):
     document: NotRequired[dict[str, str]]
 
 
-class ApiVersion(TypedDict):
-    """Version of Cohere's API."""
-
-    version: str
-
-
-class BilledUnits(TypedDict):
-    """What Cohere would bill."""
-
-    search_units: int
-
-
-class InputTokens(TypedDict):
-    """Tokens that were read."""
-
-    input_tokens: int
-
-
-class CohereMeta(TypedDict):
-    """What the answer took."""
-
-    api_version: ApiVersion
-    billed_units: BilledUnits
-    tokens: InputTokens
+#: What an answer took: `api_version`, `billed_units` and `tokens`, as Cohere tells it.
+Meta = dict[str, dict[str, Any]]
 
 
 class RerankResponse(TypedDict):
@@ -106,7 +84,7 @@ class RerankResponse(TypedDict):
     object: Literal["list"]
     model: str
     results: list[RerankedDocument]
-    meta: CohereMeta
+    meta: Meta
     usage: Usage
 
 
@@ -129,12 +107,10 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
         Problem: There is no such model, a document has no text, or the model failed.
     """
     served = get_gateway(request).models.find(body.model, ("rerank",))
-    if not body.documents:
-        raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
-    request.state.caller.check(len(body.documents), 0)
+    documents = read_items(request, "documents", body.documents)
     # A field counts once, so the texts are not longer than the documents.
     fields = list(dict.fromkeys(body.rank_fields or ["text"]))
-    texts = [_text(index, document, fields) for index, document in enumerate(body.documents)]
+    texts = [_text(index, document, fields) for index, document in enumerate(documents)]
     items = [{"query": body.query, "text": text} for text in texts]
     found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
@@ -144,7 +120,7 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     ]
     if body.return_documents:
         for result in results:
-            document = body.documents[result["index"]]
+            document = documents[result["index"]]
             result["document"] = {"text": document} if isinstance(document, str) else document
     tokens = sum(result["tokens"] for result in found)
     units = math.ceil(len(items) / DOCUMENTS_PER_UNIT)
@@ -235,14 +211,6 @@ class CohereEmbedV2Request(CohereEmbedRequest):
     max_tokens: Unserved = None
 
 
-class EmbedMeta(TypedDict):
-    """What the answer took."""
-
-    api_version: ApiVersion
-    billed_units: InputTokens
-    tokens: InputTokens
-
-
 class CohereEmbedResponse(TypedDict):
     """The vectors; by their types, unless the first version was asked for none."""
 
@@ -250,7 +218,7 @@ class CohereEmbedResponse(TypedDict):
     id: str
     embeddings: list[list[float]] | dict[str, list[list[float] | str]]
     texts: list[str]
-    meta: EmbedMeta
+    meta: Meta
 
 
 @router.post("/v1/embed", tags=["embed"], response_model=CohereEmbedResponse)
@@ -288,7 +256,7 @@ async def _embed(
     by_type: dict[str, list[Any]] = {
         name: [_in_type(name, vector) for vector in vectors] for name in types
     }
-    tokens: InputTokens = {"input_tokens": sum(result["tokens"] for result in results)}
+    tokens = {"input_tokens": sum(result["tokens"] for result in results)}
     content: CohereEmbedResponse = {
         "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
         "id": str(uuid.uuid4()),

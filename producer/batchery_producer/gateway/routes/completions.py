@@ -1,9 +1,10 @@
-"""OpenAI's routes for texts: chats and prompts, whole or as a stream of events."""
+"""OpenAI's routes for texts: chats and prompts, whole, or as a stream that a caller may resume."""
 
+import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,21 +12,34 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from batchery_producer.gateway.answers import json_response, off_loop
-from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
-from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
-from batchery_producer.gateway.generation import (
-    KINDS,
-    PieceFeed,
-    check_prompts,
-    generate,
-    write_error,
+from batchery_producer.answers import Outcome
+from batchery_producer.gateway.answers import (
+    EVENTS_CONTENT,
+    EventStream,
+    json_response,
+    off_loop,
     write_event,
 )
+from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
+from batchery_producer.gateway.bodies import JsonRoute
+from batchery_producer.gateway.callers import check_copies
+from batchery_producer.gateway.inference import (
+    check_all,
+    choose_task,
+    read_timeout_s,
+    run_outcomes,
+    wait_gone,
+)
 from batchery_producer.gateway.models import ServedModel
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import (
+    Kind,
+    Problem,
+    build_problem,
+    choose_error_format,
+    log_failure,
+)
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.gateway.task_records import TaskRecord
 from batchery_producer.openai_generation import (
     CHAT_URL,
     FORMS,
@@ -37,11 +51,15 @@ from batchery_producer.openai_generation import (
     GenerationRequest,
     TextCompletion,
     build_completion,
+    count_chars,
     count_usage,
     list_choices,
 )
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
+
+#: Kinds of models that write.
+KINDS = ("generation",)
 
 #: An answer with the logarithms of more tokens is made in a thread, as that takes milliseconds.
 INLINE_TOKENS = 100
@@ -99,9 +117,13 @@ async def _complete(
     request: Request, model: ServedModel, body: GenerationRequest, url: str
 ) -> Response:
     items = body.items()
-    check_prompts(request, items, body.n or 1)
+    chars = count_chars(items)
+    request.state.caller.check(len(items) * (body.n or 1), chars)
+    check_copies(chars, request.state.body_bytes)
     if not body.stream:
-        results = await generate(request, model, items)
+        # Each is a job of its own: they end at different times.
+        outcomes = check_all(await run_outcomes(request, model, items, {}, per_job=1))
+        results = [outcome.value for outcome in outcomes]
         choices = [choice for result in results for choice in list_choices(result)]
         is_long = sum(len(each.get("logprobs") or ()) for each in choices) > INLINE_TOKENS
         write = partial(build_completion, url, str(uuid.uuid4()), model.name, results)
@@ -113,6 +135,135 @@ async def _complete(
     await feed.begin()
     events = _list_events(request, feed, model.name, body.wants_usage, url)
     return EventStream(events, feed.leave)
+
+
+# Streams
+
+
+#: Header of a caller who comes back: the id of the last event that he has.
+LAST_EVENT_HEADER = "last-event-id"
+
+#: Ids of events: that of the job, and that of the piece.
+EVENT_ID = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,15}-0)")
+
+
+class PieceFeed:
+    """The pieces of a job's text, for one caller.
+
+    A caller who hangs up may come back with the id of its last event, so the job goes on for the
+    time that the setting `stream_grace_s` says.
+
+    Attributes:
+        job_id: Id of the job, once it has begun.
+    """
+
+    def __init__(self, request: Request, model: ServedModel, item: Any) -> None:
+        """Prepares to read on, or a job.
+
+        Raises:
+            Problem: Redis is away, no worker is there, or a header is wrong.
+        """
+        self._request, self._gateway, self._model = request, get_gateway(request), model
+        stream_timeout_s = self._gateway.settings.gateway.stream_timeout_s
+        self._timeout_s = read_timeout_s(request, stream_timeout_s)
+        self._task, self._item = choose_task(request, model, is_stream=True), item
+        self._gateway.health.absence.check(model.name, model.queue)
+        last = request.headers.get(LAST_EVENT_HEADER)
+        self._last = EVENT_ID.fullmatch(last) if last else None
+        if last and self._last is None:
+            raise Problem(
+                Kind.INVALID,
+                f"header Last-Event-ID is {last!r:.100}: expected the id of an event, or none",
+            )
+        self._first: Any = None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the caller has the beginning."""
+        return self._last is not None
+
+    async def begin(self) -> None:
+        """Waits for the first piece, so that until then errors have a status of their own.
+
+        Raises:
+            Problem: There is none, or the stream is not the caller's.
+        """
+        name = f"{self._request.url.path} {self._model.name}"
+        caller, records = self._request.state.caller.name, self._gateway.stream_records
+        if self._last is not None:
+            await records.find(self._last[1], caller, name)
+            self._stream = self._gateway.client.follow(self._last[1], after=self._last[2])
+        else:
+            self._stream = self._task.stream(self._item)
+        self.job_id = self._stream.id
+        self._gone = asyncio.ensure_future(wait_gone(self._request))
+        self._gone.add_done_callback(self._give_up)
+        try:
+            async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
+                self._first = await self._next(read_timeout_s(self._request))
+            if self._first is None:
+                # A job that has failed has an error in place of pieces.
+                _ = self._stream.result
+            if not self.is_resumed:
+                # Before anybody learns the id.
+                await records.add(TaskRecord(self.job_id, name, caller))
+        except BaseException as error:
+            # Nobody knows its id, so nobody can come back.
+            self._stream.close()
+            if not self._gone.cancel() and not self.is_resumed:
+                # The stream has ended with that its caller has hung up, and its job has not.
+                self._gateway.client.cancel(self.job_id)
+            if isinstance(error, Exception):
+                raise build_problem(error) from error
+            raise
+
+    async def pieces(self) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        """Each piece with the id of its event.
+
+        Raises:
+            Problem: There is no more, though the text has not ended.
+        """
+        while self._first is not None:
+            piece, id_ = self._first, f"{self.job_id}/{self._stream.last_id}"
+            yield id_, piece
+            self._first = await self._next(self._timeout_s)
+
+    def result(self) -> Any:
+        """The result, after the last piece.
+
+        Raises:
+            Exception: Why there is none.
+        """
+        try:
+            value = self._stream.result
+        except Exception as error:
+            self._gateway.measurements.results(self._model.name, [Outcome(0, error=error)])
+            raise
+        self._gateway.measurements.results(self._model.name, [Outcome(0, value)])
+        return value
+
+    def leave(self) -> None:
+        """Reads no more; a job that has not ended has some time left."""
+        self._gone.cancel()
+        self._stream.leave()
+
+    async def _next(self, timeout_s: float) -> Any:
+        """The next piece; None if there are no more."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._stream, None)
+        except Exception as error:
+            if self._stream.has_ended:
+                return None  # `result` raises why the job failed, and counts it.
+            if isinstance(error, TimeoutError):
+                text = f"nothing new of the text within {timeout_s:g} s"
+                raise Problem(Kind.TIMEOUT, text) from None
+            raise
+
+    def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
+        """Wakes whoever waits for a piece, as nobody waits for the answer."""
+        if not gone.cancelled():
+            self._stream.give([gone.result()])
 
 
 async def _list_events(
@@ -149,3 +300,11 @@ async def _list_events(
         yield b"data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
         yield write_error(request, error)
+
+
+def write_error(request: Request, error: Exception) -> bytes:
+    """The event of an error, in the form of the route: the head of the answer is sent."""
+    problem = build_problem(error)
+    log_failure(request.scope, problem)
+    form = choose_error_format(request.url.path)
+    return write_event(form.body(problem, form.get_status(problem.kind)), event="error")

@@ -1,16 +1,21 @@
-"""Routes that run a model, of Text Embeddings Inference (TEI) and Hugging Face's inference API."""
+"""Routes of Text Embeddings Inference (TEI), and of Hugging Face's inference API."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
-from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi import APIRouter, Body, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from batchery.settings import Settings
 from batchery_producer.gateway.answers import best_first, json_list, json_response, off_loop
 from batchery_producer.gateway.bodies import Inputs, JsonRoute, ModelName
+from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import (
     build_overflow_keywords,
     check_growth,
@@ -19,7 +24,13 @@ from batchery_producer.gateway.inference import (
     read_items,
     run_items,
 )
-from batchery_producer.gateway.models import LEAST_NORM, ServedModel, numbers
+from batchery_producer.gateway.models import (
+    LEAST_NORM,
+    UNKNOWN,
+    ModelInfo,
+    ServedModel,
+    numbers,
+)
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
@@ -76,10 +87,15 @@ class PromptRequest(TextRequest):
 INLINE_NUMBERS = 50_000
 
 
-class EmbedRequest(PromptRequest):
-    """Texts for `/embed`."""
+class InputsRequest(PromptRequest):
+    """Texts for `/embed_all` and `/embed_sparse`."""
 
     inputs: Inputs
+
+
+class EmbedRequest(InputsRequest):
+    """Texts for `/embed`."""
+
     normalize: Annotated[
         bool | None,
         Field(description="Scale vectors to length 1; the model's setting if missing."),
@@ -94,18 +110,6 @@ class EmbedRequest(PromptRequest):
         if self.normalize is not None and self.normalize != model.settings.normalize:
             found["normalize"] = self.normalize
         return found
-
-
-class EmbedAllRequest(PromptRequest):
-    """Texts for `/embed_all`."""
-
-    inputs: Inputs
-
-
-class EmbedSparseRequest(PromptRequest):
-    """Texts for `/embed_sparse`."""
-
-    inputs: Inputs
 
 
 class SparseValue(TypedDict):
@@ -153,7 +157,7 @@ async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
-async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = None) -> Response:
+async def embed_all(request: Request, body: InputsRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
     served = get_gateway(request).models.find(body.model or model, ("multi_vector_embedding",))
     items = read_items(request, "inputs", body.inputs)
@@ -166,9 +170,7 @@ async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = 
 
 
 @router.post("/embed_sparse", response_model=list[list[SparseValue]])
-async def embed_sparse(
-    request: Request, body: EmbedSparseRequest, model: ModelName = None
-) -> Response:
+async def embed_sparse(request: Request, body: InputsRequest, model: ModelName = None) -> Response:
     """One sparse vector for each text."""
     served = get_gateway(request).models.find(body.model or model, ("sparse_embedding",))
     items = read_items(request, "inputs", body.inputs)
@@ -343,16 +345,14 @@ def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any]
 async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = None) -> Response:
     """The texts by how well they fit the query, the best first."""
     served = get_gateway(request).models.find(body.model or model, ("rerank",))
-    if not body.texts:
-        raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
-    request.state.caller.check(len(body.texts), 0)
-    items = [{"query": body.query, "text": text} for text in body.texts]
+    texts = read_items(request, "texts", body.texts)
+    items = [{"query": body.query, "text": text} for text in texts]
     results = await run_items(request, served, items, body.keywords(served))
     scores = [result["score"] for result in results]
     ranks: list[Rank] = [{"index": index, "score": scores[index]} for index in best_first(scores)]
     if body.return_text:
         for rank in ranks:
-            rank["text"] = body.texts[rank["index"]]
+            rank["text"] = texts[rank["index"]]
     return json_response(ranks)
 
 
@@ -429,3 +429,134 @@ async def find_entities(request: Request, body: TokenRequest, model: str | None)
         for result in results
     ]
     return json_response(answers[0] if isinstance(body.inputs, str) else answers)
+
+
+# `POST /` and `/info`
+
+
+#: What to do with a body for a model of each kind: its form, and the route that takes it.
+HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] = {
+    "embedding": (EmbedRequest, embed),
+    "multi_vector_embedding": (InputsRequest, embed_all),
+    "sparse_embedding": (InputsRequest, embed_sparse),
+    "classification": (PredictRequest, predict),
+    "rerank": (RerankTextsRequest, rerank),
+    # Kinds that TEI does not have.
+    "zero_shot": (ZeroShotRequest, zero_shot),
+    "token_classification": (TokenRequest, find_entities),
+}
+
+#: Forms that the schema has for `POST /`.
+ROOT_FORMS: tuple[type[BaseModel], ...] = (
+    *(EmbedRequest, InputsRequest),
+    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
+)
+BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
+
+#: torch's names of number formats.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class ServerInfo(TypedDict):
+    """A model and the limits of the server, as TEI tells them."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: Annotated[str, Field(description="`auto` where the device decides.")]
+    served_model_name: str
+    model_type: Annotated[
+        dict[str, dict[str, Any]],
+        Field(description="`embedding`, `classifier` or `reranker`, and its pooling or labels."),
+    ]
+    max_concurrent_requests: Count
+    max_input_length: Annotated[int, Field(ge=0, description="Tokens; 0 if unknown here.")]
+    max_batch_tokens: Annotated[int, Field(ge=0, description="0 where the device decides.")]
+    max_batch_requests: Count | None
+    max_client_batch_size: Count
+    auto_truncate: bool
+    tokenization_workers: Count
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+@router.post(
+    "/",
+    response_model=None,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"anyOf": BODIES}}},
+        }
+    },
+)
+async def root(
+    request: Request, body: Annotated[dict[str, Any], Body()], model: ModelName = None
+) -> Response:
+    """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
+    given = body.get("model")
+    name = given if isinstance(given, str) and given else model
+    served = get_gateway(request).models.find(name, HANDLERS)
+    form, run = HANDLERS[served.kind]
+    # The form of a body tells what the kind leaves open.
+    if served.kind == "embedding" and isinstance(body.get("inputs"), dict):
+        form, run = SimilarityRequest, similarity
+    elif served.kind == "classification" and "parameters" in body:
+        form, run = PipelineRequest, pipeline
+    try:
+        payload = form.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+    return await run(request, payload, served.name)
+
+
+def build_info(
+    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
+) -> ServerInfo:
+    """A model and the limits of requests, in TEI's words."""
+    own = model.settings
+    return {
+        # Where its folder lies is nobody's business.
+        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
+        "model_sha": own.revision,
+        "model_dtype": DTYPES.get(own.dtype, own.dtype),
+        "served_model_name": model.name,
+        "model_type": _describe_type(model, info),
+        "max_concurrent_requests": caller.max_concurrency,
+        "max_input_length": own.max_length or info.max_tokens or 0,
+        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
+        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
+        "max_client_batch_size": caller.max_items,
+        "auto_truncate": own.overflow == "truncate",
+        "tokenization_workers": settings.gateway.processes,
+        "version": version("batchery"),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, Any]]:
+    if "embedding" in model.kind:
+        pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
+        return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
+    labels: dict[str, Any] = {
+        "id2label": {str(number): name for number, name in info.labels.items()},
+        "label2id": {name: number for number, name in info.labels.items()},
+    }
+    return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
+
+
+@router.get("/info", response_model=ServerInfo)
+async def info(request: Request, model: ModelName = None) -> Response:
+    """The first model, or the named one, and the limits of requests."""
+    gateway = get_gateway(request)
+    served = gateway.models.find(model, HANDLERS)
+    try:
+        known: ModelInfo = await gateway.infos.of(served)
+    except Problem:
+        # Only a worker has its files.
+        known = UNKNOWN
+    return json_response(build_info(served, known, gateway.settings, request.state.caller))

@@ -1,11 +1,14 @@
-"""Long work of the gateway: in threads of its own, one for each caller at a time."""
+"""How answers are written: long work in threads, one for each caller at a time; streams."""
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
+from starlette.types import Message
 
-from batchery_producer.gateway.answers import json_of_arguments, off_loop
+from batchery_producer.gateway import answers
+from batchery_producer.gateway.answers import SSE_TYPE, EventStream, json_of_arguments, off_loop
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 
@@ -54,3 +57,34 @@ def test_arguments_that_workers_cannot_read_are_refused(value: object) -> None:
         json_of_arguments(value)
     assert caught.value.kind is Kind.INVALID
     assert json_of_arguments({"b": [1], "a": 2**64 - 1}) == b'{"a":18446744073709551615,"b":[1]}'
+
+
+def sent(stream: EventStream) -> list[bytes]:
+    """The bodies that a stream sends."""
+    bodies: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        bodies.append(message.get("body", b""))
+
+    asyncio.run(stream.stream_response(send))
+    return [body for body in bodies if body]
+
+
+@pytest.mark.parametrize(
+    ("media_type", "ping"), [(SSE_TYPE, b": ping\n"), ("application/x-ndjson", b"\n")]
+)
+def test_silent_stream_says_that_it_is_alive(
+    media_type: str, ping: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "PING_S", 0.01)
+    stopped: list[bool] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.sleep(0.05)
+        yield b"last"
+
+    bodies = sent(EventStream(events(), lambda: stopped.append(True), media_type))
+    assert (bodies[0], bodies[-1]) == (b"first", b"last")
+    assert set(bodies[1:-1]) == {ping}
+    assert stopped == [True]

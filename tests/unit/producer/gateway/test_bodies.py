@@ -18,8 +18,12 @@ from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.cohere import CohereRerankRequest
 from batchery_producer.gateway.routes.openai import CreateBatchRequest, EmbeddingsRequest
-from batchery_producer.gateway.routes.tei import PipelineRequest, PredictRequest, SimilarityRequest
-from batchery_producer.gateway.routes.tei_server import HANDLERS
+from batchery_producer.gateway.routes.tei import (
+    HANDLERS,
+    PipelineRequest,
+    PredictRequest,
+    SimilarityRequest,
+)
 from batchery_producer.request_fields import RequestBody
 
 #: Characters that matter in texts of JSON, and others.

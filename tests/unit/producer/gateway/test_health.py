@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from batchery.transport.live_workers import RegisteredWorker, list_queues
+from batchery.transport.live_workers import RegisteredWorker
 from batchery_producer.gateway.health import MAX_GAP_S, Absence
 from batchery_producer.gateway.problems import Problem
 
@@ -101,10 +101,3 @@ def test_a_timeout_of_the_work_itself_stays_one() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "about", [None, b"", b"no JSON", b"[]", b"{}", b'{"queues": 3}', b'{"queues": [[]]}']
-)
-def test_entry_that_names_no_queues(about: bytes | None) -> None:
-    assert list_queues(about) is None

@@ -28,10 +28,10 @@ def served(folder: Path) -> ServedModel:
 
 def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None:
     files = ModelFiles(served(tmp_path))
-    assert files.json("config.json") == {}
+    assert files.read("config.json") == {}
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Problem, match=r"model 'm': the gateway cannot read config\.json"):
-        files.json("config.json")
+        files.read("config.json")
 
 
 def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """How each API tells what went wrong."""
 
+import asyncio
 from typing import Any
 
+import httpx2
 import orjson
 import pytest
+from celery import Celery
 from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError
 
 from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem, ServerBusy
-from batchery_producer.gateway.app import invalid
+from batchery.settings import Settings
+from batchery_producer.gateway.app import invalid, make_app
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 
 CAUSES = {
@@ -75,12 +79,6 @@ def test_busy_server_is_a_429_whatever_it_says(words: str, retry_after: str) -> 
     assert (found.status_code, found.headers["retry-after"]) == (429, retry_after)
 
 
-@pytest.mark.parametrize("path", ["/embed", "/v1/embeddings", "/v2/rerank", "/tasks/a"])
-def test_full_queue_says_when_to_come_again(path: str) -> None:
-    found = answer(path, Problem(Kind.OVERLOADED, "full", retry_after_s=2.2))
-    assert (found.status_code, found.headers["retry-after"]) == (429, "3")
-
-
 def test_full_redis_is_not_said_to_be_away() -> None:
     full = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
     # As Celery and kombu wrap it.
@@ -108,3 +106,19 @@ def test_a_body_that_is_missing_is_said_to_be_empty() -> None:
     missing = {"msg": "Field required", "type": "missing"}
     assert "the body is empty" in str(invalid({**missing, "loc": ("body",)}))
     assert "input: Field required" in str(invalid({**missing, "loc": ("body", "input")}))
+
+
+def test_failure_of_the_gateway_itself_has_a_name_and_tells_nothing() -> None:
+    # It has not started, so it has nothing that its routes need.
+    web = make_app(Celery("none", set_as_current=False), Settings())
+
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(web, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/health", headers={"x-request-id": "order-7"})
+
+    answer = asyncio.run(ask())
+    # As TEI says it.
+    assert answer.json()["error"] == "the gateway failed; its log says why"
+    assert answer.status_code == 424
+    assert answer.headers.get_list("x-request-id") == ["order-7"]
