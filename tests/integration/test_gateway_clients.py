@@ -13,11 +13,8 @@ import numpy as np
 import openai
 import pytest
 import tiktoken
-from huggingface_hub import InferenceClient
-from huggingface_hub.errors import HfHubHTTPError
 from langchain_openai import OpenAIEmbeddings
 
-from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import GatewayProcess
 from support.tiny_models import save_model
@@ -185,23 +182,6 @@ def test_cohere_is_told_what_it_cannot_embed(
     asked = {"model": "prompted", "texts": ["tea"], "input_type": "search_document", **fields}
     with pytest.raises(cohere.BadRequestError, match=re.escape(text)):
         client_v2.embed(**asked)
-
-
-@pytest.mark.usefixtures("gateway")
-def test_clients_send_their_keys(start_gateway: StartGateway, models: Models) -> None:
-    key, hashed = make_key()
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": {"hash": hashed}}})
-    with cohere.ClientV2(api_key=key, base_url=keyed.url) as client:
-        assert client.rerank(model="rerank", query=QUERY, documents=DOCUMENTS).results
-    inference = InferenceClient(model=f"{keyed.url}/?model=embed", token=key)
-    assert inference.feature_extraction("the cat").shape == (1, 32)
-    with (
-        cohere.ClientV2(api_key="wrong", base_url=keyed.url) as client,
-        pytest.raises(cohere.UnauthorizedError, match="wrong API key"),
-    ):
-        client.rerank(model="rerank", query=QUERY, documents=DOCUMENTS)
-    with pytest.raises(HfHubHTTPError, match="401"):
-        InferenceClient(model=keyed.url, token="wrong").feature_extraction("the cat")
 
 
 def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
