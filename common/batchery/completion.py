@@ -30,16 +30,28 @@ from batchery.retry import RetryDeadline
 class LeaseHolder(Protocol):
     """A worker that holds leases."""
 
+    #: The client of the Redis where they are.
+    client: Any
+
     @property
     def lease_key(self) -> str:
         """HASH of its leases; a fenced worker gets another one."""
 
 
+#: Holder and token of a lease.
+Lease = tuple[LeaseHolder, str]
+
+
 class PublishingChannel(Protocol):
     """A channel that can publish a message with a dedupe key."""
 
-    def publish_once(self, outbox: "Outbox", key: str, message: Mapping[str, Any]) -> None:
-        """Puts a message into the queue of a key, unless its dedupe key is there already."""
+    def is_beside(self, holder: LeaseHolder) -> bool:
+        """Whether its queues are in the same database of the same server as a worker's leases."""
+
+    def publish_once(
+        self, tag: str, dedupe_key: str, held: "HeldMessage", lease: Lease | None
+    ) -> None:
+        """Puts a message into its queue, unless its dedupe key is there, or the lease is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class Outbox:
         self,
         publish_tag: str,
         known: Mapping[str, Any],
-        lease: tuple[LeaseHolder, str] | None = None,
+        lease: Lease | None = None,
         *,
         task_id: str = "",
     ) -> None:
@@ -75,16 +87,17 @@ class Outbox:
                 job that is submitted once more gets another one.
             known: The job's id, and what follows the job: callbacks, chain, chord. A message whose
                 id occurs here keeps that id when the job runs again.
-            lease: Holder and token of the job's lease. Nothing is published without the lease; None
-                if the lease is on another server than the one that the messages go to.
+            lease: Holder and token of the job's lease; None if it has none. Nothing is published
+                without the lease, but to another database or server than that of the lease: there
+                a message goes at once, with a dedupe key that nobody removes before its time.
             task_id: Id of the job, whose result may be held back.
         """
         self.publish_tag = publish_tag
         self.lease = lease
         self.task_id = task_id
         self._known = known
-        self._bodies: Counter[str] = Counter()
-        self._dedupe_keys: dict[str, str] = {}
+        #: How many messages of each name are published.
+        self._published: Counter[str] = Counter()
         #: Whether Redis has dedupe keys of this job.
         self.has_dedupe_keys = False
         #: Whether messages and the result are held back.
@@ -116,10 +129,18 @@ class Outbox:
 
     def publish(self, held: HeldMessage) -> None:
         """Publishes a message, or holds it back."""
-        if self.holds:
+        lease = self.lease
+        if lease is not None and not held.channel.is_beside(lease[0]):
+            lease = None
+        elif self.holds:
             self.messages.append(held)
-        else:
-            held.channel.publish_once(self, held.queue_key, held.message)
+            return
+        name = self._name(held.message)
+        # Equal ones are counted when they are in their queue: kombu may try one of them again.
+        dedupe_key = f"{name} {self._published[name] + 1}"
+        held.channel.publish_once(self.publish_tag, dedupe_key, held, lease)
+        self._published[name] += 1
+        self.has_dedupe_keys = True
 
     def replay(self) -> None:
         """Writes now what was held back: messages, each with a dedupe key, result, chord parts."""
@@ -131,26 +152,19 @@ class Outbox:
         for count in self._counts:
             count()
 
-    def dedupe_key(self, message: Mapping[str, Any]) -> str:
-        """Names a message: the same name when the job runs again, a name that no other message has.
+    def _name(self, message: Mapping[str, Any]) -> str:
+        """Names a message: the same name when the job runs again.
 
         Args:
-            message: In the form that kombu puts into a queue. Kombu keeps its id if it tries again.
+            message: In the form that kombu puts into a queue. What a hook publishes by kombu alone
+                is no task's, and has no id.
         """
         headers = message.get("headers") or {}
-        task_id = str(headers.get("id"))
-        if task_id not in self._dedupe_keys:
-            self._dedupe_keys[task_id] = self._name(task_id, headers, message.get("body"))
-        return self._dedupe_keys[task_id]
-
-    def _name(self, task_id: str, headers: Mapping[str, Any], body: Any) -> str:
-        if task_id in self._known_ids:
-            return f"id {task_id} {headers.get('task')} {headers.get('retries')}"
-        # A callback, for instance, gets a new id in each run, so its body names it. Two callbacks
-        # may be equal, so equal ones are counted.
-        name = f"body {headers.get('task')} {hashlib.sha256(str(body).encode()).hexdigest()}"
-        self._bodies[name] += 1
-        return f"{name} {self._bodies[name]}"
+        task_id, task = headers.get("id"), headers.get("task")
+        if task_id and str(task_id) in self._known_ids:
+            return f"id {task_id} {task} {headers.get('retries')}"
+        # A callback, for instance, gets a new id in each run, so its body names it.
+        return f"body {task} {hashlib.sha256(str(message.get('body')).encode()).hexdigest()}"
 
     @cached_property
     def _known_ids(self) -> str:

@@ -13,6 +13,7 @@ from celery import VERSION, Celery, Task, __version__, uuid
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
 from celery.canvas import Signature, chunks, group, maybe_signature
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.result import AsyncResult, ResultSet, allow_join_result
 from celery.signals import worker_ready
 from celery.utils.imports import symbol_by_name
@@ -22,7 +23,7 @@ from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads
 
 from batchery.completion import current_completion
-from batchery.errors import BatchArgumentError, InvalidItem, StartError
+from batchery.errors import BatchArgumentError, DeviceDied, InvalidItem, StartError
 from batchery.execution.batch import read_back, run_function
 from batchery.execution.item_models import ItemModels, check_function
 from batchery.installation import get_queue_limits
@@ -84,15 +85,22 @@ class ItemChunks(_Chunks):  # type: ignore[misc]
         return group((task.type.starmap(part) for part in parts), app=self._app)
 
 
+#: What happens to a process, and so is no failure of the function that may be retried.
+LOST = (DeviceDied, TimeLimitExceeded, WorkerLostError)
+
+
 class Delivery:
     """Turns one outcome into what Celery expects of a task: a value or an exception.
 
     It takes the task's place in Celery's autoretry, so that `autoretry_for` sees the exception of
-    one job. Everything except `run` is the task's.
+    one job. Everything except `run` is the task's, and as in Celery no job that killed its process,
+    or was killed for its time limit, is retried.
     """
 
     def __init__(self, task: "BatchTask") -> None:
         self.__dict__["_task"] = task
+        excepted = tuple(getattr(task, "dont_autoretry_for", ()))
+        self.__dict__["dont_autoretry_for"] = (*excepted, *LOST)
         add_autoretry_behaviour(self)
 
     def __getattr__(self, name: str) -> Any:

@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import Any
 
 import redis
-from kombu.utils.json import dumps
 
-from batchery.completion import HeldMessage, Outbox, current_completion
+from batchery.completion import HeldMessage, Lease, LeaseHolder, current_completion
 from batchery.errors import InvalidItem
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
@@ -62,21 +61,33 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
                 f"queue {queue!r:.200}: the key of that name is no queue's; name another queue"
             )
 
-    def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
-        """Puts a message into a queue, unless its dedupe key is there already."""
-        keys = [Keys(self.global_keyprefix).dedupe_keys(outbox.publish_tag), key]
-        args = [outbox.dedupe_key(message), DEDUPE_TTL_S, dumps(message)]
-        if outbox.lease is not None:
-            holder, token = outbox.lease
+    def is_beside(self, holder: LeaseHolder) -> bool:
+        """Whether its queues are in the same database of the same server as a worker's leases."""
+        return _place(self.pool) == _place(holder.client.connection_pool)
+
+    def publish_once(
+        self, tag: str, dedupe_key: str, held: HeldMessage, lease: Lease | None
+    ) -> None:
+        """Puts a message into its queue, unless its dedupe key is there, or the lease is gone."""
+        keys = [Keys(self.global_keyprefix).dedupe_keys(tag), held.queue_key]
+        args = [dedupe_key, DEDUPE_TTL_S, held.text]
+        if lease is not None:
+            holder, token = lease
             keys.append(holder.lease_key)
             args.append(token)
         self._outbox_scripts.run("publish_once", keys, *args)
-        outbox.has_dedupe_keys = True
 
     @cached_property
     def _outbox_scripts(self) -> RedisScripts:
         # Kombu's own client would add its prefix to the first key of a script only.
         return transport_scripts(redis.Redis(connection_pool=self.pool))
+
+
+def _place(pool: Any) -> tuple[Any, ...]:
+    """The server and the database of a pool's connections; a Sentinel's by the name it goes by."""
+    given = pool.connection_kwargs
+    server = (getattr(pool, "service_name", None), *map(given.get, ("host", "port", "path")))
+    return *server, int(given.get("db") or 0)
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """The outbox of one job: what it holds back, what it replays, and how it names messages."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from batchery.completion import HeldMessage, Outbox
+from batchery.completion import HeldMessage, Lease, LeaseHolder, Outbox
 
 KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 
@@ -13,11 +12,26 @@ KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 class FakeChannel:
     """Remembers what was published, in the list of everything that happened."""
 
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
+    def __init__(self, log: list[str], *, beside: bool = True) -> None:
+        self._log, self._beside = log, beside
+        self.fails = False
 
-    def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
-        self._log.append(f"{key} {outbox.dedupe_key(message)}")
+    def is_beside(self, holder: LeaseHolder) -> bool:
+        return self._beside
+
+    def publish_once(
+        self, tag: str, dedupe_key: str, held: HeldMessage, lease: Lease | None
+    ) -> None:
+        if self.fails:
+            raise ConnectionError
+        self._log.append(f"{held.queue_key} {dedupe_key}" + (" leased" if lease else ""))
+
+
+class Holder:
+    """A worker with leases."""
+
+    client = None
+    lease_key = "lease:worker"
 
 
 @pytest.fixture
@@ -39,13 +53,15 @@ def held(log: list[str], task_id: str) -> HeldMessage:
 
 
 def dedupe_keys(*messages: dict[str, Any]) -> list[str]:
-    outbox = Outbox("tag", KNOWN)
-    return [outbox.dedupe_key(each) for each in messages]
+    outbox, log = Outbox("tag", KNOWN), list[str]()
+    for each in messages:
+        outbox.publish(HeldMessage(FakeChannel(log), "queue", each))
+    return log
 
 
 def test_new_outbox_publishes_at_once(outbox: Outbox, log: list[str]) -> None:
     outbox.publish(held(log, "step"))
-    assert log == ["queue id step work 0"]
+    assert log == ["queue id step work 0 1"]
     assert outbox.messages == []
 
 
@@ -64,21 +80,21 @@ def test_replay_publishes_messages_in_order_and_then_stores_the_result(
     for task_id in ("step", "parent"):
         outbox.publish(held(log, task_id))
     outbox.replay()
-    assert log == ["queue id step work 0", "queue id parent work 0", "result"]
+    assert log == ["queue id step work 0 1", "queue id parent work 0 1", "result"]
 
 
 def test_replay_without_a_held_result_stores_nothing(outbox: Outbox, log: list[str]) -> None:
     outbox.holds = True
     outbox.publish(held(log, "step"))
     outbox.replay()
-    assert log == ["queue id step work 0"]
+    assert log == ["queue id step work 0 1"]
 
 
 def test_message_after_replay_is_published_at_once(outbox: Outbox, log: list[str]) -> None:
     outbox.holds = True
     outbox.replay()
     outbox.publish(held(log, "step"))
-    assert log == ["queue id step work 0"]
+    assert log == ["queue id step work 0 1"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +115,7 @@ def test_held_message_has_the_text_that_kombu_puts_into_a_queue(log: list[str]) 
 
 def test_message_with_a_known_id_is_named_by_id_task_and_retries() -> None:
     assert dedupe_keys(message("step", "[1]")) == dedupe_keys(message("step", "[2]"))
-    assert len(set(dedupe_keys(message("step"), message("parent"), message("parent")))) == 2
+    assert len(set(dedupe_keys(message("step"), message("parent")))) == 2
     assert dedupe_keys(message("parent", retries=1)) != dedupe_keys(message("parent", retries=2))
     assert dedupe_keys(message("parent", task="another")) != dedupe_keys(message("parent"))
 
@@ -115,5 +131,22 @@ def test_equal_messages_have_different_names_which_a_second_run_repeats() -> Non
     assert first == dedupe_keys(message("new-3"), message("new-4"))
 
 
-def test_message_that_kombu_sends_again_keeps_its_name() -> None:
-    assert len(set(dedupe_keys(message("new-1"), message("new-1")))) == 1
+def test_a_message_that_was_refused_keeps_its_name(outbox: Outbox, log: list[str]) -> None:
+    channel = FakeChannel(log)
+    again = HeldMessage(channel, "queue", message("new"))
+    channel.fails = True
+    with pytest.raises(ConnectionError):
+        outbox.publish(again)
+    channel.fails = False
+    outbox.publish(again)
+    assert log == [f"queue {dedupe_keys(message('new'))[0].removeprefix('queue ')}"]
+
+
+def test_what_goes_to_another_server_is_not_held_and_needs_no_lease(log: list[str]) -> None:
+    outbox = Outbox("tag", KNOWN, (Holder(), "7"), task_id="parent")
+    outbox.publish(held(log, "step"))
+    outbox.holds = True
+    elsewhere = FakeChannel(log, beside=False)
+    outbox.publish(HeldMessage(elsewhere, "queue", message("parent")))
+    assert log == ["queue id step work 0 1 leased", "queue id parent work 0 1"]
+    assert not outbox.messages

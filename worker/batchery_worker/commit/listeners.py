@@ -20,6 +20,7 @@ from typing import Any, Self
 from celery import _state, signals
 from celery.app import trace
 from celery.app.task import Context
+from celery.exceptions import WorkerLostError, WorkerShutdown, WorkerTerminate
 from celery.states import SUCCESS
 from kombu.utils.encoding import safe_repr
 
@@ -58,7 +59,7 @@ class ListenedJob:
     """What the two parts of a job share."""
 
     request: Context
-    #: What `before_start` raised: the job's outcome, as with Celery.
+    #: What `before_start` raised, or a receiver that ends its process: the job's outcome.
     error: Exception | None = None
     scope: AbstractContextManager[Any] | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -93,12 +94,16 @@ class Listeners:
     def _before(self, task: Any, call: TaskCall, listened: ListenedJob) -> None:
         listened.scope = sentry.isolated(call.task_id)
         job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
-        _send_prerun(task, *job)
-        if self.of(task).before_start:
-            try:
+        try:
+            _send_prerun(task, *job)
+            if self.of(task).before_start:
                 task.before_start(*job)
-            except Exception as error:  # noqa: BLE001 - the tracer tells Celery
-                listened.error = error
+        except (WorkerShutdown, WorkerTerminate):
+            raise  # Celery's own way to end the worker, in the handler of a signal.
+        except Exception as error:  # noqa: BLE001 - the tracer tells Celery
+            listened.error = error
+        except BaseException as error:  # noqa: BLE001 - it ends a process of Celery's own pool
+            listened.error = WorkerLostError(f"{error!r} in what comes before {task.name}")
 
     def after(
         self,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from time import monotonic
 from traceback import walk_stack, walk_tb
 from types import SimpleNamespace, TracebackType
@@ -84,17 +84,11 @@ class Tracer:
         request, lease = call.request, call.lease
         if request is None or lease is None:
             return False
-        if not self._one_broker or call.publish_tag is None:
+        if call.publish_tag is None:
             return False
         task: Any = self._app.tasks[call.task_name]
         # Listeners may look for the result of their job.
         return self._find_tracer_reason(task) is None and not self._listeners.of(task).after
-
-    @cached_property
-    def _one_broker(self) -> bool:
-        """Whether the app publishes to the broker that it consumes from."""
-        conf = self._app.conf
-        return bool(conf.broker_write_url == conf.broker_read_url)
 
     def run(self, completion: Completion) -> None:
         """Completes a job; its messages and result may then be held back in `completion.held`.
@@ -166,8 +160,7 @@ class Tracer:
         if lease is None or tag is None:
             return None
         known = {"job": call.task_id, "next": call.request.embed if call.request else None}
-        held = (lease.store, lease.token) if self._one_broker else None
-        return Outbox(tag, known, held, task_id=call.task_id)
+        return Outbox(tag, known, (lease.store, lease.token), task_id=call.task_id)
 
     def _time_device(self, call: TaskCall) -> None:
         """Gives the task a tracer whose clock counts the device's time as the task's run time."""
@@ -260,9 +253,17 @@ def _begun(task_id: str) -> ListenedJob | None:
     return listened
 
 
-def _send_prerun_once(*, task_id: str, **named: Any) -> list[Any]:
-    """In the tracer's place of `task_prerun.send`: not for a job whose receivers were called."""
-    return signals.task_prerun.send(task_id=task_id, **named) if _begun(task_id) is None else []
+def _send_prerun_once(*, task_id: str, task: Any, **named: Any) -> list[Any]:
+    """In the tracer's place of `task_prerun.send`: not for a job whose receivers were called.
+
+    What these, or `before_start`, have put on the job's request goes over to the tracer's.
+    """
+    listened = _begun(task_id)
+    if listened is None:
+        return signals.task_prerun.send(task_id=task_id, task=task, **named)
+    request = vars(task.request)
+    request.update(vars(listened.request) | request)
+    return []
 
 
 @contextmanager

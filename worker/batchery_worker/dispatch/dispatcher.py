@@ -492,7 +492,7 @@ class Dispatcher:
                 if call.listened.error is None:
                     left.append(job)
                 else:
-                    self._settlement.settle(call, lambda _: None, None)
+                    self._settlement.fail(call, call.listened.error)
         took_s = monotonic() - began_s
         if took_s > MAX_HELD_UP_S and task.name not in self._told_slow:
             self._told_slow.add(task.name)
