@@ -15,8 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
 from batchery.gateway_settings import GatewaySettings, KeySettings
-from batchery.metrics_settings import MetricsSettings
-from batchery.settings import PREFIX, PriorityClass
+from batchery.settings import PREFIX, MetricsSettings, PriorityClass
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -66,13 +65,12 @@ def describe_default(field: FieldInfo) -> str:
 
 
 def make_table(model: type[BaseModel]) -> str:
-    """The table of a model. Fields of its own stand before those that it inherits."""
+    """The table of a model."""
     has_variables = model is Settings
     heads = ["Setting", *(["Variable"] if has_variables else []), "Value", "Default", "Meaning"]
     lines = [heads, ["---"] * len(heads)]
     schemas = model.model_json_schema()["properties"]
-    own = model.__annotations__
-    for name, field in sorted(model.model_fields.items(), key=lambda each: each[0] not in own):
+    for name, field in model.model_fields.items():
         spelled = field.alias or name
         variable = [f"`{PREFIX}{name.upper()}`"] if has_variables else []
         values = describe_values(schemas[spelled]), describe_default(field)

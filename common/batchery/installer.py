@@ -11,9 +11,8 @@ from celery.app.defaults import DEFAULTS
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
 from batchery.model import Model, StepModel
+from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
-from batchery.place_settings import PLACE_OPTIONS
-from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.transport import use_leases
 from batchery.valkey import accept_valkey_urls
 

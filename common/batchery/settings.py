@@ -7,7 +7,6 @@ Nothing is read before somebody asks for a setting.
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -34,12 +34,9 @@ from pydantic_settings import (
 from pydantic_settings import SettingsError as JsonError
 
 from batchery.device_names import check_devices
-from batchery.engine_settings import EngineSettings
 from batchery.errors import SettingsError
-from batchery.gateway_settings import GatewaySettings
-from batchery.generation_settings import GenerationSettings
-from batchery.metrics_settings import MetricsSettings
-from batchery.place_settings import PlaceSettings
+from batchery.gateway_settings import GatewaySettings, KeySettings
+from batchery.model_settings import ModelSettings
 from batchery.priority_class import LOWEST_PRIORITY, PriorityClass
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
@@ -53,9 +50,6 @@ FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
-
-#: Model ids of the hub. Any other name of a model must be a folder.
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_broker_url(url: str) -> str:
@@ -105,99 +99,16 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
     return f", the nearest is {nearest[0]}" if nearest else ""
 
 
-#: Settings of a model that are options of its task, by the same name: limits of its batches, and of
-#: what is kept of their results.
-TASK_OPTIONS = (
-    *("max_batch_size", "max_batch_tokens", "max_wait_ms", "target_latency_ms"),
-    *("cache_ttl_s", "cache_max_bytes"),
-)
+class MetricsSettings(BaseModel):
+    """Where a worker serves its metrics and its health: the table `[metrics]`."""
 
-#: Of a setting that there is for all, too.
-ALONE = "As the setting of that name, for this model alone."
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-
-class ModelSettings(EngineSettings, PlaceSettings, GenerationSettings, BaseModel):
-    """One model, which becomes a Celery task with its own queue."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    kind: Literal[
-        "embedding",
-        "classification",
-        "rerank",
-        "token_classification",
-        "zero_shot",
-        "sparse_embedding",
-        "multi_vector_embedding",
-        "generation",
-    ] = Field(description="What the model does, and so what its results look like.")
-    model: str = Field(
-        min_length=1, description="A local folder, or a model id of the Hugging Face hub."
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on; there is no password."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of the model on the hub.")
-    trust_remote_code: bool = Field(
-        False, description="Run code that comes with the model; off, as it may do anything."
-    )
-    queue: str | None = Field(
-        None, description="Queue of its jobs; the model's own name where unset."
-    )
-    aliases: list[str] = Field(
-        [], description="Other names by which `batchery submit` and OpenAI's files may call it."
-    )
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Number format; auto is bf16 where the device is fast at it, else fp32."
-    )
-    quantize: Literal["none", "int8", "float8"] = Field(
-        "none", description="Weights of 8 bits, by torchao: less memory, a little less exact."
-    )
-    forward: Literal["auto", "padded", "packed"] = Field(
-        "auto", description="Forward pass; auto is packed, without padding, where that is right."
-    )
-    cpu_streams: PositiveInt | None = Field(
-        None,
-        description="Forward passes that a CPU computes side by side; one per thread of torch.",
-    )
-    cuda_graphs: Literal["auto", "never"] = Field(
-        "auto", description="Small forward passes, and most steps of texts, as CUDA graphs."
-    )
-    cuda_stream: Literal["shared", "own"] = Field(
-        "shared",
-        description="Whether a card runs the passes of all models in the order in which they"
-        " were launched, or this model's beside those of others.",
-    )
-    max_length: PositiveInt | None = Field(
-        None, description="Maximum tokens of a text; the model's own limit if unset."
-    )
-    overflow: Literal["truncate", "refuse"] = Field(
-        "truncate", description="What to do with a text of more than `max_length` tokens."
-    )
-    max_chars: PositiveInt = Field(
-        1_000_000, description="Maximum characters of a text; longer texts are refused."
-    )
-    max_batch_size: PositiveInt | None = Field(None, description=ALONE)
-    max_batch_tokens: PositiveInt | None = Field(None, description=ALONE)
-    max_wait_ms: NonNegativeFloat | None = Field(None, description=ALONE)
-    target_latency_ms: PositiveFloat | None = Field(None, description=ALONE)
-    cache: bool = Field(
-        False, description="Compute equal texts once, and keep their results for a while."
-    )
-    cache_ttl_s: PositiveFloat | None = Field(None, description=ALONE)
-    cache_max_bytes: PositiveInt | None = Field(None, description=ALONE)
-    pooling: Literal["auto", "mean", "cls", "last"] = Field(
-        "auto", description="Embedding: how token vectors become one; auto asks the model's files."
-    )
-    normalize: bool = Field(True, description="Embeddings: scale each vector to length 1.")
-    dimensions: PositiveInt | None = Field(
-        None, description="Embedding: keep only this many leading dimensions."
-    )
-    prompts: dict[str, str] = Field(
-        {}, description='Embeddings: texts to put in front, by name, such as `query = "query: "`.'
-    )
-    default_prompt: str | None = Field(
-        None, description="Embeddings: name of the prompt for jobs that choose none."
-    )
-    multi_label: bool | None = Field(
-        None, description="Classification: labels are independent; the config decides where unset."
+    port: NonNegativeInt | None = Field(
+        None, le=65535, description="Port of `/metrics`, `/livez` and `/readyz`; 0 is any."
     )
 
 
@@ -467,12 +378,12 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
 
 def _names_beside(path: Sequence[str]) -> Iterable[str]:
     """Names of the settings that are valid where an unknown one stands."""
-    if len(path) == 1:
-        return Settings.model_fields
     tables: dict[tuple[str, int], type[BaseModel]] = {
+        (path[0], 1): Settings,
         ("models", 3): ModelSettings,
         ("classes", 3): PriorityClass,
         ("gateway", 2): GatewaySettings,
+        ("gateway", 4): KeySettings,
         ("metrics", 2): MetricsSettings,
     }
     table = tables.get((path[0], len(path)))

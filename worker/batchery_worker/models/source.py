@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
-from batchery.place_settings import PLACE_OPTIONS
-from batchery.settings import HUB_ID, TASK_OPTIONS, ModelSettings
+from batchery.model_settings import HUB_ID, PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery_worker.result_cache import DIGEST_BYTES
 
 #: Maximum length of an error of transformers that is quoted, in characters. The middle is left out:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from batchery.engine_settings import ENGINE_KINDS
 from batchery.errors import ModelLoadError, SettingsError
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.installer import KINDS
+from batchery.model_settings import ENGINE_KINDS
 from batchery.settings import ModelSettings, Settings
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.models.onnx_session import OnnxSession
@@ -27,9 +27,7 @@ from support.tiny_models import Build, Copy, Load, run
 #: Greatest difference of any number in fp32, for numbers up to 1: the sums run in another order.
 TOLERANCE = 5e-6
 
-OTHER_KIND = (
-    "engine = 'onnx' is for embedding, classification, rerank alone; leave engine out for others"
-)
+OTHER_KIND = "it is for embedding, classification, rerank alone; leave engine out for others"
 
 LABELS = ("animal", "weather", "trade")
 
@@ -114,14 +112,14 @@ def test_memory_and_version_are_those_of_the_file(
     ("settings", "problem"),
     [
         *(
-            ({"kind": kind}, f"kind = {kind!r} (from {{}}): {OTHER_KIND}")
+            ({"kind": kind}, f"engine = 'onnx' (from {{}}): {OTHER_KIND}")
             for kind in KINDS
             if kind not in ENGINE_KINDS["onnx"]
         ),
-        ({"engine": "vllm"}, "kind = 'embedding' (from {}): engine = 'vllm' is for generation"),
-        ({"dtype": "bf16"}, "dtype = 'bf16' (from {}): engine = 'onnx' takes auto: the file has"),
-        ({"quantize": "int8"}, "quantize = 'int8' (from {}): engine = 'onnx' takes none: set onnx"),
-        ({"forward": "packed"}, "forward = 'packed' (from {}): engine = 'onnx' takes auto or pad"),
+        ({"engine": "vllm"}, "engine = 'vllm' (from {}): it is for generation alone; leave engine"),
+        ({"dtype": "bf16"}, "engine = 'onnx' (from {}): it takes dtype = auto alone: the file has"),
+        ({"quantize": "int8"}, "engine = 'onnx' (from {}): it takes quantize = none alone: set"),
+        ({"forward": "packed"}, "engine = 'onnx' (from {}): it takes forward = auto or padded"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
