@@ -2,14 +2,16 @@
 
 import hashlib
 import os
+import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from celery import Celery
 from celery.backends.redis import RedisBackend
+from kombu.transport.redis import Channel
 
 from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
@@ -48,10 +50,8 @@ ALL = f"+@string +@hash +@list +@set +@sortedset +@stream {ANY_TYPE} +evalsha +w
 #: script does like any other command, so EVALSHA allows nothing by itself: a selector must have it
 #: that has all keys which the script names.
 PRODUCE = (
-    "{waiting} +lpush +llen{ages}",
-    "{waiting} ~{p}batchery:tenants* ~{p}batchery:publisher:* +evalsha{ages}",
+    "{waiting} ~{p}batchery:tenants* ~{p}batchery:publisher:* +lpush +llen +evalsha{more}",
     "~{p}batchery:publisher:* +get +set +del +unlink",
-    "{expiring} +pexpire",
     "{results} +get +mget +exists +del +unlink +subscribe",
     "{groups} +subscribe +publish +@string -@dangerous " + ANY_TYPE,
     "{streams} +xadd +xread +xtrim +set +sadd " + ANY_TYPE,
@@ -105,7 +105,7 @@ def acl(
     for role, name in names.items():
         password = passwords.get(name)
         digest = hashlib.sha256(password.encode()).hexdigest() if password else f"SHA256-OF-{name}"
-        grants = " ".join(f"({each.format(**keys).strip()})" for each in ROLES[role])
+        grants = " ".join(f"({each.format(**keys)})" for each in ROLES[role])
         click.echo(f"user {name} on #{digest} resetchannels {CONNECT} {grants}")
 
 
@@ -117,7 +117,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
         queues: All that its workers consume.
 
     Raises:
-        SettingsError: Its broker is no Redis, or a name has white space.
+        SettingsError: Its broker is no Redis.
     """
     with url_errors("broker_url"):
         connection = app.connection_for_write()
@@ -132,20 +132,26 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     fanout = options.get("fanout_prefix", True)
     fanout = fanout if isinstance(fanout, str) else "/{db}." if fanout else ""
     channel = f"&{p}{_escape(fanout.format(db=str(connection.virtual_host).strip('/') or 0))}"
-    control, events = f"{app.conf.control_exchange}.pidbox", app.conf.event_exchange
-    # Between a queue and a priority; a control character would look like nothing.
-    step = "".join(
-        _escape(char) if char.isprintable() else "[^!-~]" for char in options.get("sep", "\x06\x16")
-    )
-
-    def spell(names: Iterable[str]) -> str:
-        return " ".join(f"~{p}{each} ~{p}{each}{step}[0-9]" for each in names)
-
+    control = _escape(f"{app.conf.control_exchange}.pidbox")
+    events = _escape(app.conf.event_exchange)
+    # Between a queue and a priority.
+    step = f"{_escape(options.get('sep', Channel.sep))}[0-9]"
+    # With those that workers have for themselves: `worker_direct`.
+    waiting = [*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]
+    own_queues: dict[str, Any] = app.amqp.queues
+    more = {
+        # To refuse jobs that would wait for too long, clients look at the oldest one.
+        "+lindex +zrange": bool(get_queue_limits(app)),
+        # Kombu does so with each job.
+        "+pexpire": any(
+            each.expires or "x-expires" in (each.queue_arguments or {})
+            for each in own_queues.values()
+        ),
+    }
     return {
         "p": p,
-        # With those that workers have for themselves: `worker_direct`.
-        "waiting": spell([*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]),
-        "expiring": spell(_escape(name) for name in _find_expiring(app)),
+        "waiting": " ".join(f"~{p}{each} ~{p}{each}{step}" for each in waiting),
+        "more": "".join(f" {commands}" for commands, is_needed in more.items() if is_needed),
         "results": f"~{r}celery-task-meta-* &{r}celery-task-meta-*",
         "groups": f"~{r}celery-taskset-meta-* &{r}celery-taskset-meta-* ~{r}chord-unlock-*",
         "streams": f"~{r}batchery:reply:* ~{r}batchery-*",
@@ -153,33 +159,18 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
         # All of Batchery's but dead letters, and what workers hold in kombu's way.
         "own": f"~{p}batchery[-:][^d]* ~{r}batchery[-:][^d]* ~{p}unacked*",
         "letters": f"~{p}batchery:dead*",
-        "replies": f"~{p}*.reply.{_escape(control)}*",
-        "inboxes": f"~{p}*{_escape(control)}* ~{p}{_escape(events)}*",
+        "replies": f"~{p}*.reply.{control}*",
+        "inboxes": f"~{p}*{control}* ~{p}{events}*",
         # A pattern to which somebody subscribes must stand here letter by letter.
-        "control": f"{channel}{_escape(control)}",
-        "events": f"{channel}{_escape(events)}/*",
-        "gossip": f"{channel}{_escape(events)}/worker.*",
-        # To refuse jobs that would wait for too long, clients look at the oldest one.
-        "ages": " +lindex +zrange" if get_queue_limits(app) else "",
+        "control": f"{channel}{control}",
+        "events": f"{channel}{events}/*",
+        "gossip": f"{channel}{events}/worker.*",
     }
 
 
 def _escape(name: str) -> str:
-    """A name as a pattern of access lists, which cannot have white space."""
-    if any(char.isspace() or char == "\0" for char in name):
-        raise SettingsError(
-            f"{name!r} has white space, which no pattern of Redis's access lists can have;"
-            " rename the queue, or the prefix"
-        )
-    return escape_pattern(name)
-
-
-def _find_expiring(app: Celery) -> Iterator[str]:
-    """The queues that kombu lets expire with each job."""
-    queues: dict[str, Any] = app.amqp.queues
-    for name, queue in queues.items():
-        if queue.expires or "x-expires" in (queue.queue_arguments or {}):
-            yield name
+    """A name as a pattern, in which nothing is white: any such character stands for all."""
+    return re.sub(r"[\0-\x20\x7f]", "[^!-~]", escape_pattern(name))
 
 
 def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
@@ -194,8 +185,7 @@ def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         known = dict(line.split() for line in lines)
         made = {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in names if name not in known}
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as added:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as added:
             added.writelines(f"{name} {password}\n" for name, password in made.items())
     except OSError as error:
         raise StartError(f"{file}: {error.strerror}") from None
