@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pydoc_data.topics import topics
 from typing import Any, TextIO
 
@@ -73,88 +75,82 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(piece for piece in pieces if any(map(str.isalnum, piece))))
 
 
+@dataclass
 class Bench:
-    """Measures one model over the same items."""
+    """Measures one model over the same items.
 
-    def __init__(
-        self,
-        model: Model,
-        items: Sequence[Any],
-        device: str,
-        budget: TokenBudget,
-        memory: Memory,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Measures nothing yet.
+    Attributes:
+        model: Loaded.
+        items: Prepared, and all of them fit to run; at least one.
+        device: As torch spells it.
+        budget: Of tokens of a pass; learns from passes that run out of memory.
+        memory: Of that device.
+        clock: Seconds, on any scale.
+    """
 
-        Args:
-            model: Loaded.
-            items: Prepared, and all of them fit to run; at least one.
-            device: As torch spells it.
-            budget: Of tokens of a pass; learns from passes that run out of memory.
-            memory: Of that device.
-            clock: Seconds, on any scale.
-        """
-        self._model = model
+    model: Model
+    items: Sequence[Any]
+    device: str
+    budget: TokenBudget
+    memory: Memory
+    clock: Callable[[], float] = time.perf_counter
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Of the tokens of an item."""
+        return statistics.fmean(max(1, self.model.tokens(each)) for each in self.items)
+
+    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Measures each size `ROUNDS` times, however slow the model: at least a batch each time."""
         # A trial may end after some of the items, which must be like all of them.
-        self._items = random.Random(1).sample(list(items), len(items))
-        #: Of the tokens of an item.
-        self.mean_tokens = statistics.fmean(max(1, model.tokens(each)) for each in items)
-        self._kind = device_type(device)
-        self._budget = budget
-        self._memory = memory
-        self._clock = clock
+        items = random.Random(1).sample(list(self.items), len(self.items))
+        self.compute(items[:WARM_UP_ITEMS], WARM_UP_ITEMS)
+        trials: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
+        for number in range(ROUNDS):
+            for size, each in trials.items():
+                each.append(self._run(items, size, limit_s / (ROUNDS * len(SIZES))))
+                report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
+        return [
+            {
+                "max_batch_size": size,
+                "items_per_s": round(statistics.median(rate for rate, _ in each), 1),
+                "padding_waste": round(each[-1][1], 3),
+            }
+            for size, each in trials.items()
+        ]
 
-    def run(self, size: int, limit_s: float) -> tuple[float, float]:
+    def _run(self, items: Sequence[Any], size: int, limit_s: float) -> tuple[float, float]:
         """Computes all items, or as many as there is time for, but at least one batch.
 
         Returns:
             Items per second, and the share of padding in the computed tokens.
         """
         start = tokens = computed = 0
-        self._memory.wait()
-        began_s = self._clock()
-        while start == 0 or (start < len(self._items) and self._clock() < began_s + limit_s):
-            done = self.compute(self._items[start : start + size], size)
+        self.memory.wait()
+        began_s = self.clock()
+        while start == 0 or (start < len(items) and self.clock() < began_s + limit_s):
+            done = self.compute(items[start : start + size], size)
             tokens, computed, start = tokens + done[0], computed + done[1], start + size
-        self._memory.wait()
+        self.memory.wait()
         # By tokens, because the items of one trial may be longer than those of another.
-        rate = tokens / self.mean_tokens / max(self._clock() - began_s, 1e-9)
+        rate = tokens / self.mean_tokens / max(self.clock() - began_s, 1e-9)
         return rate, 1 - tokens / max(1, computed)
 
     def compute(self, items: Sequence[Any], size: int) -> tuple[int, int]:
         """Computes one batch; returns its tokens, and the same with padding."""
+        kind = device_type(self.device)
 
         def cut(lengths: Sequence[int]) -> list[list[int]]:
             return plan(
-                lengths,
-                self._budget.allows(),
-                size,
-                pads=self._model.pads,
-                pass_tokens=PASS_TOKENS[self._kind],
-                streams=getattr(self._model, "pass_streams", 1),
-                min_stream_tokens=MIN_STREAM_TOKENS[self._kind],
+                *(lengths, self.budget.allows(), size),
+                pads=self.model.pads,
+                pass_tokens=PASS_TOKENS[kind],
+                streams=getattr(self.model, "pass_streams", 1),
+                min_stream_tokens=MIN_STREAM_TOKENS[kind],
             )
 
-        keywords = sample_keywords(self._model)
-        return compute(self._model, items, keywords, cut, memory=self._budget)[1:]
-
-    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Measures each size `ROUNDS` times, however slow the model: at least a batch each time."""
-        self.compute(self._items[:WARM_UP_ITEMS], WARM_UP_ITEMS)
-        trials: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
-        for number in range(ROUNDS):
-            for size, each in trials.items():
-                each.append(self.run(size, limit_s / (ROUNDS * len(SIZES))))
-                report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
-        rows = []
-        for size, each in trials.items():
-            rates = sorted(rate for rate, _ in each)
-            spread = [round(rates[0], 1), round(rates[-1], 1)]
-            rate, waste = round(statistics.median(rates), 1), round(each[-1][1], 3)
-            rows.append({"max_batch_size": size, "items_per_s": rate, "spread": spread})
-            rows[-1]["padding_waste"] = waste
-        return rows
+        keywords = sample_keywords(self.model)
+        return compute(self.model, items, keywords, cut, memory=self.budget)[1:]
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -223,19 +219,12 @@ def _find_model(app: Celery, name: str) -> ModelTask:
 
 def draw(report: dict[str, Any]) -> str:
     """The figures, and the settings to copy."""
-    table = Table("max_batch_size", "items/s", "spread", "padding waste", box=box.SIMPLE)
+    table = Table("max_batch_size", "items/s", "padding waste", box=box.SIMPLE)
     for row in report["rows"]:
-        low, high = row["spread"]
-        waste = f"{100 * row['padding_waste']:.0f} %"
-        rates = f"{row['items_per_s']:,}", f"{low:,} to {high:,}"
-        table.add_row(str(row["max_batch_size"]), *rates, waste)
+        size, rate, waste = row.values()
+        table.add_row(str(size), f"{rate:,}", f"{100 * waste:.0f} %")
     what = f"{report['model']} on {report['device']}: {report['items']:,} items"
     best = [f"{name} = {value}" for name, value in report["recommended"].items() if value]
-    return "\n".join(
-        [
-            f"{what}, {report['mean_tokens']} tokens on average",
-            f"\n{render(table)}\n",
-            "Recommended: the smallest within 5 % of the best.",
-            *best,
-        ]
-    )
+    text = "Recommended: the smallest within 5 % of the best."
+    mean = f"{what}, {report['mean_tokens']} tokens on average"
+    return "\n".join([mean, f"\n{render(table)}\n", text, *best])

@@ -61,7 +61,6 @@ def measure(
 def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
     rows, budget, _ = measure()
     assert [row["max_batch_size"] for row in rows] == list(SIZES)
-    assert all(row["spread"][0] <= row["items_per_s"] <= row["spread"][1] for row in rows)
     single = rows[0]
     assert single["padding_waste"] == 0
     assert single["items_per_s"] == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
@@ -80,8 +79,7 @@ def test_slow_machine_ends_in_time_and_measures_each_size(slowness: int) -> None
 def test_trials_over_some_of_the_items_are_compared_by_tokens() -> None:
     items = [10] * 256 + [90] * 256
     rows, _, _ = measure(0.5, items)
-    for rate in rows[0]["spread"]:
-        assert rate == pytest.approx(1 / (1e-3 + 1e-5 * 50), rel=0.4)
+    assert rows[0]["items_per_s"] == pytest.approx(1 / (1e-3 + 1e-5 * 50), rel=0.4)
 
 
 def test_memory_that_runs_out_teaches_the_budget() -> None:
