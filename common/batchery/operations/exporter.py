@@ -15,7 +15,6 @@ from batchery.cli.app import app_options, load_app
 from batchery.cli.console import Interrupt, broker_errors
 from batchery.cli.stray_queues import StrayQueues
 from batchery.cli.survey import FirstSeen, Survey, app_queues, survey
-from batchery.errors import StartError
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -53,10 +52,8 @@ Exit codes:
 @click.option("--queues", "names", metavar="A,B", default="", help="Other queues to look into.")
 def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, names: str) -> None:
     """Runs the command; see `HELP`."""
-    try:
-        from batchery.operations.port import Port
-    except ModuleNotFoundError as error:
-        raise StartError(f"batchery exporter: pip install 'batchery[metrics]' ({error})") from error
+    from batchery.operations.port import Port
+
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     app = load_app(app_path, redis_url, with_tasks=True)
     queues = app_queues(app) | {name for name in names.split(",") if name}

@@ -20,6 +20,7 @@ from batchery.protocol.figures import (
     TOKEN_BOUNDS_S,
     WAIT_BOUNDS_S,
     BatchFigures,
+    DeviceSnapshot,
     WorkerFigures,
 )
 
@@ -96,11 +97,7 @@ TABLE: Mapping[tuple[str, ...], Sequence[tuple[str, str, Read]]] = {
     ),
     # Of the cluster.
     (): (
-        (
-            "workers",
-            "Workers that answered.",
-            lambda all_: len(all_.figures) if all_.is_asked else None,
-        ),
+        ("workers", "That answered.", lambda all_: len(all_.figures) if all_.is_asked else None),
         ("scheduled_jobs", "Held until their time.", "scheduled"),
         ("dead_letters", "Dead letters.", "dead_letters"),
         ("redis_memory_used_bytes", "What its data take.", "memory.used_bytes"),
@@ -153,34 +150,37 @@ def collect_sums(batches: BatchFigures) -> Iterator[Metric]:
     tasks, texts = batches.tasks.items(), batches.texts.items()
     yield from _collect(("task",), [((name,), task) for name, task in tasks])
     ended = [(name, *each) for name, task in tasks for each in task.outcomes.items()]
-    yield _family("batchery_jobs_total", "Jobs that ended.", ("task", "outcome"), ended)
     times = [(stage, getattr(batches, f"{stage}_ms") / 1e3) for stage in STAGES]
-    yield _family("batchery_stage_seconds_total", "Time of batches.", ("stage",), times)
-    traced, text = batches.tracer_jobs.items(), "Jobs that Celery's tracer ended."
-    yield _family("batchery_tracer_jobs_total", text, ("reason",), traced)
-    failed = batches.failures.items()
-    yield _family("batchery_failures_total", "Failed jobs and items.", ("error",), failed)
     cached = [
         (task, result, getattr(cache, name))
         for task, cache in batches.caches.items()
         for result, name in CACHED.items()
     ]
-    text = "Items of cached tasks."
-    yield _family("batchery_cache_items_total", text, ("task", "result"), cached)
-    tokens = [(name, "input", each.tokens_in) for name, each in texts]
-    tokens += [(name, "output", each.tokens_out) for name, each in texts]
-    text = "Tokens of prompts and texts."
-    yield _family("batchery_text_tokens_total", text, ("task", "type"), tokens)
+    tokens = [
+        (name, *each)
+        for name, text in texts
+        for each in (("input", text.tokens_in), ("output", text.tokens_out))
+    ]
+    traced, failed = batches.tracer_jobs.items(), batches.failures.items()
+    for name, text, labels, rows in (
+        ("jobs", "Jobs that ended.", ("task", "outcome"), ended),
+        ("stage_seconds", "Time of batches.", ("stage",), times),
+        ("tracer_jobs", "Jobs that Celery's tracer ended.", ("reason",), traced),
+        ("failures", "Failed jobs and items.", ("error",), failed),
+        ("cache_items", "Items of cached tasks.", ("task", "result"), cached),
+        ("text_tokens", "Tokens of prompts and texts.", ("task", "type"), tokens),
+    ):
+        yield _family(f"batchery_{name}_total", text, labels, rows)
     sizes = [(name, _read_sizes(task.batch_sizes), task.items) for name, task in tasks]
     yield _histogram("batchery_batch_size", "Items of a batch.", "task", SIZE_BOUNDS, sizes)
     waits = [(name, task.waits, task.waited_s) for name, task in tasks]
     name, text = "batchery_queue_wait_seconds", "From sending a job until its batch left."
     yield _histogram(name, text, "task", WAIT_BOUNDS_S, waits)
+    began = [(name, each.first_tokens, each.first_tokens_s) for name, each in texts]
+    paused = [(name, each.pauses, each.pauses_s) for name, each in texts]
+    text = "From sending a job to the first token of its text."
     for first, pause, label in TEXT_NAMES:
-        began = [(name, each.first_tokens, each.first_tokens_s) for name, each in texts]
-        text = "From sending a job to the first token of its text."
         yield _histogram(first, text, label, WAIT_BOUNDS_S, began)
-        paused = [(name, each.pauses, each.pauses_s) for name, each in texts]
         yield _histogram(pause, "Between two tokens.", label, TOKEN_BOUNDS_S, paused)
 
 
@@ -208,10 +208,9 @@ def collect_workers(workers: Workers) -> Iterator[Metric]:
     """What is of each worker alone, of its models and its scripts."""
     yield from _collect(("worker",), [((name,), figures) for name, figures in workers.items()])
     models = [
-        ((worker, device, name), model)
-        for worker, figures in workers.items()
-        for device, snapshot in figures.devices.items()
-        for name, model in snapshot.models.items()
+        ((*values, name), model)
+        for values, device in _list_devices(workers)
+        for name, model in device.models.items()
     ]
     yield from _collect(("worker", "device", "model"), models)
     name, labels = "batchery_redis_script_seconds", ["worker", "script"]
@@ -224,12 +223,13 @@ def collect_workers(workers: Workers) -> Iterator[Metric]:
 
 def collect_devices(workers: Workers) -> Iterator[Metric]:
     """What is of each device."""
-    devices = [
-        ((worker, name), device)
-        for worker, figures in workers.items()
-        for name, device in figures.devices.items()
-    ]
-    yield from _collect(("worker", "device"), devices)
+    yield from _collect(("worker", "device"), _list_devices(workers))
+
+
+def _list_devices(workers: Workers) -> Iterator[tuple[Sequence[str], DeviceSnapshot]]:
+    for worker, figures in workers.items():
+        for name, device in figures.devices.items():
+            yield (worker, name), device
 
 
 def collect_failures(workers: Workers) -> Iterator[Metric]:

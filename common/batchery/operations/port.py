@@ -1,21 +1,26 @@
 """A small HTTP port for Prometheus and for probes: `/metrics`, `/livez` and `/readyz`.
 
-It costs nothing while nobody asks.
+It costs nothing while nobody asks. Where the extra `metrics` is missing, its import is a
+`StartError`.
 """
 
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
-
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from wsgiref.simple_server import WSGIRequestHandler
 
 from batchery.errors import StartError
 from batchery.fork_gate import fork_gate
+
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.exposition import ThreadingWSGIServer
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise StartError(f"metrics: pip install 'batchery[metrics]' ({error})") from error
 
 #: How long a caller may keep its thread waiting for it, in seconds.
 MAX_CALL_S = 5.0
@@ -24,7 +29,7 @@ MAX_CALL_S = 5.0
 Check = Callable[[], str]
 
 
-class Port:
+class Port(Collector):
     """Answers from threads of its own."""
 
     def __init__(
@@ -47,8 +52,9 @@ class Port:
         Raises:
             StartError: The address is taken, or is none of this machine.
         """
+        self._collect = collect
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected(collect))
+        registry.register(self)
         self._metrics: Any = make_wsgi_app(registry)
         self._checks = {"/livez": live, "/readyz": ready}
         try:
@@ -78,29 +84,22 @@ class Port:
         """Listens no more."""
         self._server.server_close()
 
+    def collect(self) -> Iterable[Metric]:
+        """The metrics, for the registry."""
+        return self._collect()
+
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
             with fork_gate.working():
                 made: Iterable[bytes] = self._metrics(environ, start_response)
                 return made
-        check = self._checks.get(path)
-        if check is None:
-            status, text = "404 Not Found", "there is /metrics, /livez and /readyz"
-        elif text := check():
-            status = "503 Service Unavailable"
-        else:
-            status, text = "200 OK", "ok"
-        start_response(status, [("Content-Type", "text/plain"), ("Cache-Control", "no-store")])
-        return [f"{text}\n".encode()]
-
-
-class _Collected(Collector):
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
+        check = self._checks.get(path, lambda: "there is /metrics, /livez and /readyz")
+        text = check()
+        status = "503 Service Unavailable" if path in self._checks else "404 Not Found"
+        headers = [("Content-Type", "text/plain"), ("Cache-Control", "no-store")]
+        start_response(status if text else "200 OK", headers)
+        return [f"{text or 'ok'}\n".encode()]
 
 
 class _Handler(WSGIRequestHandler):
@@ -110,13 +109,10 @@ class _Handler(WSGIRequestHandler):
         """Logs no requests."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
+class _Server(ThreadingWSGIServer):
     def __init__(self, host: str, port: int) -> None:
-        self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, *_, address = found[0]
         super().__init__(address, _Handler)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:

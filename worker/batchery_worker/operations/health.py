@@ -7,8 +7,7 @@ live until its replacement is ready. The worker sees to that by itself: `device_
 device, and its jobs run again.
 """
 
-from collections.abc import Callable, Sequence
-from time import monotonic
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: Heartbeats that may be missing, in their usual pauses, before Redis counts as lost.
@@ -39,8 +38,10 @@ class WorkerSight(NamedTuple):
     devices: Sequence[DeviceSight] | None
     #: Whether it consumes its queues.
     is_connected: bool
-    #: When its last heartbeat was answered, on the clock; None where there are no leases.
-    beat_s: float | None = None
+    #: How long ago its last heartbeat was answered, in seconds; 0 where there are no leases.
+    unheard_s: float = 0.0
+    #: The usual pause between two of them, in seconds.
+    beat_pause_s: float = 1.0
     #: Whether the last heartbeat was not answered.
     is_silent: bool = False
     #: For how long its event loop has stood still; 0 where nobody measures it.
@@ -54,49 +55,29 @@ class Verdict(NamedTuple):
     not_ready: str
 
 
-class HealthPolicy:
-    """Judges what is seen of a worker."""
+def judge(sight: WorkerSight, max_pass_s: float | None) -> Verdict:
+    """Judges what is seen of a worker.
 
-    def __init__(
-        self,
-        max_pass_s: float | None,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        """Remembers nothing from one judgement to the next.
-
-        Args:
-            max_pass_s: How long a device with work may give no sign, in seconds; None for no limit.
-            clock: Seconds, as for `WorkerSight.beat_s`.
-        """
-        self._max_pass_s = max_pass_s
-        self._clock = clock
-
-    def judge(self, sight: WorkerSight, beat_pause_s: float = 1.0) -> Verdict:
-        """Judges."""
-        lost_s = 0.0 if sight.beat_s is None else self._clock() - sight.beat_s
-        is_lost = sight.is_silent or lost_s > MAX_MISSED_BEATS * beat_pause_s
-        not_live = [*map(self._why_not_live, sight.devices or ())]
-        if lost_s > REDIS_GRACE_S:
-            not_live.append(f"Redis has not answered for {lost_s:.0f} s")
-        not_ready = [
-            "the devices have not started" if sight.devices is None else "",
-            *(
-                f"device {each.name} is not ready"
-                for each in sight.devices or ()
-                if not each.is_ready
-            ),
-            "" if sight.is_connected else "the worker does not consume its queues",
-            f"the event loop has stood still for {sight.still_s:.0f} s"
-            if sight.still_s > MAX_STILL_S
-            else "",
-            "Redis does not answer" if is_lost else "",
-        ]
-        dead = "; ".join(filter(None, not_live))
-        return Verdict(dead, dead or "; ".join(filter(None, not_ready)))
-
-    def _why_not_live(self, device: DeviceSight) -> str:
-        if device.is_hung:
-            return f"device {device.name} hung, and is being replaced"
-        if self._max_pass_s is not None and device.silent_s > self._max_pass_s:
-            return f"device {device.name} has work, and gave no sign for {device.silent_s:.1f} s"
-        return ""
+    Args:
+        sight: That.
+        max_pass_s: How long a device with work may give no sign, in seconds; None for no limit.
+    """
+    devices, not_live, not_ready = sight.devices or (), list[str](), list[str]()
+    for each in devices:
+        if each.is_hung:
+            not_live.append(f"device {each.name} hung, and is being replaced")
+        elif max_pass_s is not None and each.silent_s > max_pass_s:
+            silence = f"gave no sign for {each.silent_s:.1f} s"
+            not_live.append(f"device {each.name} has work, and {silence}")
+    if sight.unheard_s > REDIS_GRACE_S:
+        not_live.append(f"Redis has not answered for {sight.unheard_s:.0f} s")
+    if sight.devices is None:
+        not_ready.append("the devices have not started")
+    not_ready += [f"device {each.name} is not ready" for each in devices if not each.is_ready]
+    if not sight.is_connected:
+        not_ready.append("the worker does not consume its queues")
+    if sight.still_s > MAX_STILL_S:
+        not_ready.append(f"the event loop has stood still for {sight.still_s:.0f} s")
+    if sight.is_silent or sight.unheard_s > MAX_MISSED_BEATS * sight.beat_pause_s:
+        not_ready.append("Redis does not answer")
+    return Verdict("; ".join(not_live), "; ".join(not_live or not_ready))

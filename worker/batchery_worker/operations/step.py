@@ -33,10 +33,11 @@ class WatchStep(_Step):  # type: ignore[misc]
         is_gateways = set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}
         if settings.metrics.port is not None and not is_gateways:
             try:
-                self._port = open_port(self._watch, settings.metrics.host, settings.metrics.port)
+                self._port = self._watch.open_port(settings.metrics)
             except StartError as error:
                 logger.critical("%s", error)
                 raise SystemExit(error.exit_code) from None
+            logger.info("metrics and health: %s", self._port.url)
         parent.pool.on_forked = self._begin
 
     def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
@@ -53,22 +54,3 @@ class WatchStep(_Step):  # type: ignore[misc]
         """Called by Celery with each event loop that is about to run."""
         if self._port is not None:
             self._watch.measure_lag(loop)
-
-
-def open_port(watch: WorkerWatch, host: str, port: int) -> "Port":
-    """A worker's port, which is to be started.
-
-    Raises:
-        StartError: The address is taken, or what it needs is not installed.
-    """
-    try:
-        from batchery.operations.port import Port
-    except ModuleNotFoundError as error:
-        raise StartError(f"metrics: pip install 'batchery[metrics]' ({error})") from error
-    opened = Port(
-        *(host, port, watch.collect),
-        lambda: watch.judge().not_live,
-        lambda: watch.judge().not_ready,
-    )
-    logger.info("metrics and health: %s", opened.url)
-    return opened

@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 from celery.bootsteps import RUN  # type: ignore[attr-defined]
 
 from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
-from batchery.settings import Settings
+from batchery.settings import MetricsSettings, Settings
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
-from batchery_worker.operations.health import (
-    DeviceSight,
-    HealthPolicy,
-    Verdict,
-    WorkerSight,
-)
+from batchery_worker.operations.health import DeviceSight, Verdict, WorkerSight, judge
 from batchery_worker.remote_control import collect_figures
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+    from batchery.operations.port import Port
 
 logger = logging.getLogger("batchery.worker")
 
@@ -46,7 +43,7 @@ class WorkerWatch:
     def __init__(self, worker: Any, settings: Settings) -> None:
         self._worker = worker
         self._started_at_s = round(time(), 3)
-        self._policy = HealthPolicy(settings.max_pass_s)
+        self._max_pass_s = settings.max_pass_s
         self._store: LeaseStore | None = None
         self._asking = threading.Lock()
         self._known: WorkerFigures | None = None
@@ -81,10 +78,13 @@ class WorkerWatch:
         )
         self._store = store = opened or self._store
         sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
-        if store is None:
-            return self._policy.judge(sight)
-        sight = sight._replace(beat_s=store.beat_s, is_silent=store.is_silent)
-        return self._policy.judge(sight, store.expiry_s / BEATS_PER_EXPIRY)
+        if store is not None:
+            sight = sight._replace(
+                unheard_s=0.0 if store.beat_s is None else monotonic() - store.beat_s,
+                beat_pause_s=store.expiry_s / BEATS_PER_EXPIRY,
+                is_silent=store.is_silent,
+            )
+        return judge(sight, self._max_pass_s)
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
@@ -115,6 +115,20 @@ class WorkerWatch:
         now_s = monotonic()
         self._lags_s.append(max(0.0, now_s - self._ticked_s - TICK_S))
         self._ticked_s = now_s
+
+    def open_port(self, settings: MetricsSettings) -> "Port":
+        """The worker's port, which is to be started.
+
+        Raises:
+            StartError: The address is taken, or the extra `metrics` is not installed.
+        """
+        from batchery.operations.port import Port
+
+        return Port(
+            *(settings.host, settings.port or 0, self.collect),
+            lambda: self.judge().not_live,
+            lambda: self.judge().not_ready,
+        )
 
     def collect(self) -> "Iterator[Metric]":
         """The worker's metrics; from any thread but that of the event loop."""

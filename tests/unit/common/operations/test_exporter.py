@@ -58,18 +58,3 @@ def test_lost_redis_is_logged_once_and_its_return_too(
     ]
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["the cluster: the broker does not answer", "the cluster: Redis answers again"]
-
-
-def test_redis_that_hangs_holds_up_no_scrape_and_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "SCRAPE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(exporter, "READY_TIMEOUT_S", 0.01)
-    ends = threading.Event()
-
-    def take() -> Survey:
-        ends.wait()
-        return EMPTY
-
-    watch = ClusterWatch(take)
-    assert not is_up(watch)
-    assert watch.find_problem()
-    ends.set()

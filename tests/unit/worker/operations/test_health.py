@@ -2,27 +2,18 @@
 
 import pytest
 
-from batchery_worker.operations.health import (
-    REDIS_GRACE_S,
-    DeviceSight,
-    HealthPolicy,
-    Verdict,
-    WorkerSight,
-)
+from batchery_worker.operations import health
+from batchery_worker.operations.health import REDIS_GRACE_S, DeviceSight, Verdict, WorkerSight
 
-NOW_S = 1000.0
-
-FINE = WorkerSight([DeviceSight("cpu", is_ready=True)], is_connected=True, beat_s=NOW_S - 0.5)
+FINE = WorkerSight([DeviceSight("cpu", is_ready=True)], is_connected=True, unheard_s=0.5)
 
 
-def judge(sight: WorkerSight, max_pass_s: float | None = None, now_s: float = NOW_S) -> Verdict:
-    return HealthPolicy(max_pass_s, lambda: now_s).judge(sight)
+def judge(sight: WorkerSight, max_pass_s: float | None = None) -> Verdict:
+    return health.judge(sight, max_pass_s)
 
 
 def test_worker_that_consumes_with_its_models_loaded_is_live_and_ready() -> None:
     assert judge(FINE) == Verdict("", "")
-    # Without leases, as on another broker, nothing is known of heartbeats.
-    assert judge(FINE._replace(beat_s=None)) == Verdict("", "")
     # Ordinary tasks need no device.
     assert judge(FINE._replace(devices=[])) == Verdict("", "")
 
@@ -36,7 +27,7 @@ def test_worker_that_consumes_with_its_models_loaded_is_live_and_ready() -> None
         (FINE._replace(still_s=29.0), ""),
         (FINE._replace(still_s=31.4), "the event loop has stood still for 31 s"),
         (FINE._replace(is_silent=True), "Redis does not answer"),
-        (FINE._replace(beat_s=NOW_S - 3.1), "Redis does not answer"),
+        (FINE._replace(unheard_s=3.1), "Redis does not answer"),
     ],
 )
 def test_worker_that_cannot_run_jobs_now_is_not_ready_and_goes_on_living(
@@ -47,23 +38,21 @@ def test_worker_that_cannot_run_jobs_now_is_not_ready_and_goes_on_living(
 
 def test_all_reasons_are_named() -> None:
     two = [DeviceSight("cuda:0", True), DeviceSight("cuda:1", False)]
-    sight = WorkerSight(two, is_connected=False, beat_s=NOW_S, is_silent=True)
+    sight = WorkerSight(two, is_connected=False, is_silent=True)
     assert judge(sight).not_ready == (
         "device cuda:1 is not ready; the worker does not consume its queues; Redis does not answer"
     )
 
 
 def test_slow_heartbeats_may_be_as_rare_as_they_are() -> None:
-    policy = HealthPolicy(None, lambda: NOW_S)
-    late = FINE._replace(beat_s=NOW_S - 20)
-    assert policy.judge(late, beat_pause_s=12.0) == Verdict("", "")
-    assert policy.judge(late, beat_pause_s=6.0).not_ready == "Redis does not answer"
+    late = FINE._replace(unheard_s=20)
+    assert judge(late._replace(beat_pause_s=12.0)) == Verdict("", "")
+    assert judge(late._replace(beat_pause_s=6.0)).not_ready == "Redis does not answer"
 
 
 def test_lost_redis_makes_a_worker_not_live_only_after_a_long_grace() -> None:
-    beat_s = FINE.beat_s or 0.0
-    assert judge(FINE, now_s=beat_s + REDIS_GRACE_S).not_live == ""
-    dead = judge(FINE, now_s=beat_s + REDIS_GRACE_S + 1)
+    assert judge(FINE._replace(unheard_s=REDIS_GRACE_S)).not_live == ""
+    dead = judge(FINE._replace(unheard_s=REDIS_GRACE_S + 1))
     assert dead.not_live == dead.not_ready == "Redis has not answered for 601 s"
 
 
