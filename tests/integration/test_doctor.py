@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from celery import Celery
 from redis import Redis
 
 from apps import shop, uninstalled
-from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
 from support.commands import run, start
 from support.harness import TESTS, wait_for
@@ -88,8 +87,8 @@ def test_managed_redis_without_config_leaves_checks_unmade(
             client.execute_command("ACL", "SETUSER", "app", *rights)
         url = url.replace("redis://", "redis://app:pw@")
     report = diagnose(url, "-A", "apps.shop", cwd=tmp_path)
-    assert report["unchecked"].keys() == {"redis-no-persistence", "redis-snapshots-only"}
-    assert report["unchecked"]["redis-snapshots-only"].startswith("Redis refuses it: ")
+    assert report["unchecked"].keys() == {"redis-no-persistence"}
+    assert report["unchecked"]["redis-no-persistence"].startswith("Redis refuses it: ")
 
 
 def test_redis_that_hangs_is_an_error_and_all_that_need_it_are_unchecked(
@@ -114,13 +113,6 @@ def test_redis_that_begins_to_hang_meanwhile_ends_it(
             out, err = process.communicate(timeout=patient(60))
     assert out, err
     assert json.loads(out)["unchecked"]
-
-
-def test_settings_that_cannot_be_read_are_an_error(tmp_path: Path, redis_url: str) -> None:
-    (tmp_path / "batchery.toml").write_text("max_batch_sise = 8\n")
-    report = diagnose(redis_url, cwd=tmp_path)
-    assert report["exit_code"] == 2
-    assert "the nearest is max_batch_size" in report["found"]["app-invalid"]
 
 
 def test_worker_without_install_runs_items_one_by_one_and_is_found(
@@ -152,7 +144,7 @@ def test_workers_that_were_killed_count_no_more(
 ) -> None:
     worker = start_worker("apps.shop")
     found = diagnose(redis_url, "-A", "apps.shop", cwd=tmp_path)["found"]
-    assert not {"worker-none", "worker-versions"} & set(found)
+    assert "worker-none" not in found
     worker.kill()
     assert store.zcard("batchery:workers") == 1
     store.lpush("celery", "a message")
@@ -185,28 +177,6 @@ def read_deploy_options() -> dict[str, str]:
     options = dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
     del options["bind"]
     return {name.replace("-", "_"): value for name, value in options.items()}
-
-
-@pytest.mark.parametrize("login", ["", "user:secret"], ids=["open", "login"])
-def test_flower_that_asks_for_no_password_is_found(
-    redis_url: str, tmp_path: Path, login: str
-) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    options = ("--address=127.0.0.1", f"--port={url.rpartition(':')[2]}")
-    command = ("celery", "-A", "apps.shop", "flower", *options)
-    with start(redis_url, *command, *[f"--basic-auth={login}"] * bool(login)) as flower:
-        try:
-            look = partial(diagnose, redis_url, "-A", "apps.shop", "--flower", url, cwd=tmp_path)
-            report = wait_for(lambda: is_checked(look()), "Flower answers", patient(60))
-        finally:
-            flower.kill()
-    assert report is not None
-    assert ("flower-open" in report["found"]) is not bool(login)
-
-
-def is_checked(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The report, if Flower has answered."""
-    return None if "flower-open" in report["unchecked"] else report
 
 
 def test_app_that_cannot_be_imported_is_one_line_and_exit_code_2(redis_url: str) -> None:

@@ -5,17 +5,12 @@ says in its own log.
 """
 
 import json
-import platform
 import shlex
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 import redis
@@ -30,7 +25,14 @@ from rich.table import Table
 from batchery.cli.app import TIMEOUT_S, app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import AWAY, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
-from batchery.cli.survey import PATIENCE_S, Survey, app_queues, registered_workers, survey
+from batchery.cli.survey import (
+    PATIENCE_S,
+    Survey,
+    app_queues,
+    consumed_queues,
+    registered_workers,
+    survey,
+)
 from batchery.errors import SettingsError, StartError, counted
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import Installation, get_installation
@@ -43,9 +45,6 @@ MAX_MEMORY_SHARE = 0.75
 
 #: Difference of two clocks, in seconds, by which deadlines, ETAs and expiries may be off.
 MAX_SKEW_S = 1.0
-
-#: How long Flower may take for its page, in seconds.
-FLOWER_TIMEOUT_S = 2.0
 
 #: Width of the table without a terminal, in characters: lines to copy are not broken.
 MIN_WIDTH = 140
@@ -63,7 +62,7 @@ command or no worker answers, says why, and does not count. docs/doctor.md lists
 Exit codes:
   0  nothing is wrong
   1  warnings: it works, but slower, or less safely, than it could
-  2  errors: jobs are lost, wait for ever, or are open to strangers; or there is no such app
+  2  errors: jobs are lost, or wait for ever; or there is no such app
 """
 
 
@@ -74,18 +73,14 @@ class Unchecked(Exception):
 class Deployment:
     """What there is to look at. Each fact is asked for once, when a check first needs it."""
 
-    def __init__(
-        self, app: Celery, timeout_s: float = PATIENCE_S, flower_url: str | None = None
-    ) -> None:
+    def __init__(self, app: Celery, timeout_s: float = PATIENCE_S) -> None:
         """Asks nothing yet.
 
         Args:
             app: The app; the modules of its tasks are imported.
             timeout_s: How long workers that live are awaited, in seconds.
-            flower_url: URL of a Flower; None for port 5555 of this machine.
         """
         self.app = app
-        self.flower_url = flower_url
         self._timeout_s = timeout_s
         #: Why Redis does not answer, or cannot be found; then nobody asks it any more.
         self.redis_problem = ""
@@ -113,10 +108,11 @@ class Deployment:
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
         self.require_redis()
-        with self.app.connection_for_read() as connection, connection.channel() as channel:
+        with self.app.connection_for_read() as connection, connection.channel() as opened:
+            channel: Any = opened
             if not isinstance(channel, kombu_redis.Channel):
                 raise Unchecked("the broker is no Redis")
-            pool: Any = cast(Any, channel)._get_pool()
+            pool = channel._get_pool()
             pool.connection_kwargs |= {"socket_timeout": TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
             return ask(redis.Redis(connection_pool=pool))
 
@@ -139,9 +135,8 @@ class Deployment:
     def consumed(self) -> Mapping[str, set[str]]:
         """Names of the queues that each worker consumes, by what it answers or has registered."""
         self.require_redis()
-        answers = self.app.control.inspect(timeout=1.0).active_queues() or {}
-        found = {worker: {each["name"] for each in queues} for worker, queues in answers.items()}
-        return found | {each.name or "": set(each.queues or ()) for each in self.registered}
+        registered = {each.name or "": set(each.queues or ()) for each in self.registered}
+        return consumed_queues(self.app) | registered
 
     @property
     def installation(self) -> Installation | None:
@@ -156,20 +151,20 @@ class Deployment:
         return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
 
 
-#: What was found, and what stands for a word in capitals of the line to copy.
-Found = str | tuple[str, Mapping[str, str]]
+#: Finds what is wrong, in words: text, and what stands for words in capitals of the line to copy.
+Find = Callable[[Deployment], Iterable[str | tuple[str, Mapping[str, str]]]]
+
 
 #: A check: its name, its severity, why it matters, a line to copy, and what finds it. Words in
 #: capitals of the line are the user's to fill in.
-Check = tuple[str, str, str, str, Callable[[Deployment], Iterable[Found]]]
-
-CHECKS: list[Check] = []
+CHECKS: list[tuple[str, str, str, str, Find]] = []
 
 
-def check(name: str, severity: str, why: str, fix: str) -> Callable[..., Any]:
+def check(*words: str) -> Callable[[Find], Find]:
     """Registers a check."""
 
-    def register(find: Callable[[Deployment], Iterable[Found]]) -> Any:
+    def register(find: Find) -> Find:
+        name, severity, why, fix = words
         CHECKS.append((name, severity, why, fix, find))
         return find
 
@@ -255,21 +250,14 @@ def find_eviction(on: Deployment) -> Iterator[str]:
         yield f"maxmemory-policy is {policy}; {evicted:,} keys were evicted since Redis started"
 
 
-KEEP = "redis-cli CONFIG SET appendonly yes && redis-cli CONFIG REWRITE"
-
-
-@check("redis-no-persistence", "error", "a restart of Redis loses every job and result", KEEP)
+@check(
+    *("redis-no-persistence", "error", "a restart of Redis loses every job and result"),
+    "redis-cli CONFIG SET appendonly yes && redis-cli CONFIG REWRITE",
+)
 def find_lost_on_restart(on: Deployment) -> Iterator[str]:
     """Neither an append-only file nor snapshots."""
     if not on.info["aof_enabled"] and not on.read_config("save"):
         yield "appendonly is no, and save is empty"
-
-
-@check("redis-snapshots-only", "warning", "a crash of Redis loses what came since one", KEEP)
-def find_snapshots(on: Deployment) -> Iterator[str]:
-    """Snapshots without an append-only file."""
-    if not on.info["aof_enabled"] and (save := on.read_config("save")):
-        yield f"appendonly is no, and save is {save}"
 
 
 @check(
@@ -320,23 +308,10 @@ def find_stock(on: Deployment) -> Iterator[str]:
 
 
 @check(
-    *("worker-versions", "warning", "one may not know figures and messages of another"),
-    "pip install batchery==VERSION  # the same everywhere; then restart the workers",
-)
-def find_versions(on: Deployment) -> Iterator[str]:
-    """Versions of Batchery that differ."""
-    here = version("batchery")
-    others = {each.name: each.version or "unknown" for each in on.registered}
-    if set(others.values()) - {here}:
-        spelled = [f"{name} has {there}" for name, there in others.items()]
-        yield f"{here} here, and {', '.join(sorted(spelled))}"
-
-
-@check(
     *("queue-unserved", "error", "these jobs wait for ever"),
     "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
 )
-def find_unserved(on: Deployment) -> Iterator[Found]:
+def find_unserved(on: Deployment) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Queues with jobs that no worker consumes, such as a misspelt one."""
     consumed = set[str]().union(*on.consumed.values())
     for queue, jobs in on.survey.queues.items():
@@ -351,13 +326,11 @@ def find_unserved(on: Deployment) -> Iterator[Found]:
 )
 def find_wrong_clocks(on: Deployment) -> Iterator[str]:
     """Clocks of Redis, workers and this machine that differ by more than a second."""
-    ahead_s = {"Redis": on.redis_ahead_s}
-    figures = on.survey.figures.items()
-    asked_s, now_s = on.asked_s, time.time()
+    ahead_s, figures, now_s = {"Redis": on.redis_ahead_s}, on.survey.figures, time.time()
     # What an answer took explains the rest.
     ahead_s |= {
-        name: each.time_s - min(max(each.time_s, asked_s), now_s)
-        for name, each in figures
+        name: each.time_s - min(max(each.time_s, on.asked_s), now_s)
+        for name, each in figures.items()
         if each.time_s is not None
     }
     for name, seconds in ahead_s.items():
@@ -375,43 +348,6 @@ def find_dead_letters(on: Deployment) -> Iterator[str]:
         yield counted(on.survey.dead_letters, "dead letter")
 
 
-# Devices, and what is open
-
-
-@check(
-    *("device-on-cpu", "warning", "a GPU is ten to a hundred times faster"),
-    'devices = "auto"  # in batchery.toml; then look whether torch sees it: batchery tune',
-)
-def find_idle_gpus(on: Deployment) -> Iterator[str]:
-    """Workers of this machine that compute on its CPU, beside GPUs."""
-    gpus = list(Path("/dev").glob("nvidia[0-9]*"))
-    here = {each.name for each in on.registered if each.host == platform.node()} if gpus else ()
-    for worker, figures in on.survey.figures.items():
-        if worker in here and all(name.startswith("cpu") for name in figures.devices):
-            yield f"{worker} computes on the CPU, beside {counted(len(gpus), 'GPU')}"
-
-
-@check(
-    *("flower-open", "error", "anybody sees all arguments and results, and may stop workers"),
-    "celery -A APP flower --basic-auth=USER:PASSWORD --address=127.0.0.1",
-)
-def find_open_flower(on: Deployment) -> Iterator[str]:
-    """A Flower that lets the network in without a password."""
-    url = (on.flower_url or f"http://{platform.node()}:5555").rstrip("/")
-    # Without a proxy: one from the environment cannot reach this machine's own addresses.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url}/workers", timeout=FLOWER_TIMEOUT_S) as page:
-            # One with a login redirects to it.
-            if page.url.endswith("/workers") and b"Flower</title>" in page.read():
-                yield f"{url} asks for no password"
-    except urllib.error.HTTPError:
-        return  # It answers, and does not show them.
-    except (OSError, ValueError) as error:
-        if on.flower_url is not None:
-            raise Unchecked(f"--flower {on.flower_url}: {error}") from error
-
-
 # What was found
 
 
@@ -427,9 +363,7 @@ def diagnose(on: Deployment, path: str) -> dict[str, Any]:
         checks are `unchecked`, by name; the number that `passed`; and the `exit_code`: that of the
         worst finding.
     """
-    findings: list[dict[str, str]] = []
-    unchecked: dict[str, str] = {}
-    passed = 0
+    findings, unchecked, passed = list[dict[str, str]](), dict[str, str](), 0
     for name, severity, why, fix, find in CHECKS:
         try:
             found = list(find(on))
@@ -461,12 +395,6 @@ def _explain(on: Deployment, error: Exception) -> str:
 
 @click.command(help=HELP)
 @app_options
-@click.option(
-    "--flower",
-    "flower_url",
-    metavar="URL",
-    help="URL of your Flower, as the network has it; by default port 5555 of this machine.",
-)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
 @timeout_option(PATIENCE_S, "How long workers are awaited that live and do not answer.")
 @click.pass_context
@@ -475,13 +403,12 @@ def doctor(
     *,
     app_path: str,
     redis_url: str | None,
-    flower_url: str | None,
     as_json: bool,
     timeout_s: float,
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path, redis_url)
-    report = diagnose(Deployment(app, timeout_s, flower_url), app_path)
+    report = diagnose(Deployment(app, timeout_s), app_path)
     click.echo(json.dumps(report) if as_json else draw(**report))
     context.exit(report["exit_code"])
 
