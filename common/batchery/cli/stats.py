@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +25,13 @@ from batchery.cli.survey import (
     Survey,
     aliases_in,
     app_queues,
+    consumed_queues,
     has_batch_tasks,
     registered_tasks,
     survey,
 )
-from batchery.errors import StartError, counted
-from batchery.protocol.figures import (
-    GIVEN_UP,
-    CacheFigures,
-    DeviceSnapshot,
-    LearnedCosts,
-    ModelSnapshot,
-    WorkerFigures,
-)
+from batchery.errors import StartError
+from batchery.protocol.figures import GIVEN_UP, WorkerFigures
 
 #: Time from one look to the next, in seconds, if all answer at once.
 REFRESH_S = 1.0
@@ -50,6 +44,38 @@ NONE = "-"
 
 #: Attributes of tasks that tell what a task is.
 FIELDS = ("model_queue", "model_aliases", "is_installed")
+
+#: What is shown of each thing: the paths of its figures.
+DEVICE = (
+    *("state", "error", "pid", "load_s", "batches_in_flight", "resident_kib"),
+    *("memory.reserved_bytes", "memory.peak_bytes"),
+)
+MODEL = (
+    *("state", "slots_taken", "slots", "steps", "step_ms", "max_batch_tokens", "chosen_by"),
+    *("out_of_memory", "held_bytes", "loads", "load_s", "version", "pass_ms", "token_us", "why"),
+)
+DONE = (
+    *("jobs", "items", "batches", "mean_batch_size", "padding_waste", "failed_jobs"),
+    "device_restarts",
+)
+TIMES = tuple(f"mean_{stage}_ms" for stage in ("waited", "prepare", "queued", "forward", "commit"))
+COSTS = ("pass_ms", "item_us", "error", "batches")
+CACHE = ("hit_rate", "items", "hits", "deduplicated", "results", "bytes", "errors", "error")
+
+#: How a figure ends -> by what it is multiplied, and the unit behind it.
+UNITS = {
+    "_per_s": (1, "/s"),
+    "_ms": (1, " ms"),
+    "_us": (1, " µs"),
+    "_s": (1, " s"),
+    "_kib": (2**-10, " MiB"),
+    "_bytes": (2**-20, " MiB"),
+    "bytes": (2**-20, " MiB"),
+    **dict.fromkeys(("padding_waste", "hit_rate", "error"), (100, " %")),
+}
+
+#: What to do about the state of a device.
+HINTS = {"drained": ", see `batchery drain`", GIVEN_UP: ", see `batchery drain --undo`"}
 
 NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
 
@@ -116,30 +142,26 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = PATIENCE
         now = look(app, queues, timeout_s)
         click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
         return 0 if now.figures else NO_WORKER
-    with Interrupt(at_once=True) as interrupt, _open_screen(as_json) as show:
+    screen = nullcontext() if as_json else Live("asking the workers ...", auto_refresh=False)
+    with Interrupt(at_once=True) as interrupt, screen as live:
         last: Survey | None = None
         while True:
             next_s = time.monotonic() + REFRESH_S
             try:
                 now = look(app, queues, timeout_s)
-                show(json.dumps(now.report(last)) if as_json else draw(now, last))
+                shown: Any = draw(now, last) if live else json.dumps(now.report(last))
                 last = now
             except StartError as error:
                 # The broker was there before. A person who watches wants to see it come back.
-                if as_json:
+                if live is None:
                     raise
-                show(str(error))
+                shown = str(error)
+            if live is None:
+                click.echo(shown)
+            else:
+                live.update(shown, refresh=True)
             interrupt.check()
             time.sleep(max(0.0, next_s - time.monotonic()))
-
-
-@contextmanager
-def _open_screen(as_json: bool) -> Iterator[Callable[[Any], object]]:
-    if as_json:
-        yield click.echo
-        return
-    with Live("asking the workers ...", auto_refresh=False) as live:
-        yield lambda drawing: live.update(drawing, refresh=True)
 
 
 def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
@@ -151,7 +173,10 @@ def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
         timeout_s: How long workers are awaited that live, in seconds.
     """
     found = survey(app, timeout_s, queues)
+    unserved = {*found.unserved}
     with broker_errors():
+        if unserved:  # Workers without leases may serve them.
+            unserved -= set[str]().union(*consumed_queues(app).values())
         tasks = registered_tasks(app, FIELDS, DISCOVERY_S)
         if late := [name for name in found.figures if name not in tasks]:
             tasks = {**tasks, **registered_tasks(app, FIELDS, timeout_s, names=late)}
@@ -160,7 +185,8 @@ def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
         for name, each in tasks.items()
         if has_batch_tasks(each, "False") and not has_batch_tasks(each)
     }
-    return replace(found, workers={**plain, **found.workers}, tasks=list_served(tasks))
+    workers = {**plain, **found.workers}
+    return replace(found, workers=workers, tasks=list_served(tasks), unserved=unserved)
 
 
 def list_served(found: Registered) -> list[dict[str, Any]]:
@@ -186,11 +212,17 @@ def draw(now: Survey, before: Survey | None = None) -> RenderableType:
     parts += [Text(f"{name}: {why}", "red") for name, why in now.problems(before).items()]
     if not now.workers:
         parts.append(Text(f"{NO_ANSWER}: celery -A APP worker"))
-    waiting = [(name, f"{depth:,}") for name, depth in now.queues.items()]
+    waiting = [
+        (name, f"{depth:,}", "no worker serves it" if name in now.unserved else "")
+        for name, depth in now.queues.items()
+    ]
     count = Column("jobs waiting in the broker", justify="right")
-    parts.append(_draw_table(waiting, "queue", count))
+    parts.append(_draw_table(waiting, "queue", count, ""))
     tasks = [
-        (each["task"], each["kind"], each["queue"] or "routed", *_join(each, "aliases", "workers"))
+        (
+            *(each["task"], each["kind"], each["queue"] or "routed"),
+            *(", ".join(each[name]) for name in ("aliases", "workers")),
+        )
         for each in now.tasks
     ]
     parts.append(_draw_table(tasks, "task", "kind", "queue", "also called", "workers"))
@@ -200,10 +232,6 @@ def draw(now: Survey, before: Survey | None = None) -> RenderableType:
     if now.dead_letters:
         parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)
-
-
-def _join(task: Mapping[str, Any], *names: str) -> list[str]:
-    return [", ".join(task[name]) for name in names]
 
 
 def _draw_table(
@@ -218,115 +246,48 @@ def _draw_table(
 def draw_worker(
     name: str, figures: WorkerFigures, rates: Mapping[str, float] | None
 ) -> RenderableType:
-    """The figures of one worker, a row each. Means are over its whole life, rates are current."""
+    """The figures of one worker, a row each, by the names that they have in JSON."""
     done, rows = figures.batches, dict[str, str]()
     for device, state in figures.devices.items():
-        rows |= {f"device {device}": _device(state), f"memory of {device}": _memory(state)}
-        rows |= {f"{each} on {device}": _model(model) for each, model in state.models.items()}
-    oldest, size = _number(figures.oldest_waiting_s, "s"), _number(done.mean_batch_size, "items")
+        rows[f"device {device}"] = describe(state, DEVICE) + HINTS.get(state.state, "")
+        rows |= {f"{each} on {device}": describe(m, MODEL) for each, m in state.models.items()}
     rows |= {
-        "queues": ", ".join(figures.queues) or NONE,
-        "waiting here": f"{counted(figures.waiting, 'job')}, oldest {oldest}",
-        "now": _rates(rates),
-        "done": f"{counted(done.jobs, 'job')}, {counted(done.items, 'item')} in"
-        f" {counted(done.batches, 'batch')}, {size} each",
-        "waited": _number(done.mean_waited_ms, "ms"),
-        "forward": _number(done.mean_forward_ms, "ms"),
-        "other stages": f"prepare {_number(done.mean_prepare_ms, 'ms')},"
-        f" between {_number(done.mean_queued_ms, 'ms')},"
-        f" commit {_number(done.mean_commit_ms, 'ms')}",
-        "padding waste": percent(done.padding_waste),
-        "failed jobs": f"{done.failed_jobs:,}",
-        "device restarts": f"{done.device_restarts:,}",
-        "items per batch": ", ".join(
-            f"{n:,} up to {size[2:]}" for size, n in done.batch_sizes.items()
-        ),
-        **{f"batch of {task}": _costs(costs) for task, costs in figures.costs.items()},
-        "failed by": _counts(done.failures),
-        "by the tracer": _counts(done.tracer_jobs),
-        **{f"cache of {task}": _cache(cache) for task, cache in done.caches.items()},
+        "queues": ", ".join(figures.queues),
+        "waiting here": describe(figures, ("waiting", "oldest_waiting_s"), NONE),
+        "now": describe(rates, tuple(rates or ()), NONE),
+        "done": describe(done, DONE, NONE),
+        "a batch took": describe(done, TIMES, NONE),
+        **{f"batch of {task}": describe(costs, COSTS) for task, costs in figures.costs.items()},
+        "failed by": _count(done.failures),
+        "by the tracer": _count(done.tracer_jobs),
+        **{f"cache of {task}": describe(cache, CACHE) for task, cache in done.caches.items()},
     }
     return _draw_table([row for row in rows.items() if row[1]], "", "", title=name)
 
 
-def _counts(reasons: Mapping[str, int]) -> str:
+def _count(reasons: Mapping[str, int]) -> str:
     return "\n".join(f"{count:,}: {reason}" for reason, count in reasons.items())
 
 
-def percent(share: float | None) -> str:
-    """A share of 1 as a percentage."""
-    return NONE if share is None else f"{100 * share:.0f} %"
+def describe(thing: Any, names: Sequence[str], nothing: str = "") -> str:
+    """Some figures of a thing, each with its name and unit; without those that are 0 or unknown."""
+    values = {name: read(thing, name) for name in names}
+    return ", ".join(_spell(*each) for each in values.items() if each[1]) or nothing
 
 
-def _device(device: DeviceSnapshot) -> str:
-    if device.state == "drained":
-        return "drained, see `batchery drain`"
-    if device.state == GIVEN_UP:
-        return f"given up, see `batchery drain --undo`: {device.error}"
-    return (
-        f"{device.state}, pid {device.pid}, loaded in {device.load_s:.1f} s,"
-        f" batches in flight: {device.batches_in_flight}"
-    )
+def read(thing: Any, path: str) -> Any:
+    """An attribute, or an entry, by its path; None where there is none."""
+    for name in path.split("."):
+        thing = thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+    return thing
 
 
-def _memory(device: DeviceSnapshot) -> str:
-    memory, resident_kib = device.memory, device.resident_kib
-    parts = [] if resident_kib is None else [f"{_mib(resident_kib * 1024)} of main memory"]
-    if memory.reserved_bytes is not None:
-        held, peak = _mib(memory.reserved_bytes), _mib(memory.peak_bytes)
-        parts.append(f"{held} of the device, peak {peak}")
-    return ", ".join(parts)
-
-
-def _model(model: ModelSnapshot) -> str:
-    """What it does, what it holds, and why it is there."""
-    parts = [model.state]
-    if model.slots:
-        steps = f"{model.steps:,} steps of {_number(model.step_ms, 'ms')}"
-        parts.append(f"{model.slots_taken} of {counted(model.slots, 'slot')} taken, {steps}")
-    elif model.state == "loaded":
-        parts.append(f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}")
-    if model.out_of_memory:
-        parts.append(f"out of memory {counted(model.out_of_memory, 'time')}")
-    if model.held_bytes is not None:
-        parts.append(f"holds {_mib(model.held_bytes)}")
-    if model.load_s is not None:
-        parts.append(f"{counted(model.loads, 'load')}, the last in {model.load_s:.1f} s")
-    parts += [f"version {model.version}"] if model.version else []
-    if model.fitted_batches is not None:
-        pass_ms, token_us = f"{model.pass_ms:,.2f} ms", f"{model.token_us:,.1f} µs"
-        parts.append(f"a pass takes {pass_ms} and {token_us} per token")
-    return ", ".join([*parts, model.why] if model.why else parts)
-
-
-def _cache(cache: CacheFigures) -> str:
-    error = f"; {cache.errors:,} errors, {cache.error}" if cache.errors else ""
-    return (
-        f"{percent(cache.hit_rate)} of {cache.items:,} items not computed:"
-        f" {cache.hits:,} hits, {cache.deduplicated:,} deduplicated;"
-        f" {cache.results:,} results, {_mib(cache.bytes)}{error}"
-    )
-
-
-def _costs(costs: LearnedCosts) -> str:
-    """How long a batch has its device, learned from those that ran."""
-    return (
-        f"{costs.pass_ms:,.2f} ms and {costs.item_us:,.1f} µs per item,"
-        f" off by {percent(costs.error)} on average, by {counted(costs.batches, 'batch')}"
-    )
-
-
-def _mib(size_bytes: int | None) -> str:
-    return NONE if size_bytes is None else f"{size_bytes / 2**20:,.0f} MiB"
-
-
-def _rates(rates: Mapping[str, float] | None) -> str:
-    if rates is None:
-        return NONE
-    shown = f"{rates['jobs_per_s']:,.1f} jobs/s, {rates['items_per_s']:,.1f} items/s"
-    failed = rates["failed_jobs_per_s"]
-    return f"{shown}, {failed:,.1f} failures/s" if failed else shown
-
-
-def _number(value: float | None, unit: str) -> str:
-    return NONE if value is None else f"{value:,.1f} {unit}"
+def _spell(path: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    name = path.rpartition(".")[2]
+    unit = next((each for each in UNITS if name.endswith(each)), "")
+    scale, shown = UNITS.get(unit, (1, ""))
+    number = f"{value:,}" if isinstance(value, int) and scale == 1 else f"{value * scale:,.1f}"
+    label = name.removesuffix(unit) if unit.startswith("_") else name
+    return f"{label.replace('_', ' ')} {number}{shown}"

@@ -62,25 +62,21 @@ class StrayQueues:
             except NoPermissionError:
                 self._is_refused = True
                 return {}
-            counted = sorted(names)[:MAX_COUNTED]
-            self._found = dict(_count(channel, client, counted)[:MAX_STRAYS])
+            counts = _count(channel, client, sorted(names)[:MAX_COUNTED])
+            self._found = dict([each for each in counts if each[1]][:MAX_STRAYS])
         return self._found
 
     def _find_names(self, channel: Any, client: Any, calls: int) -> Iterator[str]:
-        prefix = channel.global_keyprefix + channel.keyprefix_queue % ""
-        pattern = escape_pattern(prefix) + "*"
+        pattern = escape_pattern(channel.global_keyprefix + channel.keyprefix_queue % "") + "*"
         # Of remote control and events: queues of workers and of those who ask them.
         own = (".pidbox", self._app.conf.event_exchange)
         for _ in range(calls):
-            self._cursor, keys = client.scan(self._cursor, match=pattern, count=SCAN_KEYS)
+            self._cursor, keys = client.scan(self._cursor, pattern, SCAN_KEYS, _type="set")
             with client.pipeline(transaction=False) as pipe:
                 for key in keys:
                     if not key.decode(errors="replace").endswith(own):
                         pipe.srandmember(key, MAX_PER_KEY)
-                answers = pipe.execute(raise_on_error=False)
-            for members in answers:
-                # Whatever else has such a key tells nothing.
-                for member in members if isinstance(members, list) else ():
+                for member in (each for members in pipe.execute() for each in members):
                     name = member.decode(errors="replace").rsplit(channel.sep, 1)[-1]
                     if NAME.fullmatch(name):
                         yield name
@@ -88,17 +84,14 @@ class StrayQueues:
                 return
 
 
-def _count(channel: Any, client: Any, names: Collection[str]) -> list[tuple[str, int]]:
-    """The jobs in each queue that has some; one that this user may not count has none."""
+def _count(channel: Any, client: Any, names: Collection[str]) -> Iterator[tuple[str, int]]:
+    """The jobs in each queue; one that this user may not count, or that is no list, has none."""
     steps = channel.priority_steps
     with client.pipeline(transaction=False) as pipe:
         for name in names:
             for step in steps:
                 pipe.llen(f"{channel.global_keyprefix}{channel._q_for_pri(name, step)}")
-        answers = pipe.execute(raise_on_error=False)
-    found = []
-    for number, name in enumerate(names):
-        lengths = answers[number * len(steps) :][: len(steps)]
-        if jobs := sum(each for each in lengths if isinstance(each, int)):
-            found.append((name, jobs))
-    return found
+        answers = iter(pipe.execute(raise_on_error=False))
+    for name in names:
+        lengths = [next(answers) for _ in steps]
+        yield name, sum(each for each in lengths if isinstance(each, int))

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
@@ -48,16 +48,10 @@ MAX_NAMED = 8
 Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
-@dataclass(frozen=True)
-class RedisMemory:
-    """How full the broker's Redis is.
+class RedisMemory(NamedTuple):
+    """How full the broker's Redis is."""
 
-    Attributes:
-        used_bytes: What its data take.
-        max_bytes: Its `maxmemory`; 0 for no limit.
-        evicted_keys: How many keys it has thrown away to make room, since it started.
-    """
-
+    #: What its data take; its `maxmemory`, or 0; and how many keys it has evicted since its start.
     used_bytes: int
     max_bytes: int
     evicted_keys: int
@@ -82,6 +76,7 @@ class Survey:
         is_asked: Whether workers were asked for their figures.
         undated: Ids of the jobs next in turn that do not say when they were sent, by queue.
         strays: Jobs in queues that nobody knows, by queue; none where they were not looked for.
+        unserved: Queues with jobs that no worker consumes, as far as workers say what they do.
         tasks: What workers serve, as `batchery stats` lists it; empty where they were not asked.
     """
 
@@ -96,6 +91,7 @@ class Survey:
     is_asked: bool = True
     undated: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
     strays: Mapping[str, int] = field(default_factory=dict)
+    unserved: Collection[str] = ()
     tasks: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
@@ -145,6 +141,7 @@ class Survey:
                 for name, answer in sorted(self.workers.items())
             },
             "queues": {**self.queues},
+            "unserved": sorted(self.unserved),
             "dead_letters": self.dead_letters,
             "oldest_s": {**self.oldest_s},
             "tasks": [*self.tasks],
@@ -195,16 +192,40 @@ def survey(
         queues: Names of queues that are looked into, whether a worker consumes them or not.
         asks: Whether workers are asked at all.
     """
-    with broker_errors():
-        registered = registered_workers(app)
+    with broker_errors(), _open_redis(app) as (connection, client):
+        registered = _read_registered(connection, client)
         names = find_workers(app, registered) if asks else set[str]()
-        silent = {"error": f"lives, and has not answered within {timeout_s:g} s"}
         answers = ask_workers(app, FIGURES, timeout_s, names)
+        silent = {"error": f"lives, and has not answered within {timeout_s:g} s"}
         workers = {name: answers.get(name, silent) for name in names}
-        consumed = [each.queues or () for each in registered.values()]
-        consumed += [each.get("queues", ()) for each in answers.values()]
-        found = _look_at_broker(app, {*queues, *chain.from_iterable(consumed)}, registered)
-        return replace(found, workers=workers, is_asked=asks)
+        live = [each for each in registered.values() if not each.is_dead]
+        consumed = {*chain.from_iterable(each.queues or () for each in live)}
+        consumed.update(*(each.get("queues", ()) for each in answers.values()))
+        known = {*queues, *chain.from_iterable(each.queues or () for each in registered.values())}
+        # Leases first: what goes back meanwhile is counted twice for a moment, never overlooked.
+        orphaned = _find_orphaned(connection, client, registered)
+        waiting = {
+            name: _look_into(connection, name).add(orphaned.get(name, Waiting(0)))
+            for name in sorted(known | consumed | set(orphaned))
+        }
+        leased = dict.fromkeys(waiting, 0) if client is not None else {}
+        for worker in live:
+            for queue, count in worker.leased.items():
+                leased[queue] = leased.get(queue, 0) + count
+        letters = DeadLetters.of(connection)
+        return Survey(
+            workers,
+            {name: each.jobs for name, each in waiting.items()},
+            None if letters is None else len(letters),
+            {name: each.oldest_s for name, each in waiting.items()},
+            leased,
+            None if client is None else sum(each.scheduled for each in live),
+            None if client is None else _read_memory(client),
+            {name: each.jobs for name, each in orphaned.items()},
+            is_asked=asks,
+            undated={name: each.undated for name, each in waiting.items()},
+            unserved={name for name, each in waiting.items() if each.jobs} - consumed,
+        )
 
 
 # Workers
@@ -212,8 +233,8 @@ def survey(
 
 def registered_workers(app: Celery) -> Mapping[str, RegisteredWorker]:
     """The workers with leases, by id, the dead among them; none if the broker is not a Redis."""
-    with _open_redis(app) as (channel, client):
-        return {} if client is None else LiveWorkers(client, channel.global_keyprefix).registered()
+    with _open_redis(app) as opened:
+        return _read_registered(*opened)
 
 
 def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set[str]:
@@ -227,7 +248,7 @@ def find_workers(app: Celery, registered: Mapping[str, RegisteredWorker]) -> set
     live = [each for each in registered.values() if not each.is_dead]
     live = [each for each in live if each.queues != {JOBS_QUEUE}]
     names = {each.name for each in live if each.name is not None}
-    if len(names) < len(live) or not _is_redis(app):
+    if len(names) < len(live) or app.connection_for_read().transport.driver_type != "redis":
         tasks = registered_tasks(app, ["is_installed"], DISCOVERY_S)
         names |= {name for name, each in tasks.items() if has_batch_tasks(each)}
     return names
@@ -272,6 +293,12 @@ def registered_tasks(
     return parse_registered(flatten_reply(replies or []))
 
 
+def consumed_queues(app: Celery) -> dict[str, set[str]]:
+    """Names of the queues that each worker consumes, of those that answer soon; any worker may."""
+    answers = app.control.inspect(timeout=DISCOVERY_S).active_queues() or {}
+    return {worker: {each["name"] for each in queues} for worker, queues in answers.items()}
+
+
 def parse_registered(answers: Mapping[str, Any]) -> Registered:
     """Reads each worker's answer; one that is no list of tasks is left out."""
     return {
@@ -313,94 +340,6 @@ def name_tasks(name: str, names: Iterable[str]) -> str:
 # The broker
 
 
-@contextmanager
-def _open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
-    """A channel of the app's broker, and a client of its connections; that is None if no Redis."""
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        is_redis = isinstance(channel, kombu_redis.Channel)
-        yield channel, redis.Redis(connection_pool=channel.pool) if is_redis else None
-
-
-def _is_redis(app: Celery) -> bool:
-    with _open_redis(app) as (_, client):
-        return client is not None
-
-
-def _look_at_broker(
-    app: Celery, queues: set[str], registered: Mapping[str, RegisteredWorker]
-) -> Survey:
-    # Leases first: what goes back meanwhile is counted twice for a moment, and never overlooked.
-    orphaned = find_orphaned(app, registered)
-    waiting = {
-        name: each.add(orphaned.get(name, Waiting(0)))
-        for name, each in waiting_in(app, queues | set(orphaned)).items()
-    }
-    letters = dead_letters(app)
-    leased = dict.fromkeys(waiting, 0) if letters is not None else {}
-    live = [each for each in registered.values() if not each.is_dead]
-    for each in live:
-        for queue, count in each.leased.items():
-            leased[queue] = leased.get(queue, 0) + count
-    return Survey(
-        {},
-        {name: each.jobs for name, each in waiting.items()},
-        letters,
-        {name: each.oldest_s for name, each in waiting.items()},
-        leased,
-        None if letters is None else sum(each.scheduled for each in live),
-        read_memory(app),
-        {name: each.jobs for name, each in orphaned.items()},
-        undated={name: each.undated for name, each in waiting.items()},
-    )
-
-
-def read_memory(app: Celery) -> RedisMemory | None:
-    """How full the broker is; None if it is not a Redis, or keeps `INFO` from this user.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
-    with _open_redis(app) as (_, client):
-        if client is None:
-            return None
-        try:
-            info = {**client.info("memory"), **client.info("stats")}
-        except redis.ResponseError:
-            return None
-    return RedisMemory(info["used_memory"], info["maxmemory"], info["evicted_keys"])
-
-
-def find_orphaned(app: Celery, registered: Mapping[str, RegisteredWorker]) -> dict[str, Waiting]:
-    """What dead workers hold, by queue: it waits until a worker that lives gives it back.
-
-    Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
-    there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
-    """
-    dead = [worker for worker, each in registered.items() if each.is_dead]
-    found: dict[str, Waiting] = {}
-    if not dead:
-        return found
-    with _open_redis(app) as (channel, client):
-        prefix = channel.global_keyprefix
-        calls = [([Keys(prefix).lease(worker)], ()) for worker in dead]
-        # One after the other: no command may have Redis for long.
-        answers = transport_scripts(client).run_many("count_leased", calls)
-    for worker, answer in zip(dead, answers, strict=True):
-        if isinstance(answer, Exception):
-            raise answer
-        held, *lists = answer
-        rows = list(zip(lists[::3], lists[1::3], lists[2::3], strict=True))
-        parts = [(find_queue(key.decode(), prefix), n, sent_at) for key, n, sent_at in rows]
-        if held and not parts:
-            parts = [(name, n, b"") for name, n in registered[worker].leased.items() if n > 0]
-        read = sum(n for _, n, _ in parts)
-        for queue, n, sent_at in parts:
-            waiting = Waiting.read(round(held * n / read), sent_at)
-            found[queue] = found.get(queue, Waiting(0)).add(waiting)
-    return found
-
-
 def app_queues(app: Celery) -> set[str]:
     """The queues that an app has or sends its tasks to; they may have no worker."""
     names = set(app.amqp.queues)
@@ -410,23 +349,6 @@ def app_queues(app: Celery) -> set[str]:
             if not task.startswith("celery."):
                 names.add(find_destination(app, task, {}).queue)
     return names
-
-
-def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:
-    """What waits in each queue, sorted by name, without what a worker holds.
-
-    Of another broker than Redis it only knows how many messages there are.
-
-    Raises:
-        redis.RedisError: Redis does not answer, or refuses this user.
-    """
-    found: dict[str, Waiting] = {}
-    with app.connection_for_read() as connection:
-        for name in sorted(names):
-            with connection.channel() as channel:
-                waiting = look_into(channel, name, range(LOWEST_PRIORITY + 1))
-            found[name] = waiting or Waiting(_count_messages(connection, name))
-    return found
 
 
 def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
@@ -439,6 +361,62 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
     """
     with app.connection_for_read() as connection:
         return {name: _count_messages(connection, name) for name in sorted(names)}
+
+
+@contextmanager
+def _open_redis(app: Celery) -> Iterator[tuple[Any, Any]]:
+    """A connection to the app's broker, and a client that shares it; that is None if no Redis."""
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        is_redis = isinstance(channel, kombu_redis.Channel)
+        yield connection, redis.Redis(connection_pool=channel.pool) if is_redis else None
+
+
+def _read_registered(connection: Any, client: Any) -> Mapping[str, RegisteredWorker]:
+    if client is None:
+        return {}
+    return LiveWorkers(client, connection.default_channel.global_keyprefix).registered()
+
+
+def _read_memory(client: Any) -> RedisMemory | None:
+    try:
+        info = {**client.info("memory"), **client.info("stats")}
+    except redis.ResponseError:
+        return None
+    return RedisMemory(info["used_memory"], info["maxmemory"], info["evicted_keys"])
+
+
+def _find_orphaned(
+    connection: Any, client: Any, registered: Mapping[str, RegisteredWorker]
+) -> dict[str, Waiting]:
+    """What dead workers hold, by queue: it waits until a worker that lives gives it back.
+
+    Of a worker that holds much only a sample is read. So shares of its queues are estimates, and
+    there may be older jobs. If all are too large to read, its last heartbeat says whose they are.
+    """
+    found: dict[str, Waiting] = {}
+    for worker, known in registered.items():
+        if not known.is_dead:
+            continue
+        prefix = connection.default_channel.global_keyprefix
+        # One after the other: no command may have Redis for long.
+        key = [Keys(prefix).lease(worker)]
+        held, *lists = transport_scripts(client).run("count_leased", key)
+        rows = zip(lists[::3], lists[1::3], lists[2::3], strict=True)
+        parts = [(find_queue(key.decode(), prefix), n, sent_at) for key, n, sent_at in rows]
+        if held and not parts:
+            parts = [(name, n, b"") for name, n in known.leased.items() if n > 0]
+        read = sum(n for _, n, _ in parts)
+        for queue, n, sent_at in parts:
+            waiting = Waiting.read(round(held * n / read), sent_at)
+            found[queue] = found.get(queue, Waiting(0)).add(waiting)
+    return found
+
+
+def _look_into(connection: Any, name: str) -> Waiting:
+    """What waits in a queue, without what a worker holds; elsewhere than in Redis, how much."""
+    waiting = look_into(connection.default_channel, name, range(LOWEST_PRIORITY + 1))
+    return waiting or Waiting(_count_messages(connection, name))
 
 
 def _count_messages(connection: Any, name: str) -> int:
@@ -454,10 +432,3 @@ def _count_messages(connection: Any, name: str) -> int:
         if isinstance(error, redis.RedisError):
             raise
         return 0
-
-
-def dead_letters(app: Celery) -> int | None:
-    """The number of dead letters; None if the broker is not a Redis."""
-    with app.connection_for_read() as connection:
-        letters = DeadLetters.of(connection)
-        return None if letters is None else len(letters)
