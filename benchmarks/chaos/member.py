@@ -37,7 +37,7 @@ class Member:
         options = ["-l", "INFO", "-P", pool, "-c", "2", "-n", f"{name}@chaos"]
         self._process = GuardedProcess(
             [*clean, *celery, *options, "--without-gossip"],
-            directory=folder,
+            cwd=folder,
             on_line=self._on_line,
         )
 

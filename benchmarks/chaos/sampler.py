@@ -50,7 +50,7 @@ class Exporter:
         program = str(Path(sys.executable).with_name("batchery"))
         self._process = GuardedProcess(
             [program, "exporter", "-A", "chaos_app", "--port", "0"],
-            directory=folder,
+            cwd=folder,
             on_line=self._on_line,
         )
 

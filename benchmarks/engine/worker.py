@@ -53,7 +53,7 @@ class WholeSystem:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "batchery.app", "worker"]
         self._worker = GuardedProcess(
             [*command, *WORKER],
-            environment={
+            env={
                 **os.environ,
                 "BATCHERY_REDIS_URL": self._server.url,
                 "BATCHERY_DEVICES": target.device,

@@ -86,7 +86,7 @@ class Served:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP]
         self._worker = GuardedProcess(
             [*command, "worker", *WORKER],
-            environment={**os.environ, **self._environment, "GENERATION_URL": self.url},
+            env={**os.environ, **self._environment, "GENERATION_URL": self.url},
         )
 
     def wait_ready(self, task: str, item: Any, keywords: Mapping[str, Any]) -> None:

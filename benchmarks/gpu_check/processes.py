@@ -87,7 +87,7 @@ def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", f"{APP}:app", "worker"]
         worker = GuardedProcess(
             [*command, "-l", "INFO", "-Q", "fragile", "--without-mingle", "--without-gossip"],
-            environment={
+            env={
                 **os.environ,
                 "GPU_CHECK_REDIS": server.url,
                 "BATCHERY_DEVICES": check.device,

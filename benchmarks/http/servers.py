@@ -81,7 +81,7 @@ class Batchery:
         serve = [*run, "batchery", "serve", "--port", str(self.port), "--processes", str(processes)]
         self._pids = {"redis": redis.pid}
         for name, command in (("worker", worker), ("gateway", serve)):
-            process = GuardedProcess(command, environment=environment)
+            process = GuardedProcess(command, env=environment)
             self._stack.callback(process.stop, GRACE_S)
             self._pids[name] = process.pid
         wait_ready(self)
@@ -120,7 +120,7 @@ class Infinity:
                 *("--batch-size", str(BATCH_SIZE), "--host", HOST, "--port", str(self.port)),
                 *("--log-level", "error"),
             ],
-            environment={
+            env={
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 "DO_NOT_TRACK": "1",

@@ -70,7 +70,7 @@ def test_a_wrong_and_a_missing_password_are_told_apart_from_no_redis(redis_url: 
 def test_a_socket_in_the_file_system_works_in_celerys_spelling(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     command = [str(find_redis_server()), "--port", "0", "--unixsocket", str(path)]
-    server = GuardedProcess([*command, "--requirepass", "secret"], directory=tmp_path)
+    server = GuardedProcess([*command, "--requirepass", "secret"], cwd=tmp_path)
     wait_for(path.exists, "the socket")
     check_redis(f"redis+socket://:secret@{path}?virtual_host=1")
     assert "check user and password" in refusal(f"redis+socket://{path}")

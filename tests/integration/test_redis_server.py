@@ -60,10 +60,8 @@ def test_the_password_is_in_no_command_line_and_its_files_are_the_owners(
     server: EmbeddedRedis,
 ) -> None:
     process = psutil.Process(server.pid)
-    guard = process.parent()
-    assert guard is not None
     assert server.password in server.url
-    for text in (*process.cmdline(), *guard.cmdline(), repr(server)):
+    for text in (*process.cmdline(), repr(server)):
         assert server.password not in text
     folder = Path(process.cwd())
     modes = {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir() if each.is_file()}
@@ -77,8 +75,6 @@ def test_a_temporary_directory_is_gone_at_the_end() -> None:
     server.stop()
     assert has_ended(pid)
     assert not directory.exists()
-    with pytest.raises(RedisUnavailable, match="not running"):
-        _ = server.url
 
 
 def test_data_survives_in_a_directory_that_was_given(tmp_path: Path) -> None:
@@ -201,8 +197,8 @@ def test_exit_code_and_output_reach_the_owner() -> None:
     assert process.wait(patient(60)) == 3
     assert lines == ["one"]
     assert process.tail().startswith("one\ntwo")
-    assert python("import os; os.kill(os.getpid(), 9)").wait(patient(60)) == 128 + signal.SIGKILL
-    with pytest.raises(OSError, match="/no/such/program: No such file or directory"):
+    assert python("import os; os.kill(os.getpid(), 9)").wait(patient(60)) == -signal.SIGKILL
+    with pytest.raises(FileNotFoundError, match="/no/such/program"):
         GuardedProcess(["/no/such/program"])
 
 
@@ -211,8 +207,8 @@ def test_process_that_ignores_sigterm_is_killed_after_the_timeout() -> None:
     told = threading.Event()
     process = python(f"{code}; time.sleep(600)", on_line=lambda _: told.set())
     assert told.wait(patient(60))
-    assert process.stop(0.1) == 128 + signal.SIGKILL
-    assert process.stop(0.1) == 128 + signal.SIGKILL
+    assert process.stop(0.1) == -signal.SIGKILL
+    assert process.stop(0.1) == -signal.SIGKILL
 
 
 #: Starts a process from a thread that ends; it starts another one. Forks, which keeps none alive.

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -32,6 +33,7 @@ _printing = threading.Lock()
 
 
 @click.command()
+@click.argument("worker_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORKER_OPTION...]")
 @click.option("-A", "--app", default=DEFAULT_APP, help="The Celery app.")
 @click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
 @click.option(
@@ -39,40 +41,27 @@ _printing = threading.Lock()
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the private Redis's data in this directory.",
 )
-@click.option("-l", "--loglevel", default="INFO", help="Of the worker.")
-@click.option("-c", "--concurrency", type=click.IntRange(1), help="Of the worker.")
-@click.option("-Q", "--queues", metavar="A,B", help="Queues of the worker; else of all its tasks.")
 @click.option(
-    "--flower-port",
-    type=click.IntRange(0, 65535),
-    default=5555,
-    help="Port of Flower on 127.0.0.1, or the next free one.",
+    "--flower-port", type=click.IntRange(0, 65535), default=5555, help="On 127.0.0.1; 0 is any."
 )
 @click.option("--no-flower", is_flag=True, help="Run without Flower.")
-@click.option(
-    "--gateway-port",
-    type=click.IntRange(0, 65535),
-    help="Port of the HTTP gateway, or the next free one; by default that of the settings.",
-)
 @click.option("--no-gateway", is_flag=True, help="Run without the HTTP gateway.")
 def up(
     *,
+    worker_options: Sequence[str],
     app: str,
     redis_url: str | None,
     data: Path | None,
-    loglevel: str,
-    concurrency: int | None,
-    queues: str | None,
     flower_port: int,
     no_flower: bool,
-    gateway_port: int | None,
     no_gateway: bool,
 ) -> None:
     """Run Redis, a worker, Flower and the HTTP gateway in this terminal.
 
-    The Redis is a private one, unless --redis or the setting redis_url names another. What to
-    export for other commands is printed once all are ready. Ctrl-C stops all in order; a second
-    Ctrl-C kills.
+    The Redis is a private one, unless --redis or the setting redis_url names another. Flower and
+    the gateway get another port if theirs is taken. What stands behind -- goes to `celery worker`,
+    such as -Q and -c. What to export for other commands is printed once all are ready. Ctrl-C stops
+    all in order; a second Ctrl-C kills.
     """
     if redis_url and data:
         raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
@@ -81,7 +70,6 @@ def up(
         raise SettingsError(NO_MODELS)
     if not data and "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
-    options = {"--loglevel": loglevel, "--concurrency": concurrency, "--queues": queues}
     stack = Stack(
         app,
         redis_url=redis_url,
@@ -89,16 +77,13 @@ def up(
         flower=not no_flower,
         flower_port=flower_port,
         gateway=not no_gateway,
-        gateway_host=settings.gateway.host,
-        gateway_port=settings.gateway.port if gateway_port is None else gateway_port,
-        worker_arguments=[f"{name}={value}" for name, value in options.items() if value],
+        worker_arguments=["--loglevel=INFO", *worker_options],
         on_line=print_line,
         start_timeout_s=settings.device_start_timeout_s + START_MARGIN_S,
     )
     with Interrupt(signal.SIGHUP, at_once=True), stack:
         try:
-            task = next(iter(settings.models), None) if app == DEFAULT_APP else None
-            click.echo(summary(stack, app, task, is_private=redis_url is None))
+            click.echo(summary(stack, app, next(iter(settings.models), None), redis_url is None))
             stack.wait()
         except KeyboardInterrupt:
             print_line("up", "stopping; the worker finishes what it runs, Ctrl-C again kills it")
@@ -110,30 +95,24 @@ def print_line(name: str, line: str) -> None:
         click.echo(f"{click.style(f'{name:<7} |', fg=COLOURS[name])} {line}")
 
 
-def summary(stack: Stack, app: str, task: str | None, *, is_private: bool) -> str:
+def summary(stack: Stack, app: str, model: str | None, is_private: bool) -> str:
     """What runs and how to use it.
 
     Args:
         stack: It is ready.
         app: Name of the Celery app, as for `celery -A`.
-        task: Name of one of its tasks; None if nobody knows.
+        model: One of the settings, which the default app has.
         is_private: Whether the Redis is the stack's own, whose password nobody else knows.
     """
+    is_default = app == DEFAULT_APP
     url = stack.redis_url if is_private else masked(stack.redis_url)
-    variables = ["BATCHERY_REDIS_URL"]
-    if app != DEFAULT_APP:
-        variables = ["CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"]
-    option = "" if app == DEFAULT_APP else f" -A {app}"
-    lines = [
-        "",
-        f"Redis    {url}",
-        f"Flower   {stack.flower_url or 'does not run'}",
-        f"Gateway  {stack.gateway_url or 'does not run'}",
-        "",
-        "In another terminal; Ctrl-C here stops all:",
-        *(f"  export {name}={url}" for name in variables if is_private),
-        *([f"  batchery submit texts.txt --task {task} -o results.jsonl"] if task else []),
-        f"  batchery stats{option}",
-        "",
-    ]
-    return "\n".join(lines)
+    names = ["BATCHERY_REDIS_URL"] if is_default else ["CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"]
+    submit = f"  batchery submit texts.txt --task {model} -o results.jsonl\n" if is_default else ""
+    return (
+        f"\nRedis    {url}"
+        f"\nFlower   {stack.flower_url or 'does not run'}"
+        f"\nGateway  {stack.gateway_url or 'does not run'}"
+        "\n\nIn another terminal; Ctrl-C here stops all:\n"
+        + "".join(f"  export {name}={url}\n" for name in names if is_private)
+        + f"{submit}  batchery stats{'' if is_default else f' -A {app}'}\n"
+    )

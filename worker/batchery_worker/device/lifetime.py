@@ -1,6 +1,7 @@
 """How a device process ends, and what it keeps from its children, who may outlive it."""
 
 import atexit
+import ctypes
 import os
 import signal
 import socket
@@ -11,7 +12,9 @@ from typing import NoReturn
 from celery import signals
 
 from batchery.fork_gate import fork_gate
-from batchery_worker.devstack.guarded_process import die_with_parent
+
+#: Option of Linux's prctl(2): which signal a process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 #: What a terminal, or who stops a service, sends to all of its processes.
 LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -40,7 +43,8 @@ def leave_signals_to_parent() -> None:
     # Blocked meanwhile, as a child that is ended as soon as it is there would ignore that.
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
     # The end of the pipe says so, too, but not while a forward pass holds the interpreter.
-    die_with_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ignore(*_: object) -> None:

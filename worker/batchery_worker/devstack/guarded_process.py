@@ -1,23 +1,21 @@
 """A process that ends with its owner, even where the owner is killed with `kill -9`.
 
-A guard runs between the two: this file, run as a script by a bare interpreter. Owner and guard
-share a socket, and its end of file means that the owner is gone. Then the guard kills the process
-and the rest of its process group. So any thread may start the process, and it works the same on
-Linux and macOS.
+A shell leads the process's group, and reads from a pipe that the owner alone holds open. Its end
+means that the owner is gone, or has let go: then the shell kills the group, itself included. So any
+thread may start the process, and it works the same on Linux and macOS.
 """
 
 import contextlib
-import ctypes
 import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
+
+from batchery.fork_gate import fork_gate
 
 #: Number of last lines of output that are kept for error messages.
 TAIL_LINES = 1_000
@@ -25,111 +23,83 @@ TAIL_LINES = 1_000
 #: How long to wait for the last output of a dead process, in seconds; later output is lost.
 DRAIN_S = 2.0
 
-#: Option of Linux's prctl(2): which signal a process gets when its parent dies.
-PR_SET_PDEATHSIG = 1
+#: What the shell does. What goes to all processes of a terminal is not for it.
+GUARD = """trap '' HUP INT TERM; read -r _; test -z "$1" || rm -rf -- "$1"; kill -KILL 0"""
 
 
-class GuardedProcess:
+class GuardedProcess(subprocess.Popen[str]):
     """A running process that cannot outlive its owner.
 
-    It runs in a session of its own. So a Ctrl-C in the terminal reaches only the owner, which stops
-    its processes in the right order.
+    It is in a process group of its own. So a Ctrl-C in the terminal reaches only the owner, which
+    stops its processes in the right order.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
         remove: Path | None = None,
-        keep_open: Sequence[int] = (),
-        umask: int = -1,
         on_line: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> None:
         """Starts the process.
 
         Args:
             command: Program and arguments; the program as an absolute path.
-            environment: Its whole environment; None for the owner's.
-            directory: Its working directory; None for the owner's.
             remove: A directory that is removed when the process has ended.
-            keep_open: File descriptors that it inherits.
-            umask: Permissions that its files do not get; -1 for the owner's.
             on_line: Called with each line of its output, from a thread of its own.
+            options: Of `subprocess.Popen`, such as `env` and `cwd`.
 
         Raises:
             OSError: The program cannot be run; the text says why.
         """
-        # The guard, which runs this file, has no packages.
-        from batchery.fork_gate import fork_gate
-
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._lifeline, theirs = socket.socketpair()
+        shell = ["/bin/sh", "-c", GUARD, "batchery-guard", str(remove or "")]
+        self._guard = subprocess.Popen(shell, stdin=subprocess.PIPE, process_group=0)
         # A fork of the owner must not keep the process alive.
-        fork_gate.keep_private(self._lifeline)
-        with theirs:
-            # Isolated and without site: quick to start, and no package can get in the way.
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(remove or ""), *command],
-                stdin=theirs.fileno(),
+        fork_gate.keep_private(cast(Any, self._guard.stdin))
+        try:
+            super().__init__(
+                command,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                cwd=directory,
-                env=environment,
-                pass_fds=keep_open,
-                umask=umask,
-                start_new_session=True,
+                process_group=self._guard.pid,
                 encoding="utf-8",
                 errors="replace",
+                **options,
             )
+        except OSError:
+            self._guard.communicate()
+            raise
         self._pump = threading.Thread(target=self._read, name="batchery-output", daemon=True)
         self._pump.start()
-        pid = self._lifeline.recv(32)
-        if not pid:
-            self.wait()
-            raise OSError(self.tail(1) or f"cannot run {command[0]}")
-        #: Process id of the process itself, not of its guard.
-        self.pid = int(pid)
 
-    def poll(self) -> int | None:
-        """Its exit code, 128 + n after signal n; None while it runs."""
-        return self._guard.poll()
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Waits for its end; returns its exit code.
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end, and ends what it has started; returns its exit code, -n of signal n.
 
         Raises:
-            TimeoutError: It still runs after `timeout_s` seconds.
+            subprocess.TimeoutExpired: It still runs after `timeout` seconds.
         """
-        try:
-            code = self._guard.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s") from None
-        self._lifeline.close()
+        code = super().wait(timeout)
+        self._guard.communicate()
         self._pump.join(DRAIN_S)
-        if not self._pump.is_alive() and self._guard.stdout:
-            self._guard.stdout.close()
+        if self.stdout and not self._pump.is_alive():
+            self.stdout.close()
         return code
 
-    def send(self, signum: int) -> None:
-        """Sends it a signal; does nothing if it has ended already."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+    def kill(self) -> None:
+        """Kills it and the rest of its process group, and waits."""
+        super().kill()
+        self.wait()
 
     def stop(self, timeout_s: float | None = None) -> int:
         """Asks it to end and waits; kills it after `timeout_s`. Returns its exit code."""
-        self.send(signal.SIGTERM)
-        try:
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(timeout_s)
-        except TimeoutError:
-            return self.kill()
-
-    def kill(self) -> int:
-        """Kills it and the rest of its process group; returns its exit code."""
-        self.send(signal.SIGKILL)
+        self.kill()
         return self.wait()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
@@ -137,8 +107,7 @@ class GuardedProcess:
         return "\n".join(list(self._tail)[-lines:])
 
     def _read(self) -> None:
-        assert self._guard.stdout is not None
-        for line in self._guard.stdout:
+        for line in self.stdout or ():
             self._tail.append(line.rstrip("\n"))
             if self._on_line is None:
                 continue
@@ -159,48 +128,3 @@ def python_command() -> list[str]:
         if not {"", os.getcwd()}.isdisjoint(sys.path):
             return [sys.executable]
     return [sys.executable, "-P"]
-
-
-def die_with_parent() -> None:
-    """Has Linux kill this process when the thread that has started it ends, however it does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _guard(remove: str, command: list[str]) -> int:
-    """Runs a process until it or its owner ends; returns its exit code."""
-    lifeline = socket.socket(fileno=0)
-    try:
-        # Descriptors stay open, because those that the guard has inherited are for the process.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            close_fds=False,
-            start_new_session=True,
-            # If the guard is killed as well, nobody else is left to end the process.
-            preexec_fn=die_with_parent,  # noqa: PLW1509 (there are no threads yet)
-        )
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", flush=True)  # noqa: T201
-        return 127
-
-    def kill_group() -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            lifeline.send(str(process.pid).encode())
-            lifeline.recv(1)
-        kill_group()
-
-    threading.Thread(target=watch, daemon=True).start()
-    code = process.wait()
-    kill_group()
-    if remove:
-        shutil.rmtree(remove, ignore_errors=True)
-    return code if code >= 0 else 128 - code
-
-
-if __name__ == "__main__":
-    sys.exit(_guard(sys.argv[1], sys.argv[2:]))

@@ -1,6 +1,5 @@
 """A private redis-server for demos, tests and use on one machine; it ends with its owner."""
 
-import contextlib
 import fcntl
 import importlib.util
 import os
@@ -9,14 +8,14 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from redis.exceptions import BusyLoadingError, RedisError
 
 from batchery.cli.app import connect
-from batchery.errors import RedisUnavailable
+from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
 #: How long redis-server may take to start, in seconds, without the time to read its data.
@@ -71,11 +70,20 @@ def find_redis_server() -> Path:
     )
 
 
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """The port, or any free one if somebody listens there; 0 is any.
+
+    Raises:
+        StartError: The address is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as server:
+            return int(server.getsockname()[1])
+    except OSError as error:
+        if port == 0:
+            raise StartError(f"cannot listen on {host}: {error.strerror}") from error
+        return free_port(host)
 
 
 class EmbeddedRedis:
@@ -89,6 +97,13 @@ class EmbeddedRedis:
     The server ends with `stop()`, or with the process that started it, however that ends.
     """
 
+    #: Where it listens on 127.0.0.1, and the URL of its first database, with the password.
+    port: int = 0
+    url: str = ""
+
+    #: The server; None before it is started.
+    process: GuardedProcess | None = None
+
     def __init__(
         self, directory: Path | None = None, *, on_line: Callable[[str], None] | None = None
     ) -> None:
@@ -101,10 +116,8 @@ class EmbeddedRedis:
         """
         self._given = None if directory is None else directory.expanduser().absolute()
         self._on_line = on_line
-        self._process: GuardedProcess | None = None
         #: Password of the server; a new one each time.
         self.password = secrets.token_urlsafe(32)
-        self._port = 0
 
     def start(self) -> Self:
         """Starts the server and waits until it answers.
@@ -115,24 +128,23 @@ class EmbeddedRedis:
         """
         binary = find_redis_server()
         for _ in range(PORT_ATTEMPTS):
-            self._port = free_port()
+            self.port = free_port()
+            self.url = f"redis://:{self.password}@127.0.0.1:{self.port}/0"
             directory = self._given or Path(tempfile.mkdtemp(prefix="batchery-redis-"))
             try:
-                self._process = self._launch(binary, directory)
+                self.process = self._launch(binary, directory)
             except OSError as error:
                 raise RedisUnavailable(f"redis-server in {directory}: {error}") from error
-            if _answers(self._process, self.url):
+            if _answers(self.process, self.url):
                 return self
-            self._process = None
         raise RedisUnavailable(
             f"no free port for redis-server: {PORT_ATTEMPTS} in a row were taken by others"
         )
 
     def stop(self) -> None:
         """Stops the server, and removes its directory if it is a temporary one."""
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.stop(STOP_TIMEOUT_S)
+        if self.process is not None:
+            self.process.stop(STOP_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -141,71 +153,49 @@ class EmbeddedRedis:
         self.stop()
 
     @property
-    def process(self) -> GuardedProcess:
-        """The running server.
-
-        Raises:
-            RedisUnavailable: It was not started.
-        """
-        if self._process is None:
-            raise RedisUnavailable("the embedded Redis is not running: call start() first")
-        return self._process
-
-    @property
-    def url(self) -> str:
-        """URL of its first database, with the password; raises as `process` does."""
-        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
-
-    @property
-    def port(self) -> int:
-        """Port on 127.0.0.1; raises as `process` does."""
-        return self._port if self.process else 0
-
-    @property
     def pid(self) -> int:
-        """Process id of redis-server; raises as `process` does."""
-        return self.process.pid
+        """Process id of redis-server."""
+        return self.process.pid if self.process else 0
 
     def _launch(self, binary: Path, directory: Path) -> GuardedProcess:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(directory) as lock:
+        lock = _lock(directory)
+        try:
             config = directory / "redis.conf"
             config.unlink(missing_ok=True)
             config.touch(mode=0o600)
-            config.write_text(CONFIG.format(port=self._port, password=self.password))
+            config.write_text(CONFIG.format(port=self.port, password=self.password))
             # A relative path, because the directory's name might need quoting.
             return GuardedProcess(
                 [str(binary), config.name],
-                directory=directory,
+                cwd=directory,
                 remove=None if self._given else directory,
-                keep_open=(lock,),
+                pass_fds=(lock,),
                 umask=0o077,
                 on_line=self._on_line,
             )
+        finally:
+            os.close(lock)
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[int]:
-    """Locks the directory; the lock lasts until every process with the descriptor has ended.
+def _lock(directory: Path) -> int:
+    """Locks the directory until every process with the descriptor has ended.
 
     So it is free when the server is gone, not when its owner is.
     """
     descriptor = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise RedisUnavailable(
-                        f"another Redis runs in {directory}: stop it, or give another directory"
-                    ) from None
-            time.sleep(POLL_S)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                os.close(descriptor)
+                raise RedisUnavailable(
+                    f"another Redis runs in {directory}: stop it, or give another directory"
+                ) from None
+        time.sleep(POLL_S)
 
 
 def _answers(process: GuardedProcess, url: str) -> bool:

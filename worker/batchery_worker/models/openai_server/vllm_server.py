@@ -102,7 +102,7 @@ class VllmModel(OpenAIServerModel):
                 *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", self._source.name),
                 *spell_options(options),
             ],
-            environment=make_environment(device, settings.engine_options),
+            env=make_environment(device, settings.engine_options),
             remove=folder,
             on_line=log_line,
         )
