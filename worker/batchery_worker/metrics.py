@@ -16,6 +16,7 @@ from batchery.protocol.figures import (
     CacheFigures,
     TaskFigures,
     TextFigures,
+    report,
 )
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.in_flight import DispatchedBatch
@@ -102,9 +103,9 @@ class Metrics(BatchFigures):
         known = reason in self.failures or len(self.failures) < MAX_REASONS
         self.failures[reason if known else OTHER_REASONS] += count
 
-    def of_device(self, device: str) -> dict[str, Any]:
+    def of_device(self, device: str) -> Any:
         """The sums of one device."""
-        return self.devices.get(device, BatchSums()).report()
+        return report(self.devices.get(device, BatchSums()))
 
     def reused(self, task: str, reused: Mapping[str, Any]) -> None:
         """Counts how the items of one batch of a task with a cache got their outcomes."""
@@ -113,14 +114,14 @@ class Metrics(BatchFigures):
             is_last = name in ("results", "bytes", "error")
             setattr(cache, name, value if is_last else getattr(cache, name) + value)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Any:
         """The sums and the means; means are None before the first batch.
 
         Two snapshots' sums give the means of the time between them.
         """
-        report = self.report()
-        del report["devices"]
-        return report
+        figures = report(self)
+        del figures["devices"]
+        return figures
 
 
 def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: float) -> None:

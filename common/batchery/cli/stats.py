@@ -266,7 +266,8 @@ def draw_worker(
 
 
 def _count(reasons: Mapping[str, int]) -> str:
-    return "\n".join(f"{count:,}: {reason}" for reason, count in reasons.items())
+    ordered = sorted(reasons.items(), key=lambda each: -each[1])
+    return "\n".join(f"{count:,}: {reason}" for reason, count in ordered)
 
 
 def describe(thing: Any, names: Sequence[str], nothing: str = "") -> str:

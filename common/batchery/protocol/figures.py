@@ -7,9 +7,9 @@ out here alone.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -51,6 +51,18 @@ def divide(part: float, whole: float | None, digits: int = DIGITS) -> float | No
     return round(part / whole, digits) if whole else None
 
 
+def report(figures: Any) -> Any:
+    """Figures for JSON: with their ratios, rounded, and with texts as keys."""
+    if isinstance(figures, Mapping):
+        return {str(key): report(value) for key, value in figures.items()}
+    if not is_dataclass(figures):
+        return round(figures, DIGITS) if isinstance(figures, float) else figures
+    names = [each.name for each in fields(figures)]
+    for kind in type(figures).__mro__:
+        names += [name for name, value in vars(kind).items() if isinstance(value, Ratio)]
+    return {name: report(getattr(figures, name)) for name in names}
+
+
 @dataclass(slots=True)
 class BatchSums:
     """Sums over batches since the worker started."""
@@ -61,9 +73,6 @@ class BatchSums:
     tokens: int = 0
     #: With padding.
     computed_tokens: int = 0
-
-    #: Properties that are reported beside the sums.
-    RATIOS: ClassVar[tuple[str, ...]] = ()
 
     #: Items per batch.
     mean_batch_size = Ratio("items", "batches")
@@ -84,15 +93,6 @@ class BatchSums:
             if isinstance(value, int | float)
         }
         return replace(self, **gained) if min(gained.values()) >= 0 else None
-
-    def report(self) -> dict[str, Any]:
-        """The sums, and what follows from them; a ratio without a whole is None."""
-        names = (*(each.name for each in fields(self)), *self.RATIOS)
-        report = {name: getattr(self, name) for name in names}
-        return {
-            name: round(value, DIGITS) if isinstance(value, float) else value
-            for name, value in report.items()
-        }
 
 
 @dataclass(slots=True)
@@ -121,10 +121,6 @@ class CacheFigures:
     def saved(self) -> int:
         """Items that were not computed."""
         return self.hits + self.deduplicated
-
-    def report(self) -> dict[str, Any]:
-        """The counts and their ratio."""
-        return {**asdict(self), "hit_rate": self.hit_rate}
 
 
 @dataclass(slots=True)
@@ -160,15 +156,6 @@ class TextFigures:
             self.pauses[find_bound(TOKEN_BOUNDS_S, pause_s)] += 1
             self.pauses_s += pause_s
 
-    def report(self) -> dict[str, Any]:
-        """The same for JSON, which has texts as keys."""
-        counted = {"first_tokens": self.first_tokens, "pauses": self.pauses}
-        counts = {
-            name: {str(bound_s): count for bound_s, count in sorted(each.items())}
-            for name, each in counted.items()
-        }
-        return {**asdict(self), **counts}
-
 
 def find_bound(bounds: Sequence[float], value: float) -> float:
     """The least of some bounds, of which the last one is infinite, that is not below a value."""
@@ -188,11 +175,6 @@ class TaskFigures(BatchSums):
     waits: Counter[float] = field(default_factory=Counter)
     #: All these waits together.
     waited_s: float = 0.0
-
-    def report(self) -> dict[str, Any]:
-        """The same for JSON, which has texts as keys."""
-        waits = {str(bound_s): count for bound_s, count in sorted(self.waits.items())}
-        return {**super(TaskFigures, self).report(), "waits": waits}
 
 
 @dataclass(slots=True)
@@ -228,30 +210,12 @@ class BatchFigures(BatchSums):
     #: What texts took, by task.
     texts: dict[str, TextFigures] = field(default_factory=dict)
 
-    RATIOS: ClassVar[tuple[str, ...]] = (
-        *("mean_batch_size", "padding_waste", "mean_waited_ms"),
-        *("mean_prepare_ms", "mean_queued_ms", "mean_forward_ms", "mean_commit_ms"),
-    )
-
     #: Of a job; of a batch and each of its stages.
     mean_waited_ms = Ratio("waited_ms", "jobs")
     mean_prepare_ms = Ratio("prepare_ms", "batches")
     mean_queued_ms = Ratio("queued_ms", "batches")
     mean_forward_ms = Ratio("forward_ms", "batches")
     mean_commit_ms = Ratio("commit_ms", "batches")
-
-    def report(self) -> dict[str, Any]:
-        """The same, with the most frequent reasons first."""
-        sizes = sorted(self.batch_sizes, key=lambda each: int(each.removeprefix("<=")))
-        return {
-            **super(BatchFigures, self).report(),
-            "failures": dict(self.failures.most_common()),
-            "batch_sizes": {size: self.batch_sizes[size] for size in sizes},
-            "tracer_jobs": dict(self.tracer_jobs.most_common()),
-            "caches": {task: each.report() for task, each in sorted(self.caches.items())},
-            "tasks": {task: each.report() for task, each in sorted(self.tasks.items())},
-            "texts": {task: each.report() for task, each in sorted(self.texts.items())},
-        }
 
 
 @dataclass(slots=True)

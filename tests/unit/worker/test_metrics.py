@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from batchery.protocol.figures import read_figures
+from batchery.protocol.figures import read_figures, report
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done
 from batchery_worker.job import Batch, BatchKey, Job, Limits
@@ -100,6 +100,8 @@ def test_each_device_has_sums_of_its_own() -> None:
         "forward_ms": 20,
         "tokens": 150,
         "computed_tokens": 200,
+        "mean_batch_size": 4,
+        "padding_waste": 0.25,
     }
     assert metrics.of_device("cuda:1")["items"] == 2
     assert metrics.of_device("cpu")["batches"] == 0
@@ -132,7 +134,7 @@ def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
     answer = {"devices": {}, "clock_s": 1.0, "batches": metrics.snapshot()}
     figures = read_figures(json.loads(json.dumps(answer)))
     assert figures is not None
-    assert figures.batches.report() == metrics.snapshot()
+    assert report(figures.batches) == metrics.snapshot()
 
 
 def test_each_task_has_sums_of_its_own() -> None:

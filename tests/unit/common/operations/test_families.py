@@ -28,6 +28,7 @@ from batchery.protocol.figures import (
     WaitingJobs,
     WorkerFigures,
     read_figures,
+    report,
 )
 from batchery.redis_scripts import ScriptTime
 from support.harness import TESTS
@@ -199,9 +200,9 @@ def test_figures_of_an_older_worker_make_metrics_with_what_they_have() -> None:
 
 
 def test_figures_of_a_newer_worker_are_read_without_what_is_new() -> None:
-    report: dict[str, Any] = {**make_batches().report(), "dreams": 3}
-    report["tasks"]["embed"]["dreams"] = {"sheep": 1}
-    answer = {"devices": {}, "clock_s": 1.0, "batches": report, "dreams": None, "leases": None}
+    batches = {**report(make_batches()), "dreams": 3}
+    batches["tasks"]["embed"]["dreams"] = {"sheep": 1}
+    answer = {"devices": {}, "clock_s": 1.0, "batches": batches, "dreams": None, "leases": None}
     new = read_figures(json.loads(json.dumps(answer)))
     assert new is not None
     assert new.batches.tasks == make_batches().tasks

@@ -17,6 +17,7 @@ from batchery.protocol.figures import (
     WorkerFigures,
     find_bound,
     read_figures,
+    report,
 )
 from batchery.redis_scripts import ScriptTime
 
@@ -32,7 +33,7 @@ def test_ratios_follow_from_the_sums_and_need_a_whole() -> None:
     assert (EARLIER.mean_batch_size, EARLIER.padding_waste) == (10.0, 0.2)
     assert BatchFigures().mean_batch_size is BatchFigures().padding_waste is None
     assert CacheFigures(items=8, hits=1, deduplicated=2).hit_rate == 0.375
-    assert EARLIER.report()["mean_batch_size"] == 10.0
+    assert report(EARLIER)["mean_batch_size"] == 10.0
 
 
 def test_sums_of_the_time_between_two_answers() -> None:
@@ -68,9 +69,9 @@ def test_texts_are_counted_by_their_first_token_and_their_pauses() -> None:
     figures.add(4000.0, None, 1, 1)
     assert (figures.tokens_in, figures.tokens_out) == (8, 21)
     assert (figures.first_tokens_s, figures.pauses_s) == (4000.1, 0.001)
-    report = figures.report()
-    assert report["first_tokens"] == {"0.1": 1, "inf": 1}
-    assert report["pauses"] == {"0.001": 1}
+    found = report(figures)
+    assert found["first_tokens"] == {"0.1": 1, "inf": 1}
+    assert found["pauses"] == {"0.001": 1}
 
 
 @pytest.mark.parametrize("bounds", [WAIT_BOUNDS_S, TOKEN_BOUNDS_S])
