@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 AUTOSCALER = "batchery_worker.pool:OrdinaryAutoscaler"
 STEP = "batchery_worker.bootstep:BatchStep"
-WATCH_STEP = "batchery_worker.operations.step:WatchStep"
+WATCH_STEP = "batchery_worker.operations.watch:WatchStep"
 CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 
 #: Classes of Celery's in whose place a worker has ours, unless the app has chosen others.

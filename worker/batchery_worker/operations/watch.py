@@ -1,7 +1,9 @@
-"""What is seen of a worker: for its health, for its own port, and over remote control."""
+"""What is seen of a worker: for its health, for its own port, and over remote control.
+
+The port is opened beside a worker where the settings ask for one.
+"""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -9,8 +11,11 @@ from dataclasses import asdict
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-from celery.bootsteps import RUN  # type: ignore[attr-defined]
+from celery import bootsteps
 
+from batchery.errors import StartError
+from batchery.gateway_settings import JOBS_QUEUE
+from batchery.installation import get_installation
 from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
 from batchery.settings import MetricsSettings, Settings
 from batchery.transport.lease_store import LeaseStore
@@ -33,9 +38,6 @@ MAX_TICKS = 15
 #: How long the event loop may take to hand out figures, in seconds; then the last ones are shown.
 ANSWER_TIMEOUT_S = 1.0
 
-#: For how long figures are shown again to those who ask next, in seconds.
-FRESH_S = 0.5
-
 
 class WorkerWatch:
     """Looks at a worker; from any thread, unless a method says otherwise."""
@@ -45,9 +47,7 @@ class WorkerWatch:
         self._started_at_s = round(time(), 3)
         self._max_pass_s = settings.max_pass_s
         self._store: LeaseStore | None = None
-        self._asking = threading.Lock()
         self._known: WorkerFigures | None = None
-        self._known_s = float("-inf")
         self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
         self._ticked_s = 0.0
 
@@ -73,7 +73,7 @@ class WorkerWatch:
             channel is not None
             and consumer is not None
             and consumer.connection
-            and consumer.blueprint.state == RUN
+            and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
             and (opened or not getattr(channel, "leases", False))
         )
         self._store = store = opened or self._store
@@ -149,24 +149,60 @@ class WorkerWatch:
 
     def _ask(self) -> WorkerFigures | None:
         """The figures, from the event loop; the last ones if it does not answer in time."""
-        with self._asking:
-            if monotonic() - self._known_s < FRESH_S:
-                return self._known
-            answer: Future[dict[str, Any] | None] = Future()
-
-            def collect() -> None:
-                try:
-                    answer.set_result(collect_figures(self._worker.consumer))
-                except Exception as error:  # noqa: BLE001 - whoever waits must not wait in vain
-                    answer.set_exception(error)
-
-            if getattr(self._worker.pool, "devices", None) is None:
-                return self._known
-            self._worker.pool.deliver(collect)
-            try:
-                found = answer.result(ANSWER_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001 - the counters must go on
-                logger.debug("figures are old, as the event loop gives none: %r", error)
-            else:
-                self._known, self._known_s = read_figures(found or {}), monotonic()
+        if getattr(self._worker.pool, "devices", None) is None:
             return self._known
+        answer: Future[dict[str, Any] | None] = Future()
+
+        def collect() -> None:
+            try:
+                answer.set_result(collect_figures(self._worker.consumer))
+            except Exception as error:  # noqa: BLE001 - whoever waits must not wait in vain
+                answer.set_exception(error)
+
+        self._worker.pool.deliver(collect)
+        try:
+            self._known = read_figures(answer.result(ANSWER_TIMEOUT_S) or {})
+        except Exception as error:  # noqa: BLE001 - the counters must go on
+            logger.debug("figures are old, as the event loop gives none: %r", error)
+        return self._known
+
+
+_Step: Any = object if TYPE_CHECKING else bootsteps.StartStopStep
+
+
+class WatchStep(_Step):  # type: ignore[misc]
+    """Beside a worker from before its models are loaded until its end."""
+
+    requires = ("batchery_worker.bootstep:BatchStep",)
+
+    def create(self, parent: Any) -> None:
+        """Called by Celery with its `WorkController`; a port that is taken ends the worker."""
+        settings = get_installation(parent.app).settings
+        self._watch = parent.watch = WorkerWatch(parent, settings)
+        self._port: Port | None = None
+        self._has_begun = False
+        # The gateway's own worker has the settings of others, and would take their port.
+        is_gateways = set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}
+        if settings.metrics.port is not None and not is_gateways:
+            try:
+                self._port = self._watch.open_port(settings.metrics)
+            except StartError as error:
+                logger.critical("%s", error)
+                raise SystemExit(error.exit_code) from None
+            logger.info("metrics and health: %s", self._port.url)
+        parent.pool.on_forked = self._begin
+
+    def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
+        """Called by Celery once the pool has started; one with devices has called `_begin`."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts a thread, which processes that are forked before must not inherit."""
+        if self._port is not None and not self._has_begun:
+            self._has_begun = True
+            self._port.start()
+
+    def register_with_event_loop(self, parent: Any, loop: Any) -> None:  # noqa: ARG002 - Celery's
+        """Called by Celery with each event loop that is about to run."""
+        if self._port is not None:
+            self._watch.measure_lag(loop)
