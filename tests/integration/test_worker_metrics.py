@@ -105,11 +105,6 @@ def test_counters_agree_with_what_ran(watched: Watched) -> None:
     wait_for(lambda: watched.samples()["batchery_leases_held",] == 0, "all are acknowledged")
 
 
-def test_event_loop_says_how_late_it_is(watched: Watched) -> None:
-    wait_for(lambda: ("batchery_event_loop_lag_seconds",) in watched.samples(), "it is measured")
-    assert watched.samples()["batchery_event_loop_lag_seconds",] >= 0
-
-
 def test_readers_that_do_not_read_hold_up_neither_others_nor_the_worker(watched: Watched) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):

@@ -54,21 +54,6 @@ def test_rates_are_growth_per_second_of_the_worker_s_clock() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("now", "before"),
-    [
-        (NOW, None),
-        (NOW, survey()),
-        (NOW, NO_BATCHES),
-        (NO_BATCHES, NOW),
-    ],
-)
-def test_there_are_no_rates_without_two_answers_of_one_worker(
-    now: Survey, before: Survey | None
-) -> None:
-    assert now.rates("one", before) is None
-
-
 def test_the_report_is_json_with_rates_and_queues() -> None:
     report = json.loads(json.dumps(NOW.report(BEFORE)))
     assert report["workers"]["one"]["rates"]["items_per_s"] == 250

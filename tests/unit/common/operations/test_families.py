@@ -105,20 +105,10 @@ def read(found: Iterable[Metric]) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_what_a_worker_counted_is_named_by_task() -> None:
+def test_times_are_in_seconds_and_histograms_count_all_up_to_each_bound() -> None:
     found = read(families.collect_sums(make_batches()))
-    assert found["batchery_jobs_total", "embed", "succeeded"] == 10
-    assert found["batchery_jobs_total", "embed", "failed"] == 1
-    assert found["batchery_tokens_total", "embed"] == 90
-    assert found["batchery_computed_tokens_total", "embed"] == 100
     assert found["batchery_stage_seconds_total", "forward"] == 1.5
-    assert found["batchery_tracer_jobs_total", "a chain"] == 2
-    assert found["batchery_failures_total", "ValueError"] == 1
     assert found["batchery_cache_items_total", "embed", "hit"] == 1
-
-
-def test_histograms_count_all_up_to_each_bound() -> None:
-    found = read(families.collect_sums(make_batches()))
     sizes = {key[-1]: n for key, n in found.items() if key[0] == "batchery_batch_size_bucket"}
     assert (sizes["4.0"], sizes["8.0"], sizes["1024.0"], sizes["+Inf"]) == (0, 1, 1, 2)
     assert found["batchery_batch_size_sum", "embed"] == 10
