@@ -57,14 +57,14 @@ PRODUCE = (
     "{streams} +xadd +xread +xtrim +set +sadd " + ANY_TYPE,
     "{bindings} +evalsha +@set +@sortedset -@dangerous " + ANY_TYPE,
     # Remote control: to revoke a job, to inspect, and so also to shut down.
-    "{control} {events} +publish",
+    "{channels} +publish",
     "{replies} +brpop +rpop +llen " + ANY_TYPE,
     # A client of kombu that awaits answers also looks for messages that were given up.
     "~{p}unacked_index ~{p}unacked_mutex +set +get +del +evalsha +zrange",
 )
 WORK = (
     "{waiting} {own} {bindings} {inboxes} {results} {groups} +publish +subscribe " + ALL,
-    "{control} {events} {gossip} +publish +psubscribe +punsubscribe",
+    "{channels} +publish +psubscribe +punsubscribe",
     # It keeps dead letters, and reads none.
     "{own} {letters} +evalsha",
     "{letters} +hset +hlen",
@@ -72,7 +72,7 @@ WORK = (
 )
 OPERATE = (
     "{waiting} {own} {bindings} {letters} {inboxes} {groups} " + ALL,
-    "{control} {events} {gossip} +psubscribe +punsubscribe",
+    "{channels} +psubscribe +punsubscribe",
     "+config|get +client|list",
 )
 ROLES = {"producer": PRODUCE, "worker": WORK, "operator": (*PRODUCE, *OPERATE)}
@@ -162,9 +162,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
         "replies": f"~{p}*.reply.{control}*",
         "inboxes": f"~{p}*{control}* ~{p}{events}*",
         # A pattern to which somebody subscribes must stand here letter by letter.
-        "control": f"{channel}{control}",
-        "events": f"{channel}{events}/*",
-        "gossip": f"{channel}{events}/worker.*",
+        "channels": f"{channel}{control} {channel}{events}/* {channel}{events}/worker.*",
     }
 
 

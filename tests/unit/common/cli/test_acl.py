@@ -41,8 +41,8 @@ def test_names_are_those_of_the_app() -> None:
     assert r"~a:odd\*\[q] ~a:odd\*\[q]:[0-9]" in keys["waiting"]
     assert "~a:batchery.gateway" in keys["waiting"].split()
     assert keys["results"] == "~b:celery-task-meta-* &b:celery-task-meta-*"
-    assert keys["control"] == "&a:/7.boss.pidbox"
-    assert keys["events"] == "&a:/7.celeryev/*"
+    channels = "&a:/7.boss.pidbox &a:/7.celeryev/* &a:/7.celeryev/worker.*"
+    assert keys["channels"] == channels
 
 
 def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
