@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import click
 import redis
@@ -108,11 +108,10 @@ class Deployment:
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
         self.require_redis()
-        with self.app.connection_for_read() as connection, connection.channel() as opened:
-            channel: Any = opened
+        with self.app.connection_for_read() as connection, connection.channel() as channel:
             if not isinstance(channel, kombu_redis.Channel):
                 raise Unchecked("the broker is no Redis")
-            pool = channel._get_pool()
+            pool = cast(Any, channel)._get_pool()
             pool.connection_kwargs |= {"socket_timeout": TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
             return ask(redis.Redis(connection_pool=pool))
 

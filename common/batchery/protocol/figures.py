@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -57,8 +57,8 @@ def report(figures: Any) -> Any:
         return {str(key): report(value) for key, value in figures.items()}
     if not is_dataclass(figures):
         return round(figures, DIGITS) if isinstance(figures, float) else figures
-    names = [each.name for each in fields(figures)]
-    for kind in type(figures).__mro__:
+    names, owner = [each.name for each in fields(figures)], cast(type, type(figures))
+    for kind in owner.__mro__:
         names += [name for name, value in vars(kind).items() if isinstance(value, Ratio)]
     return {name: report(getattr(figures, name)) for name in names}
 
