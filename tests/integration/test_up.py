@@ -236,7 +236,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("victim", "word"), [("redis", "-server"), ("worker", "worker"), ("gateway", "serve")]
+    ("victim", "word"), [("redis", "-server"), ("worker", "worker"), ("gateway", "--host=")]
 )
 def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     start_up: StartUp, victim: str, word: str
