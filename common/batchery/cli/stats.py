@@ -284,9 +284,11 @@ def read(thing: Any, path: str) -> Any:
 
 
 def _spell(path: str, value: Any) -> str:
+    name = path.rpartition(".")[2].removeprefix("mean_")
     if isinstance(value, str):
         return value
-    name = path.rpartition(".")[2]
+    if name == "pid":
+        return f"pid {value}"
     unit = next((each for each in UNITS if name.endswith(each)), "")
     scale, shown = UNITS.get(unit, (1, ""))
     number = f"{value:,}" if isinstance(value, int) and scale == 1 else f"{value * scale:,.1f}"

@@ -72,13 +72,13 @@ def test_the_report_is_json_with_rates_and_queues() -> None:
 
 def test_tables_show_the_figures_of_a_worker_and_the_queues() -> None:
     lines = drawn(replace(NOW, unserved={"embed"}), BEFORE)
-    done = "jobs 140, items 1,500, batches 14, mean batch size 107.1, padding waste 4.0 %"
+    done = "jobs 140, items 1,500, batches 14, batch size 107.1, padding waste 4.0 %"
     assert {
         "device cuda:0 ready, pid 7, load 1.5 s, batches in flight 2",
         "waiting here waiting 3, oldest waiting 0.2 s",
         "now jobs 20.0/s, items 250.0/s, batches 2.0/s",
         f"done {done}",
-        "a batch took mean waited 12.0 ms, mean forward 9.0 ms",
+        "a batch took waited 12.0 ms, forward 9.0 ms",
         "embed 1,234 no worker serves it",
     } <= set(lines), lines
     before_the_first = drawn(survey(one=figures(jobs=0, items=0, waiting=0, oldest_waiting_s=None)))
