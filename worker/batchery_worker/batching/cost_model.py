@@ -6,7 +6,9 @@ main process has no numpy, and for three columns it is also faster.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from operator import mul
 from typing import Any, NamedTuple
@@ -367,7 +369,7 @@ class TaskCosts:
     """
 
     def __init__(self) -> None:
-        self._models: dict[str, CostModel] = {}
+        self._models: defaultdict[str, CostModel] = defaultdict(partial(CostModel, BELIEVED))
 
     def ran(self, task: str, items: int, run_s: float) -> None:
         """Adds a batch.
@@ -377,36 +379,28 @@ class TaskCosts:
             items: Number of items.
             run_s: How long it had its device, in seconds; nothing is learned from 0.
         """
-        model = self._models.get(task)
-        if model is None:
-            model = self._models[task] = CostModel(BELIEVED)
-        model.ran(items, items, 1, run_s * 1e3)
+        self._models[task].ran(items, items, 1, run_s * 1e3)
 
     def expected_s(self, task: str, items: int) -> float:
         """How long a batch will have its device, in seconds."""
-        model = self._models.get(task)
-        expected_ms = None if model is None else model.expected_ms(items, items)
+        expected_ms = self._models[task].expected_ms(items, items)
         return UNKNOWN_ITEM_S * items if expected_ms is None else expected_ms / 1e3
 
     def knows(self, task: str) -> bool:
         """Whether a batch of a task is back."""
-        model = self._models.get(task)
-        return model is not None and model.expected_ms(1, 1) is not None
+        return self._models[task].expected_ms(1, 1) is not None
 
     def are_fitted(self, task: str) -> bool:
         """Whether costs of a task were fitted: before, one slow batch may stand for all."""
-        model = self._models.get(task)
-        return model is not None and model.is_fitted
+        return self._models[task].is_fitted
 
     def is_believable(self, task: str) -> bool:
         """Whether what is expected of a task has come true of late."""
-        model = self._models.get(task)
-        return model is not None and model.is_believable
+        return self._models[task].is_believable
 
     def error(self, task: str) -> float:
         """Mean relative error of what was expected of late; 0 for a task that never ran."""
-        model = self._models.get(task)
-        return 0.0 if model is None or model.error is None else model.error
+        return self._models[task].error or 0.0
 
     def max_items(self, task: str, budget_s: float, cap: int) -> int | None:
         """How many items a batch may have; None for a task that never ran.
@@ -419,8 +413,7 @@ class TaskCosts:
         Returns:
             0 to `cap`; 0 if a batch of one item takes longer.
         """
-        model = self._models.get(task)
-        return None if model is None else model.max_items(budget_s * 1e3, cap=cap)
+        return self._models[task].max_items(budget_s * 1e3, cap=cap)
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What `batchery stats` shows of each task whose costs were fitted."""
@@ -431,6 +424,6 @@ class TaskCosts:
                 "error": None if model.error is None else round(model.error, 3),
                 "batches": model.batches,
             }
-            for task, model in self._models.items()
+            for task, model in list(self._models.items())
             if model.costs is not None
         }

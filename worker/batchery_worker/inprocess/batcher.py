@@ -228,6 +228,11 @@ class BatchedFunction(BatchedCall[T, R]):
     __name__: str
 
     def __init__(self, function: Callable[..., Any], given_options: Mapping[str, Any]) -> None:
+        if not callable(function) or isinstance(function, type | staticmethod | classmethod):
+            raise BatchArgumentError(
+                f"batched({function!r:.80}): decorate a function or a method; a static method with"
+                f" @staticmethod above @batched. {NO_CLASS_METHODS.capitalize()}"
+            )
         #: The bare function: takes a list, returns a list. It becomes a Celery task by
         #: `app.task(base=BatchTask)(embed.function)`.
         self.function = function
@@ -289,9 +294,9 @@ class Batcher(BatchedCall[Any, Any]):
         name = type(self).__name__
         thread = make_thread(self, BatchRunner(type(self).infer, name, *choose(name, options)))
         super().__init__(thread, self)
-        # The thread must not keep the batcher alive, and there is a call whenever it loads.
-        myself = weakref.ref(self)
-        thread.load = lambda: _load(myself())
+        # The thread must not keep the batcher alive; a call does, and there is one when it loads.
+        load = weakref.WeakMethod(self.load)
+        thread.load = lambda: (own := load()) and own()
 
     def load(self) -> None:
         """Called once before the first batch, on the thread of the batches."""
@@ -300,11 +305,6 @@ class Batcher(BatchedCall[Any, Any]):
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Computes one batch of items; plain or `async def`. One outcome per item, in order."""
         raise NotImplementedError(f"{type(self).__name__} needs infer(self, items)")
-
-
-def _load(batcher: Batcher | None) -> None:
-    if batcher is not None:
-        batcher.load()
 
 
 class _Decorator(Protocol):
@@ -354,16 +354,7 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     """
     if function is None:
         choose("batched", options)  # A wrong option is found where it was written.
-        return functools.partial(_decorate, options)
-    return _decorate(options, function)
-
-
-def _decorate(options: Mapping[str, Any], function: Any) -> BatchedFunction[Any, Any]:
-    if not callable(function) or isinstance(function, type | staticmethod | classmethod):
-        raise BatchArgumentError(
-            f"batched({function!r:.80}): decorate a function or a method; a static method with"
-            f" @staticmethod above @batched. {NO_CLASS_METHODS.capitalize()}"
-        )
+        return functools.partial(BatchedFunction, given_options=options)
     return BatchedFunction(function, options)
 
 

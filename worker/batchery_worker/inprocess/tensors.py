@@ -100,6 +100,10 @@ class Collator:
             text = ""
         if text:
             raise BatchArgumentError(text)
+        #: Whether items have a number of tokens.
+        self.pads = bool(own)
+        #: The kind of the device, such as "cuda"; "cpu" where none was given.
+        self.device_type = (device or "cpu").partition(":")[0]
         #: Features with tokens, of which an item needs one; and what they are padded with.
         self._padded = dict(own)
         self._fill = {**own, mask: 0} if mask is not None else self._padded
@@ -108,16 +112,6 @@ class Collator:
         self._device = device
         self._to_device: HostToDevice | None = None
         self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._spell)
-
-    @property
-    def pads(self) -> bool:
-        """Whether items have a number of tokens."""
-        return bool(self._padded)
-
-    @property
-    def device_type(self) -> str:
-        """The kind of the device, such as "cuda"; "cpu" where none was given."""
-        return (self._device or "cpu").partition(":")[0]
 
     def length(self, item: Any) -> int:
         """The number of tokens of an item: the length of its features in `pad`."""
