@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 from collections.abc import Iterator
 from statistics import fmean
 
@@ -151,14 +150,6 @@ def test_useful_items_spend_one_twentieth_on_the_pass() -> None:
     useful = model.useful_items
     assert useful is not None
     assert 10.0 / costs.expected_ms(20 * useful, useful) == pytest.approx(0.05, rel=0.02)
-
-
-def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    costs = Costs(0.05, 0.5, 4.0)
-    model = CostModel(GUESS)
-    feed(model, costs, 640)
-    assert error(model, costs) < 0.05
 
 
 def test_a_batch_is_expected_after_the_first_one() -> None:

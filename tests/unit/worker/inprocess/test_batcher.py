@@ -15,6 +15,7 @@ import pytest
 from batchery import (
     BatchArgumentError,
     Batcher,
+    DeadlineExceeded,
     Failed,
     ItemFailed,
     Partial,
@@ -106,6 +107,25 @@ def test_what_waits_while_a_batch_runs_is_the_next_batch(gate: Gate) -> None:
     assert (stats.items, stats.batches, stats.calls_of_function, stats.waiting) == (7, 3, 3, 0)
     assert stats.mean_batch_size == pytest.approx(7 / 3)
     assert stats.mean_run_ms > 0
+
+
+def test_small_calls_do_not_wait_behind_large_ones(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=4, small_batch_threshold=1)
+    gate.hold(function)
+    large, small = function.submit_many(range(12)), function.submit("small")
+    gate.opened.set()
+    assert (small.result(WAIT_S), len(large.result(WAIT_S))) == ("small!", 12)
+    assert "small" in [*gate.batches[1], *gate.batches[2]]
+
+
+def test_earlier_deadlines_go_first_and_late_calls_fail_where_that_is_wanted(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, shed_late=True)
+    gate.hold(function)
+    futures = [function.options(deadline_s=each).submit(each) for each in (50, 40, 1e-9)]
+    gate.opened.set()
+    assert [each.result(WAIT_S) for each in futures[:2]] == ["50!", "40!"]
+    assert isinstance(futures[2].exception(WAIT_S), DeadlineExceeded)
+    assert gate.batches == [["held"], [40], [50]]
 
 
 def test_calls_with_other_keywords_are_other_batches(gate: Gate) -> None:

@@ -59,15 +59,10 @@ def check_refusals(errors: list[BaseException], original: Refused) -> None:
     assert original.__traceback__ is None
 
 
-def test_each_item_of_a_call_has_an_exception_of_its_own() -> None:
+def test_items_and_callers_that_share_a_batch_or_an_object_share_no_traceback() -> None:
     original = refusal()
     function = batched(lambda items: fail_all(items, original), max_batch_size=8)
     check_refusals(function.options(return_exceptions=True)(["a", "b", "c"]), original)
-
-
-def test_callers_that_share_a_batch_or_an_object_share_no_traceback() -> None:
-    original = refusal()
-    function = batched(lambda items: fail_all(items, original), max_batch_size=8)
     errors: list[BaseException] = []
 
     def call_from_a_thread() -> None:

