@@ -93,7 +93,7 @@ class Output:
         if is_stream and options.ordered:
             raise DatasetError("standard output gets results as they come; name a file to order")
         if not is_stream:
-            self._is_table, self._compression = _check_format(self._path.name)
+            self._is_table, self._compression = _check_format(name)
         self._needs_part = bool(self._url or self._compression or self._ordered or self._is_table)
         self.done = FinishedRows(source.names)
         self.first_failure = ""
