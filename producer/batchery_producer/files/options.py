@@ -33,7 +33,6 @@ class Snapshot:
         succeeded: Number of results that were written.
         failed: Number of jobs that failed, and of rows that could not become jobs.
         in_flight: Number of jobs that were sent and have not ended.
-        elapsed_s: Time since the run began, in seconds.
         rate: Results and failures per second, over the last seconds.
         total: Number of rows of the input; an estimate by bytes until it is read, None for a pipe.
         batch_size: Mean size of a job's batch, in items; 0 while unknown.
@@ -44,7 +43,6 @@ class Snapshot:
     succeeded: int
     failed: int
     in_flight: int
-    elapsed_s: float
     rate: float
     total: int | None
     batch_size: float = 0.0

@@ -6,7 +6,7 @@ every job; it may find a job twice that moves meanwhile.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -35,46 +35,36 @@ COMMAND_S = 30.0
 ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
 
 
-class InFlightRecovery:
-    """Determines which jobs must be sent again."""
+def find_in_flight(
+    app: Celery, queue: str, pattern: "re.Pattern[bytes]", retries: RetryPolicy
+) -> Collection[str]:
+    """The jobs that wait or run.
 
-    def __init__(
-        self, app: Celery, queue: str, pattern: "re.Pattern[bytes]", retries: RetryPolicy
-    ) -> None:
-        """Prepares; the first call of `missing` looks for jobs that have no result yet.
+    Args:
+        app: App whose broker to search.
+        queue: Queue to which the jobs were sent.
+        pattern: Matches the ids of the run in a message.
+        retries: How long to retry when Redis is away.
 
-        Args:
-            app: App whose broker and backend to search.
-            queue: Queue to which the jobs were sent.
-            pattern: Matches the ids of the run in a message.
-            retries: How long to retry when Redis is away.
-        """
-        self._app = app
-        self._queue = queue
-        self._pattern = pattern
-        self._retries = retries
-        self._in_flight: set[str] | None = None
+    Raises:
+        RedisUnavailable: Its user may not read messages.
+    """
+    try:
+        return retries.call(lambda: set(_find_in_flight(app, queue, pattern)), ERRORS)
+    except NoPermissionError as error:
+        raise RedisUnavailable(
+            "the broker does not let its user look for jobs that wait or run, as a run that"
+            f" goes on must: {error}; use the user `operator` of `batchery acl`"
+        ) from error
 
-    def missing(self, task_ids: Sequence[str]) -> list[str]:
-        """Jobs out of some that are neither in flight nor ended.
 
-        Raises:
-            RedisUnavailable: Its user may not read messages.
-        """
-        if self._in_flight is None:
-            self._in_flight = self._retries.call(self._search, ERRORS)
-        absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
-        ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
-        return [task_id for task_id in absent if task_id not in ended]
-
-    def _search(self) -> set[str]:
-        try:
-            return set(_find_in_flight(self._app, self._queue, self._pattern))
-        except NoPermissionError as error:
-            raise RedisUnavailable(
-                "the broker does not let its user look for jobs that wait or run, as a run that"
-                f" goes on must: {error}; use the user `operator` of `batchery acl`"
-            ) from error
+def find_missing(
+    app: Celery, task_ids: Sequence[str], in_flight: Collection[str], retries: RetryPolicy
+) -> list[str]:
+    """Jobs out of some that are neither in flight, of which `find_in_flight` knew, nor ended."""
+    absent = [task_id for task_id in task_ids if task_id not in in_flight]
+    ended = retries.call(lambda: set(_ended(app, absent)), ERRORS)
+    return [task_id for task_id in absent if task_id not in ended]
 
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import chain, islice, takewhile
@@ -38,7 +38,7 @@ from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary, duration
 from batchery_producer.files.output import Output
-from batchery_producer.files.recovery import COMMAND_S, InFlightRecovery
+from batchery_producer.files.recovery import COMMAND_S, find_in_flight, find_missing
 from batchery_producer.publisher import Publisher
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import encode_item
@@ -195,6 +195,7 @@ class FileRun:
         self._succeeded = self._batched = self._batched_items = self._submitted = 0
         self._kinds = Counter[str]()
         self._stopped_by = ""
+        self._in_flight: Collection[str] | None = None
 
     def run(self, rows: Iterable[Record], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
@@ -205,8 +206,6 @@ class FileRun:
         """
         assert output.journal is not None
         self._output, self._journal = output, output.journal
-        recovery = InFlightRecovery(self._app, self.queue, self._journal.pattern, self._retries)
-        self._missing = recovery.missing if output.is_resumed else list
         self._began_s = time.monotonic()
         self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
         self._feed = Feed(rows, ahead=self._window.size)
@@ -306,9 +305,13 @@ class FileRun:
         return ""
 
     def _find_missing(self, task_ids: Sequence[str]) -> Sequence[str]:
-        missing = self._missing(task_ids)
-        self._submitted += len(missing)
-        return missing
+        if self._output.is_resumed:
+            if self._in_flight is None:
+                pattern = self._journal.pattern
+                self._in_flight = find_in_flight(self._app, self.queue, pattern, self._retries)
+            task_ids = find_missing(self._app, task_ids, self._in_flight, self._retries)
+        self._submitted += len(task_ids)
+        return task_ids
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         """Notes how jobs ended, and says how far the run is."""
@@ -350,7 +353,6 @@ class FileRun:
             self._succeeded,
             failed,
             len(self._window),
-            now_s - self._began_s,
             rate,
             None if total is None else max(total - self._output.done.count, 0),
             self._batched_items / self._batched if self._batched else 0.0,

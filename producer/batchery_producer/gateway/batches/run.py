@@ -25,7 +25,7 @@ from batchery.settings import Settings
 from batchery_producer.answers import build_header
 from batchery_producer.broker import REVOKE_CHUNK
 from batchery_producer.collector import collector_for
-from batchery_producer.files.recovery import InFlightRecovery
+from batchery_producer.files.recovery import find_in_flight, find_missing
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     OUTPUT_PURPOSE,
@@ -283,7 +283,8 @@ class SliceRun(BatchRun):
         if before is None or time.time() - before.at_s > STALL_S:
             if before is not None:
                 app, pattern = self._context.app, make_pattern(record)
-                ids = InFlightRecovery(app, model.queue, pattern, self._retries).missing(ids)
+                known = find_in_flight(app, model.queue, pattern, self._retries)
+                ids = find_missing(app, ids, known, self._retries)
             self._publish(model, ids)
             sent = (before or SliceState()).model_copy(update={"at_s": time.time()})
             batches.show_progress(record.id, self._number, sent)

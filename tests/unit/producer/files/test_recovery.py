@@ -10,7 +10,7 @@ from batchery import RedisUnavailable
 from batchery.retry import RetryPolicy
 from batchery_producer.files import recovery
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.recovery import InFlightRecovery
+from batchery_producer.files.recovery import find_in_flight, find_missing
 
 JOURNAL = Journal("0123456789abcdef", "embed", {}, ["in.txt"], [])
 IDS = [JOURNAL.task_id(0, row) for row in range(1, 5)]
@@ -33,28 +33,28 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Any:
     return mock
 
 
-def make(app: Celery) -> InFlightRecovery:
-    return InFlightRecovery(app, "embed", JOURNAL.pattern, RetryPolicy(away_s=0))
+def missing(app: Celery, ids: list[str]) -> list[str]:
+    retries = RetryPolicy(away_s=0)
+    in_flight = find_in_flight(app, "embed", JOURNAL.pattern, retries)
+    return find_missing(app, ids, in_flight, retries)
 
 
 def test_job_in_flight_or_ended_is_not_missing(app: Celery, search: Any) -> None:
     backend: Any = app.backend
     backend.store_result(IDS[1], "value", states.SUCCESS)
     backend.store_result(IDS[2], "value", states.STARTED)
-    found = make(app)
-    assert found.missing(IDS[:4]) == IDS[2:4]
-    assert found.missing(IDS[:2]) == []
+    assert missing(app, IDS) == IDS[2:]
     search.assert_called_once_with(app, "embed", JOURNAL.pattern)
 
 
 def test_user_who_may_not_read_messages_is_told_who_may(app: Celery, search: Any) -> None:
     search.side_effect = NoPermissionError("no permissions to run the 'lrange' command")
     with pytest.raises(RedisUnavailable, match=r"'lrange' command; use the user `operator` of"):
-        make(app).missing(IDS[:2])
+        missing(app, IDS)
 
 
 def test_queue_of_another_broker_than_redis_is_not_searched(app: Celery) -> None:
-    assert make(app).missing(IDS) == IDS
+    assert missing(app, IDS) == IDS
 
 
 def test_message_is_found_while_others_leave_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
