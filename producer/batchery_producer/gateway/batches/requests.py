@@ -315,9 +315,22 @@ class Request:
         """Whether all of its jobs have ended."""
         return len(self.answers) == len(self.jobs)
 
+    @property
+    def is_lone(self) -> bool:
+        """Whether it has one item, which is a job as it is, without a list around it."""
+        return [len(items) for items in self.jobs.values()] == [1]
+
+    def read_job(self, id_: str) -> tuple[int, str, Any]:
+        """How many items the list of a job has, 0 for an item without one; its id; its argument."""
+        items = self.jobs[id_]
+        return (0, id_, items[0]) if self.is_lone else (len(items), id_, items)
+
     def read_answer(self) -> Answer:
         """The results of all items, or the first error, when it is done."""
         results: list[Any] = []
+        if self.is_lone:
+            (answer,) = self.answers.values()
+            return answer if answer.error else Answer([answer.value])
         for id_, items in self.jobs.items():
             answer = joined(self.answers[id_], len(items), len(results))
             if answer.error is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from celery import Celery
@@ -263,7 +264,7 @@ class SliceRun(BatchRun):
             if not is_first:
                 return None  # The other attempt goes on.
         ends, following = self._batches.list_ends(id_), number + AHEAD
-        if len(ends) == len(self._record.slices):
+        if self._record.is_over or len(ends) == len(self._record.slices):
             self._join(ends)
         elif following < len(self._record.slices) and following not in ends:
             self._send(following)
@@ -317,9 +318,10 @@ class SliceRun(BatchRun):
             persistent=True,
             **with_tenant(options, record.tenant),
         ) as publisher:
-            jobs = [(each, self._by_job[each].jobs[each]) for each in job_ids]
-            for count, group in groupby(jobs, key=lambda job: len(job[1])):
-                publisher.send(list(group), build_header(count, self._collector.headers))
+            jobs = [self._by_job[each].read_job(each) for each in job_ids]
+            for count, group in groupby(jobs, key=itemgetter(0)):
+                header = build_header(count, self._collector.headers)
+                publisher.send([job[1:] for job in group], header)
 
     def _end(self) -> bool:
         """Writes what has become of the requests; True if nobody else has done so before."""
