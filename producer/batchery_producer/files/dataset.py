@@ -109,11 +109,11 @@ class SeenIds:
     def __exit__(self, *_: object) -> None:
         self._base.close()
 
-    def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:
-        """Remembers the id of a line; returns source and line that had this id first."""
+    def add(self, id_: Any, source: int = 0, line: int = 0) -> tuple[int, int] | None:
+        """Remembers the id of a line; returns the source and the line that had it before."""
         key = _encode_id(id_)
         if self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line).rowcount:
-            return source, line
+            return None
         found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
         return int(found[0]), int(found[1])
 
@@ -181,7 +181,9 @@ class Picker:
                 self._determine_fields(row)
             item = lookup(row, self.field or ITEM_FIELD)
             id_ = self._find_id(row)
-            if id_ is not None and (broken := self._find_use(id_, line)):
+            if id_ is not None and (first := self._seen.add(id_, self._source, line)):
+                where = "" if first[0] == self._source else f"{self._names[first[0]]}, "
+                broken = f"the id {id_!r:.100} is already used in {where}line {first[1]}"
                 id_ = None  # It is another row's.
             elif item is MISSING:
                 near, lacks_field = nearest_name(str(self.field), row), True
@@ -194,14 +196,6 @@ class Picker:
     def _find_id(self, row: Mapping[str, Any]) -> Any:
         id_ = lookup(row, self.id_field) if self.id_field else None
         return None if id_ is MISSING or (isinstance(id_, str) and not id_.strip()) else id_
-
-    def _find_use(self, id_: Any, line: int) -> str:
-        """Where an earlier row has the id, for messages; empty if none has."""
-        source, first = self._seen.first_line(id_, self._source, line)
-        if (source, first) == (self._source, line):
-            return ""
-        where = "" if source == self._source else f"{self._names[source]}, "
-        return f"the id {id_!r:.100} is already used in {where}line {first}"
 
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
         self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
@@ -473,7 +467,7 @@ class Dataset:
                     raise DatasetError(f"{failures}: {why}")
                 has_id = entry.get("id") is not None
                 key = {"id": entry["id"]} if has_id else {"row": place.locate(entry, failures)}
-                named.first_line(key, 0, 0)
+                named.add(key)
             total, _ = named.count()
             if not total:
                 raise DatasetError(f"{failures}: no failures; there is nothing to try again")

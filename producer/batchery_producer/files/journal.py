@@ -24,7 +24,7 @@ from batchery_producer.files.source import Source, naming_errors
 ODD_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 #: Version of the file's form; other versions are refused.
-VERSION = 2
+VERSION = 3
 
 #: Maximum number of files in a dataset and of rows in a file: task ids hold no larger numbers.
 MAX_SOURCES = 1 << 24
@@ -37,20 +37,18 @@ class Journal:
 
     Attributes:
         run: Random, 16 hexadecimal digits.
-        task: Name of the task.
-        settings: Other things that the results depend on: fields, keywords.
+        settings: What the results depend on: task, keywords, fields.
         files: Names of the input's files.
         fingerprints: Of the input's files.
     """
 
     run: str
-    task: str
     settings: Mapping[str, Any]
     files: Sequence[str]
     fingerprints: Sequence[str]
 
     @classmethod
-    def of(cls, sources: Sequence[Source], task: str, settings: Mapping[str, Any]) -> Self:
+    def of(cls, sources: Sequence[Source], settings: Mapping[str, Any]) -> Self:
         """Begins a run.
 
         Raises:
@@ -62,7 +60,7 @@ class Journal:
         prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
         # As they are read again: JSON makes lists of tuples, and texts of times.
         stored = json.loads(encoded(settings))
-        return cls(secrets.token_hex(8), task, stored, names, prints)
+        return cls(secrets.token_hex(8), stored, names, prints)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -98,12 +96,12 @@ class Journal:
         """Checks that another process, which was asked for the run `now`, can go on with this one.
 
         Raises:
-            DatasetError: Task, input or settings differ.
+            DatasetError: Input or settings differ.
         """
-        count = {"number of files": len(self.files)}
-        for name, before in {"task": self.task, **self.settings, **count}.items():
-            known = {"task": now.task, **now.settings, "number of files": len(now.files)}
-            if before != (after := known.get(name)):
+        files = ("number of files", len(self.files), len(now.files))
+        given = [(name, value, now.settings.get(name)) for name, value in self.settings.items()]
+        for name, before, after in (*given, files):
+            if before != after:
                 raise DatasetError(
                     f"{name}: {after!r} now, {before!r} when the run began; use the same again to"
                     " resume, or --overwrite to begin anew"

@@ -30,9 +30,6 @@ READ_ROWS = 1024
 #: First bytes of an Arrow file; an Arrow stream has others.
 ARROW_MAGIC = b"ARROW1"
 
-#: What to do about a line that is not UTF-8.
-ENCODING_HINT = "name its encoding, such as --encoding latin-1"
-
 
 class InvalidLine(ValueError):
     """A row cannot be used; the text says why."""
@@ -69,15 +66,9 @@ def split_lines(stream: BinaryIO, *, is_remote: bool = False) -> Iterator[bytes 
 
 
 def read_text(
-    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8", hint: str = ENCODING_HINT
+    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8"
 ) -> Iterator[tuple[int, str | InvalidLine]]:
-    """Each line is a row, without its line end; blank lines are none.
-
-    Args:
-        lines: As of `split_lines`.
-        encoding: Of the text.
-        hint: What to do about a line that is not UTF-8.
-    """
+    """Each line is a row, without its line end; blank lines are none."""
     for number, line in enumerate(lines, 1):
         if isinstance(line, InvalidLine):
             yield number, line
@@ -85,23 +76,22 @@ def read_text(
         try:
             text = line.decode(encoding)
         except UnicodeDecodeError as error:
-            why = f": {error.reason} at byte {error.start}"
-            yield number, _not_encoded(encoding, why, hint)
+            yield number, _not_encoded(encoding, f": {error.reason} at byte {error.start}")
         else:
             if text.strip():
                 yield number, text.rstrip("\r\n")
 
 
-def _not_encoded(encoding: str, why: str, hint: str) -> InvalidLine:
-    hint = f"; {hint}" if encoding == "utf-8" else ""
+def _not_encoded(encoding: str, why: str = "") -> InvalidLine:
+    hint = "; name its encoding, such as --encoding latin-1" if encoding == "utf-8" else ""
     return InvalidLine(f"not {encoding.upper()}{why}{hint}")
 
 
 def read_json(
-    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8", hint: str = ENCODING_HINT
+    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8"
 ) -> Iterator[tuple[int, Mapping[str, Any] | str | InvalidLine]]:
-    """Each line is a JSON object, or a string, which is the item; arguments as of `read_text`."""
-    for number, text in read_text(lines, encoding, hint):
+    """Each line is a JSON object, or a string, which is the item."""
+    for number, text in read_text(lines, encoding):
         yield number, text if isinstance(text, InvalidLine) else _parse(text)
 
 
@@ -179,7 +169,7 @@ def _explain_csv(error: Exception, encoding: str) -> InvalidLine:
     if isinstance(error, InvalidLine):
         return error
     if isinstance(error, UnicodeError):
-        return _not_encoded(encoding, "", ENCODING_HINT)
+        return _not_encoded(encoding)
     is_old = str(error).startswith("new-line character")
     why = "old Mac line ends; make them line feeds: tr '\\r' '\\n'" if is_old else error
     return InvalidLine(f"not CSV: {why}")

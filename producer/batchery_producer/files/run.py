@@ -404,11 +404,10 @@ def submit_file(
         rows = begin(dataset.checked(), options.stop)
     except Interrupted:
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
-    settings = {"kwargs": dict(options.keywords or {}), **dataset.settings}
-    settings["ordered"] = options.ordered
+    settings = {"task": run.task, "kwargs": options.keywords or {}, "ordered": options.ordered}
     options.began(dataset.description)
     with files:
-        files.open(Journal.of(dataset.sources, run.task, settings))
+        files.open(Journal.of(dataset.sources, {**settings, **dataset.settings}))
         try:
             summary = run.run(files.missing(rows), files)
         except DatasetError as error:
@@ -478,7 +477,7 @@ def try_file(
 
 
 def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
-    journal = Journal(secrets.token_hex(8), run.task, {}, dataset.names, [])
+    journal = Journal(secrets.token_hex(8), {}, dataset.names, [])
     with (
         tempfile.TemporaryDirectory(prefix="batchery-") as folder,
         Output(dataset, Path(folder, "probe.jsonl")) as files,

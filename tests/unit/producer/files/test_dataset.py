@@ -305,7 +305,7 @@ def test_named_pipe_is_read(tmp_path: Path) -> None:
 
 def fill(seen: SeenIds) -> None:
     for number in range(10_000):
-        seen.first_line(f"row-{number}", 0, number)
+        seen.add(f"row-{number}", 0, number)
 
 
 def test_full_disk_says_where_the_ids_are_kept() -> None:

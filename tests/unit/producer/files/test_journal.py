@@ -14,8 +14,7 @@ from batchery_producer.files.journal import FinishedRows, Journal
 
 
 def begin(*paths: Path, **changes: Any) -> Journal:
-    given: dict[str, Any] = {"task": "embed", "settings": {"field": None}, **changes}
-    return Journal.of(Dataset(list(paths)).sources, **given)
+    return Journal.of(Dataset(list(paths)).sources, {"task": "embed", "field": None, **changes})
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def test_journal_is_read_as_it_was_written(tmp_path: Path, path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.txt", "j"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"v": 1}', '{"v": 2, "run": "x"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"v": 1}', '{"v": 3, "run": "x"}'])
 def test_journal_in_another_form_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "j").write_text(content)
     with pytest.raises(DatasetError, match="j: cannot be used to resume"):
@@ -50,29 +49,29 @@ def test_journal_is_gone_on_with_after_the_input_was_moved(tmp_path: Path, path:
 def test_journal_continues_with_keywords_that_json_lacks(
     tmp_path: Path, path: Path, value: Any
 ) -> None:
-    settings = {"kwargs": {"given": value}}
-    begin(path, settings=settings).write(tmp_path / "j")
+    kwargs = {"given": value}
+    begin(path, kwargs=kwargs).write(tmp_path / "j")
     journal = Journal.read(tmp_path / "j")
-    journal.check(begin(path, settings=settings))
+    journal.check(begin(path, kwargs=kwargs))
     with pytest.raises(DatasetError, match="kwargs: "):
-        journal.check(begin(path, settings={"kwargs": {"given": 5}}))
+        journal.check(begin(path, kwargs={"given": 5}))
 
 
 def test_journal_refuses_another_task_format_or_file(tmp_path: Path, path: Path) -> None:
     one, other = (Dataset(path, format=name) for name in ("text", "csv"))
-    journal = begin(path, settings=one.settings)
-    journal.check(begin(path, settings=Dataset(path).settings))
+    journal = begin(path, **one.settings)
+    journal.check(begin(path, **Dataset(path).settings))
     (tmp_path / "more.txt").write_text("two\n")
     for now, why in [
-        (begin(path, settings=other.settings), r"formats: \['csv'\] now, \['text'\] when the run"),
-        (begin(path, settings=one.settings, task="other"), "task: 'other' now, 'embed' when"),
-        (begin(path, tmp_path / "more.txt", settings=one.settings), "number of files: 2 now"),
+        (begin(path, **other.settings), r"formats: \['csv'\] now, \['text'\] when the run"),
+        (begin(path, **one.settings, task="other"), "task: 'other' now, 'embed' when"),
+        (begin(path, tmp_path / "more.txt", **one.settings), "number of files: 2 now"),
     ]:
         with pytest.raises(DatasetError, match=why):
             journal.check(now)
     path.write_text("One\n")
     with pytest.raises(DatasetError, match=r"in\.txt: has changed"):
-        journal.check(begin(path, settings=one.settings))
+        journal.check(begin(path, **one.settings))
 
 
 @given(
@@ -81,8 +80,8 @@ def test_journal_refuses_another_task_format_or_file(tmp_path: Path, path: Path)
     )
 )
 def test_task_ids_are_different_uuids_that_the_pattern_finds(places: list[tuple[int, int]]) -> None:
-    journal = Journal("0123456789abcdef", "embed", {}, [], [])
-    other = Journal("fedcba9876543210", "embed", {}, [], [])
+    journal = Journal("0123456789abcdef", {}, [], [])
+    other = Journal("fedcba9876543210", {}, [], [])
     ids = [journal.task_id(*place) for place in places]
     assert len(set(ids)) == len(ids)
     text = json.dumps([*ids, *(other.task_id(*place) for place in places)]).encode()

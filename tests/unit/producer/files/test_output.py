@@ -36,7 +36,7 @@ def memory() -> Iterator[Any]:
 
 
 def journal(source: Dataset) -> Journal:
-    return Journal.of(source.sources, "embed", {})
+    return Journal.of(source.sources, {})
 
 
 def record(row: int, id_: Any = None) -> Record:

@@ -12,7 +12,7 @@ from batchery_producer.files import recovery
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.recovery import find_in_flight, find_missing
 
-JOURNAL = Journal("0123456789abcdef", "embed", {}, ["in.txt"], [])
+JOURNAL = Journal("0123456789abcdef", {}, ["in.txt"], [])
 IDS = [JOURNAL.task_id(0, row) for row in range(1, 5)]
 
 
