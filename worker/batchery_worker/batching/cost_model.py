@@ -228,12 +228,11 @@ class CostModel:
             return None
         return self._expected.expected_ms(tokens, items, passes)
 
-    def max_items(self, budget_ms: float, *, tokens_per_item: float = 1.0, cap: int) -> int | None:
-        """How many items a pass may have; None before the first batch.
+    def max_items(self, budget_ms: float, cap: int) -> int | None:
+        """How many items of one token each a pass may have; None before the first batch.
 
         Args:
             budget_ms: What the pass may take.
-            tokens_per_item: Tokens of each item.
             cap: Maximum of the answer.
 
         Returns:
@@ -242,7 +241,7 @@ class CostModel:
         if self._expected is None:
             return None
         token_ms, item_ms, pass_ms = self._expected
-        each_ms = token_ms * tokens_per_item + item_ms
+        each_ms = token_ms + item_ms
         left_ms = budget_ms - pass_ms
         if left_ms >= each_ms * cap:
             return cap
@@ -413,7 +412,7 @@ class TaskCosts:
         Returns:
             0 to `cap`; 0 if a batch of one item takes longer.
         """
-        return self._models[task].max_items(budget_s * 1e3, cap=cap)
+        return self._models[task].max_items(budget_s * 1e3, cap)
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What `batchery stats` shows of each task whose costs were fitted."""

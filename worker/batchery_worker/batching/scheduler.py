@@ -16,6 +16,7 @@ The rules, in the order in which they are asked:
    batch was still growing goes next, full or not, so that a busy neighbour cannot starve it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
@@ -27,7 +28,7 @@ from typing import Generic
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
 from batchery_worker.batching.residency import DeviceModels, Served
-from batchery_worker.batching.shares import Charge, Flow, KeyFlows, SharesByTask
+from batchery_worker.batching.shares import Charge, Flow, KeyFlows, Shares
 from batchery_worker.batching.suspects import Suspects
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
@@ -63,8 +64,11 @@ class Scheduler(Generic[T]):
         #: Tasks whose jobs run in slots.
         self.slotted = frozenset(slotted)
         self.costs = costs or TaskCosts()
-        #: One for each kind of device: what a lane had of one says nothing of another.
-        self._shares = SharesByTask(shares, self.costs, self.slotted)
+        #: By task: its own if it runs in slots, else those of all other tasks. What a lane had of
+        #: one kind of device says nothing of another.
+        common = Shares(shares, self.costs)
+        own = {task: Shares(shares, self.costs, in_slots=True) for task in self.slotted}
+        self._shares = defaultdict(lambda: common, own)
         self._sheds_late = sheds_late
         self._targets: dict[str, LatencyTarget] = {}
         #: Jobs that were given up and not told yet.

@@ -436,22 +436,3 @@ class Shares:
             if flow.lane[:2] in added:
                 flow.tag += added[flow.lane[:2]]
                 self._remember(flow)
-
-
-class SharesByTask(dict[str, Shares]):
-    """The shares of a task: its own if it runs in slots, else those of all other tasks."""
-
-    def __init__(
-        self,
-        shares: Mapping[str, float],
-        costs: TaskCosts,
-        slotted: Collection[str] = (),
-        *,
-        in_slots: bool = False,
-    ) -> None:
-        super().__init__({task: Shares(shares, costs, in_slots=True) for task in slotted})
-        self._common = Shares(shares, costs, in_slots=in_slots)
-
-    def __missing__(self, task: str) -> Shares:
-        self[task] = self._common
-        return self._common

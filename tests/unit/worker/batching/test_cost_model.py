@@ -155,7 +155,7 @@ def test_useful_items_spend_one_twentieth_on_the_pass() -> None:
 def test_a_batch_is_expected_after_the_first_one() -> None:
     model = CostModel(Costs(1.0, 0.0, 8.0))
     assert model.expected_ms(10, 10) is None
-    assert model.max_items(100.0, cap=64) is None
+    assert model.max_items(100.0, 64) is None
     # It may have taken long for other reasons, so it counts until there is another.
     model.ran(10, 10, 1, 18_000.0)
     assert model.expected_ms(2, 2) == pytest.approx(10_000.0)
@@ -239,29 +239,21 @@ def test_trust_does_not_change_between_two_limits() -> None:
 @given(
     costs_of,
     st.floats(0, 1000),
-    st.floats(1, 100),
     st.integers(1, 512),
     st.integers(1, 3 * REFRESH_BATCHES),
 )
 def test_max_items_are_the_most_that_a_budget_allows(
-    costs: Costs, budget_ms: float, tokens_per_item: float, cap: int, batches: int
+    costs: Costs, budget_ms: float, cap: int, batches: int
 ) -> None:
     model = CostModel(GUESS)
     feed(model, costs, batches)
-    most = model.max_items(budget_ms, tokens_per_item=tokens_per_item, cap=cap)
+    most = model.max_items(budget_ms, cap)
     assert most is not None
     assert 0 <= most <= cap
-
-    def expected_ms(items: int) -> float:
-        # Tokens are whole, so ask for a thousand times as many of both.
-        many = model.expected_ms(round(1000 * items * tokens_per_item), 1000 * items, 1000)
-        assert many is not None
-        return many / 1000
-
     if most:
-        assert expected_ms(most) <= budget_ms * 1.001
+        assert (model.expected_ms(most, most) or 0.0) <= budget_ms * 1.001
     if most < cap:
-        assert expected_ms(most + 1) > budget_ms * 0.999
+        assert (model.expected_ms(most + 1, most + 1) or 0.0) > budget_ms * 0.999
 
 
 def test_a_batch_that_took_no_time_teaches_nothing() -> None:
