@@ -6,7 +6,6 @@ takes its place, as an `InvalidLine`; a `Damage` is the last one.
 
 import csv
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
@@ -100,14 +99,8 @@ def _parse(text: str) -> Mapping[str, Any] | str | InvalidLine:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         return InvalidLine(f"not JSON: {error.msg} at column {error.colno}")
-    except RecursionError as error:
-        return InvalidLine(f"not JSON that can be read: {error}")
-    except ValueError:
-        # Python's own text names a function that only a program can call.
-        return InvalidLine(
-            "not JSON that can be read: a number has more than"
-            f" {sys.get_int_max_str_digits()} digits; send it as a string"
-        )
+    except (RecursionError, ValueError) as error:  # Too deep, or a number with too many digits.
+        return InvalidLine(f"not JSON that can be read: {str(error).partition(';')[0]}")
     if isinstance(row, dict | str):
         return row
     hint = "; jq -c '.[]' makes lines of a list" if isinstance(row, list) else ""
