@@ -187,13 +187,13 @@ class RetryPolicy:
         self.is_spent = False
 
     @classmethod
-    def within(cls, timeout_s: float | None) -> Self:
+    def within(cls, timeout_s: float | None, stop: Callable[[], bool] = lambda: False) -> Self:
         """A policy for a caller who waits so long for an answer, in seconds."""
         if timeout_s is None:
-            return cls()
+            return cls(stop)
         command_s = max(timeout_s * COMMAND_SHARE, MIN_COMMAND_S)
         away_s = max(timeout_s - command_s, timeout_s * COMMAND_SHARE)
-        return cls(away_s=min(away_s, AWAY_S), command_s=command_s)
+        return cls(stop, min(away_s, AWAY_S), command_s)
 
     @property
     def is_away(self) -> bool:

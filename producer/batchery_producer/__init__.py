@@ -12,11 +12,12 @@ for vector in embed.map(texts, per_job=64):
 from batchery.errors import GaveUp
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncClient, AsyncTask
-from batchery_producer.client import Client, Progress, TaskClient
+from batchery_producer.client import Client, TaskClient
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.run import submit_file
 from batchery_producer.piece_stream import AsyncPieceStream, PieceStream
 from batchery_producer.publisher import Publisher
+from batchery_producer.stream import Progress
 
 __all__ = [
     "AsyncClient",

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import threading
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -10,25 +12,22 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Self
+from contextlib import aclosing
+from typing import Any, Self, Unpack
 
 from celery import Celery
 
-from batchery.errors import NoResult, QueueFull, counted
 from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.retry import AWAY_S
 from batchery.task import check_options
 from batchery_producer.answers import Outcome, check_per_job, read_outcomes
 from batchery_producer.client import check_keywords, close_app, make_app
 from batchery_producer.piece_stream import AsyncPieceStream
-from batchery_producer.session import Session, Terms
-from batchery_producer.stream import Window
+from batchery_producer.session import CLOSE_S, Session, Terms, run_aside
+from batchery_producer.stream import SLOW_INPUT_S, ItemOptions, ItemRun
 
 #: What `AsyncClient.task` takes, besides options of `apply_async`.
 OWN_OPTIONS = ("deadline_s", "keep_s", "max_waiting", "tenant", "timeout_s", "wait_s")
-
-#: Items in flight.
-WINDOW = 1024
 
 
 class AsyncClient:
@@ -66,8 +65,7 @@ class AsyncClient:
         Args:
             name: Name of the task; of a model, its name in the settings.
             timeout_s: How long a call of one item waits, in seconds; None for ever. Its job expires
-                with it, by the clocks of both machines: a worker that begins later drops it. Of a
-                stream it is how long each piece may take, so its job does not expire.
+                with it, by the clocks of both machines: a worker that begins later drops it.
             tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
             deadline_s: In how many seconds from the call each job should be answered. In its lane
                 it goes before jobs that have more time.
@@ -93,7 +91,7 @@ class AsyncClient:
         # After that nobody asks for the result any more.
         call_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
         call = Terms(name, {"wait_s": 0, **expires, **options}, deadline_s, timeout_s, call_s)
-        return AsyncTask(self._session, call, Terms(name, options, deadline_s), keep_s)
+        return AsyncTask(self._session, call, Terms(name, options, deadline_s, keep_s=keep_s))
 
     def follow(
         self, job_id: str, after: str | None = None, *, timeout_s: float | None = None
@@ -108,7 +106,7 @@ class AsyncClient:
         reader = self._session.reader
         stream = AsyncPieceStream(reader, job_id, after=after, timeout_s=timeout_s)
         reader.follow(stream)
-        asyncio.get_running_loop().run_in_executor(None, reader.wake)
+        threading.Thread(target=reader.wake, daemon=True).start()
         return stream
 
     def cancel(self, job_id: str) -> None:
@@ -131,13 +129,10 @@ class AsyncClient:
 class AsyncTask:
     """A task that coroutines call."""
 
-    def __init__(
-        self, session: Session, call: Terms, stream: Terms, keep_s: int | None = None
-    ) -> None:
+    def __init__(self, session: Session, call: Terms, stream: Terms) -> None:
+        """Prepares; a call that waits has other terms than a stream of items or of pieces."""
         self._session = session
-        self._keep_s = keep_s
         self.name = call.task
-        #: Of a call that waits, and of the jobs of `as_completed`.
         self._call, self._stream = call, stream
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
@@ -151,25 +146,30 @@ class AsyncTask:
             Exception: What the worker raised, or why the job could not be sent.
         """
         check_keywords(self.name, keywords)
-        (outcome,) = await self._outcomes([item], range(1), False, keywords, self._call)
+        (outcome,) = await self._outcomes([item], range(1), False, keywords)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
 
-    def stream(self, item: Any, **keywords: Any) -> AsyncPieceStream:
+    def stream(
+        self, item: Any, *, timeout_s: float | None = None, **keywords: Any
+    ) -> AsyncPieceStream:
         """Sends one job, whose partial results `async for` reads; then it has the `result`.
 
-        The task's `timeout_s` is how long to wait for each of them. Must be called in the event
-        loop.
+        Must be called in the event loop.
+
+        Args:
+            item: The item.
+            timeout_s: How long to wait for each partial result, in seconds; None for ever.
+            keywords: Keyword arguments of the job.
 
         Raises:
             SettingsError: The app's result backend is no Redis.
             BatchArgumentError: The keywords are given as those of many jobs.
         """
         check_keywords(self.name, keywords)
-        # No `expires`, which would end the job in the middle of its pieces.
         options = {"wait_s": 0, **self._stream.options}
-        terms = self._call._replace(options=options, keep_s=self._keep_s)
+        terms = self._stream._replace(options=options, timeout_s=timeout_s)
         return self._session.stream(terms, item, keywords)
 
     async def outcomes(
@@ -187,18 +187,9 @@ class AsyncTask:
             GaveUp: Neither did they, as Redis does not answer.
             QueueFull: The queue had no space for one of the jobs; the others are revoked.
         """
-        size, known = min(check_per_job(per_job), len(items)) or 1, keywords or {}
-        starts = range(0, len(items), size)
-        calls = [
-            self._outcomes(
-                list(items[start : start + size]),
-                range(start, min(start + size, len(items))),
-                size > 1,
-                known,
-                self._call,
-            )
-            for start in starts
-        ]
+        size, count = min(check_per_job(per_job), len(items)) or 1, len(items)
+        parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        calls = [self._outcomes(items, part, size > 1, keywords or {}) for part in parts]
         jobs = [asyncio.ensure_future(call) for call in calls]
         try:
             some = await asyncio.gather(*jobs)
@@ -207,124 +198,83 @@ class AsyncTask:
                 job.cancel()
         return [outcome for each in some for outcome in each]
 
+    async def _outcomes(
+        self, items: Sequence[Any], part: range, is_multi_item: bool, keywords: Mapping[str, Any]
+    ) -> list[Outcome]:
+        some = [items[index] for index in part]
+        item, count = (some, len(some)) if is_multi_item else (some[0], 0)
+        answer = await self._session.call(self._call, item, count, keywords)
+        return read_outcomes(answer, part, is_multi_item, self._session.app.backend)
+
     async def map(
         self,
         items: Iterable[Any] | AsyncIterable[Any],
         *,
         ordered: bool = True,
-        **settings: Any,
+        **options: Unpack[ItemOptions],
     ) -> AsyncGenerator[Any, None]:
         """Yields the result of each item; the arguments are those of `as_completed`.
 
         Raises:
             Exception: The error of the first item that failed; the others are revoked.
         """
-        stream = self.as_completed(items, ordered=ordered, **settings)
-        try:
-            async for outcome in stream:
+        async with aclosing(self.as_completed(items, ordered=ordered, **options)) as outcomes:
+            async for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
                 yield outcome.value
-        finally:
-            await stream.aclose()
 
-    async def as_completed(
+    def as_completed(
         self,
         items: Iterable[Any] | AsyncIterable[Any],
         *,
         ordered: bool = False,
-        keywords: Mapping[str, Any] | None = None,
-        per_job: int | None = None,
-        window: int = WINDOW,
-        timeout_s: float | None = None,
+        **options: Unpack[ItemOptions],
     ) -> AsyncGenerator[Outcome, None]:
-        """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
+        """Yields an `Outcome` with the index of each item, as `TaskClient.as_completed` does.
 
-        Args:
-            items: Are read as the window has space for them; meanwhile no outcome is yielded.
-            ordered: Whether outcomes come in the order of the items, or as they are done.
-            keywords: Keyword arguments of all jobs.
-            per_job: Number of items in one message, as in `TaskClient.as_completed`.
-            window: Maximum number of items in flight.
-            timeout_s: Give up when no result has come for so long, in seconds; by default never.
+        It has a thread and a connection of its own, so that it holds up no calls. Items are read in
+        the event loop.
 
         Raises:
-            NoResult: None came for `timeout_s`.
-            GaveUp: None came for `timeout_s`, as Redis does not answer.
-            BatchArgumentError: A number is out of range.
+            NoResult: As that does; or the client is closed.
+            Exception: As that does.
         """
-        size = check_per_job(per_job)
-        jobs = _arguments(items, size)
-        running = Window[asyncio.Task[list[Outcome]], None, list[Outcome]](
-            max(window // (size or 1), 1), ordered=ordered
+        _, own, deadline_s, *_ = self._stream
+        run = ItemRun(
+            self._session.app, self.name, own, ordered=ordered, deadline_s=deadline_s, **options
         )
-        ended: asyncio.Queue[asyncio.Task[list[Outcome]]] = asyncio.Queue()
-        exhausted, start = False, 0
+        return self._run(run, items)
+
+    async def _run(
+        self, run: ItemRun, items: Iterable[Any] | AsyncIterable[Any]
+    ) -> AsyncGenerator[Outcome, None]:
+        rest, lock = _each(items), threading.Lock()
         try:
-            while running or not exhausted:
-                for _ in range(0 if exhausted else running.to_send):
-                    argument = await anext(jobs, None)
-                    if exhausted := argument is None:
-                        break
-                    indexes = range(start, start + len(argument))
-                    start = indexes.stop
-                    call = self._outcomes(argument, indexes, size > 0, keywords or {}, self._stream)
-                    task = asyncio.create_task(call)
-                    task.add_done_callback(ended.put_nowait)
-                    running.add({task: None})
-                    if not ended.empty():
-                        break
-                if running:
-                    try:
-                        async with asyncio.timeout(timeout_s):
-                            done = await ended.get()
-                    except TimeoutError:
-                        self._session.check_redis(self.name, timeout_s)
-                        raise NoResult(
-                            f"{self.name}: no result for {timeout_s:g} s, of"
-                            f" {counted(len(running), 'job')}; {self._session.hint(self._stream)}"
-                        ) from None
-                    for _, _, outcomes in running.end(done, done.result()):
-                        for outcome in outcomes:
-                            yield outcome
+            while not run.is_done:
+                self._session.check()
+                await _read(rest, run)
+                for outcome in await run_aside(lambda: list(run.step()), lock):
+                    yield outcome
+            if run.error is not None:
+                raise run.error
         finally:
-            for task in running.in_flight:
-                task.cancel()
-
-    async def _outcomes(
-        self,
-        argument: list[Any],
-        indexes: range,
-        are_many: bool,
-        keywords: Mapping[str, Any],
-        terms: Terms,
-    ) -> list[Outcome]:
-        item, count = (argument, len(argument)) if are_many else (argument[0], 0)
-        # Whoever gives no `wait_s` waits here, as the thread that sends would hold up all others.
-        once = terms._replace(options={"wait_s": 0, **terms.options})
-        while True:
-            try:
-                answer = await self._session.call(once, item, count, keywords)
-                break
-            except QueueFull as error:
-                if "wait_s" in terms.options:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
-        return read_outcomes(answer, indexes, are_many, self._session.app.backend)
+            run.is_stopped = True
+            # A step may still run, as may the end while Redis hangs.
+            await asyncio.wait([asyncio.ensure_future(run_aside(run.close, lock))], timeout=CLOSE_S)
 
 
-async def _arguments(
-    items: Iterable[Any] | AsyncIterable[Any], per_job: int
-) -> AsyncIterator[list[Any]]:
-    """The items of each job."""
-    some: list[Any] = []
-    async for item in _each(items):
-        some.append(item)
-        if len(some) >= per_job:
-            yield some
-            some = []
-    if some:
-        yield some
+async def _read(items: AsyncIterator[Any], run: ItemRun) -> None:
+    """Reads the items that the next step has use for; of a slow input, what comes soon."""
+    room, end_s = run.room, time.monotonic() + SLOW_INPUT_S
+    try:
+        while room and time.monotonic() < end_s:
+            run.put(await anext(items))
+            room -= 1
+    except StopAsyncIteration:
+        run.end()
+    except Exception as error:  # noqa: BLE001 (raised after the other outcomes)
+        run.end(error)
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -92,8 +92,7 @@ class BrokerConnection:
         self._persistent = persistent
         self._connection: Connection | None = None
         self._producer: Any = None
-        self._channel: Any = None
-        self._scripts: RedisScripts | None = None
+        self._redis: Any = None
         #: Chunks are numbered; under the marker, Redis remembers the number of the last one.
         self._marker, self._marker_pid = "", 0
         self._chunk = 0
@@ -108,9 +107,7 @@ class BrokerConnection:
     @property
     def channel(self) -> Any:
         """The kombu channel of the producer."""
-        if self._producer is None:
-            self._connect()
-        return self._channel
+        return self.producer.channel
 
     @property
     def is_redis(self) -> bool:
@@ -186,12 +183,9 @@ class BrokerConnection:
             steps = [step for step in channel.priority_steps if step in room.priorities]
             lists = {channel._q_for_pri(room.queue, step) for step in steps}
             keys += sorted(lists - {key})
-        assert self._scripts is not None
-        pushed, length = self._scripts.run(
-            "push",
-            [channel.global_keyprefix + each for each in keys],
-            *(chunk, MARKER_S, room.max_waiting, *messages),
-        )
+        keys = [channel.global_keyprefix + each for each in keys]
+        words = (chunk, MARKER_S, room.max_waiting, *messages)
+        pushed, length = RedisScripts(self._redis, LUA).run("push", keys, *words)
         return int(pushed), int(length)
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -204,20 +198,20 @@ class BrokerConnection:
     def revoke(self, task_ids: Sequence[str]) -> None:
         """Tells the workers not to begin these jobs."""
         control: Any = self.app.control
+
+        def revoke(some: Sequence[str]) -> None:
+            control.revoke(some, connection=self.producer.connection)
+
         for some in chunks(iter(task_ids), REVOKE_CHUNK):
-            self.call(partial(self._broadcast, control.revoke, some), "celery.pidbox")
+            self.call(partial(revoke, some), "celery.pidbox")
 
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
         with suppress(Exception):  # The marker expires.
-            is_marked = self._marker_pid == os.getpid()
-            if self._channel is not None and is_marked and not self.retries.is_spent:
-                client = redis.Redis(connection_pool=self._channel.pool)
-                client.unlink(self._channel.global_keyprefix + self._marker)
+            is_marked = self._marker_pid == os.getpid() and not self.retries.is_spent
+            if self._producer is not None and is_marked:
+                self._redis.unlink(self.channel.global_keyprefix + self._marker)
         self._disconnect()
-
-    def _broadcast(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
-        command(task_ids, connection=self.producer.connection)
 
     def _errors(self) -> tuple[type[BaseException], ...]:
         connection = self._connection or self.app.connection_for_write()
@@ -240,12 +234,11 @@ class BrokerConnection:
                 options[name] = self.retries.shorten(options.get(name))
         # We retry ourselves, as kombu's own pauses are seconds long.
         connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
-        producer: Any = self.app.amqp.Producer(connection, auto_declare=False)
         channel: Any = connection.default_channel
         if isinstance(channel, kombu_redis.Channel):
             # Not kombu's own client, which adds its key prefix only to a script's first key.
-            self._scripts = RedisScripts(redis.Redis(connection_pool=channel.pool), LUA)
-        self._producer, self._channel = producer, channel
+            self._redis = redis.Redis(connection_pool=channel.pool)
+        self._producer = self.app.amqp.Producer(channel, auto_declare=False)
 
     def _disconnect(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None

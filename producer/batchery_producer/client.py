@@ -4,46 +4,24 @@ Its messages are stock Celery messages, and the results are stock Celery results
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self, Unpack
 
 from celery import Celery, uuid
 from celery.result import AsyncResult
-from celery.utils.functional import chunks
 
-from batchery.errors import BatchArgumentError, BatcheryError, NoResult
+from batchery.errors import BatchArgumentError
 from batchery.protocol.headers import STREAMED, sent_now, with_tenant
-from batchery.retry import RetryPolicy
 from batchery.task import check_options
 from batchery.valkey import use_redis
-from batchery_producer.answers import (
-    Answer,
-    Outcome,
-    check_per_job,
-    read_answer,
-    read_outcomes,
-)
-from batchery_producer.broker import BrokerConnection
-from batchery_producer.collector import collector_for
+from batchery_producer.answers import Answer, Outcome, read_answer
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
-from batchery_producer.publisher import Publisher, route_unknown
-from batchery_producer.stream import SLOW_INPUT_S, NewJob, Stream, Window
-from batchery_producer.template import uuids
-
-#: Items in flight: some batches for each of several devices, and still little memory.
-WINDOW = 8192
-
-
-class Progress(NamedTuple):
-    """How far a stream is, in items."""
-
-    sent: int
-    done: int
-    failed: int
+from batchery_producer.publisher import route_unknown
+from batchery_producer.stream import SLOW_INPUT_S, ItemOptions, ItemRun
 
 
 class Client:
@@ -195,7 +173,7 @@ class TaskClient:
         return result
 
     def map(
-        self, items: Iterable[Any], *, ordered: bool = True, **settings: Any
+        self, items: Iterable[Any], *, ordered: bool = True, **options: Unpack[ItemOptions]
     ) -> Generator[Any, None, None]:
         """Yields the result of each item; the arguments are those of `as_completed`.
 
@@ -203,23 +181,14 @@ class TaskClient:
             Exception: The error of the first item that failed. Jobs that no worker has begun are
                 then revoked.
         """
-        with closing(self.as_completed(items, ordered=ordered, **settings)) as outcomes:
+        with closing(self.as_completed(items, ordered=ordered, **options)) as outcomes:
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
                 yield outcome.value
 
     def as_completed(
-        self,
-        items: Iterable[Any],
-        *,
-        ordered: bool = False,
-        keywords: Mapping[str, Any] | None = None,
-        per_job: int | None = None,
-        window: int = WINDOW,
-        timeout_s: float | None = None,
-        keep_results: bool = False,
-        progress: Callable[[Progress], None] = lambda _: None,
+        self, items: Iterable[Any], *, ordered: bool = False, **options: Unpack[ItemOptions]
     ) -> Generator[Outcome, None, None]:
         """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
@@ -229,14 +198,7 @@ class TaskClient:
         Args:
             items: Are read as the window has space for them; meanwhile no outcome is yielded.
             ordered: Whether outcomes come in the order of the items, or as they are done.
-            keywords: Keyword arguments of all jobs.
-            per_job: Number of items in one message. Workers form batches of items, whatever
-                messages they came in; larger messages mean less work for all but the device.
-            window: Maximum number of items in flight.
-            timeout_s: Give up when no result has come for so long, in seconds; by default never.
-                It bounds sending, waiting and cleaning up together.
-            keep_results: Leave results in the backend, until they expire.
-            progress: Called several times a second, with a `Progress`.
+            options: As `ItemOptions` has them.
 
         Raises:
             NoResult: None came for `timeout_s`.
@@ -248,99 +210,26 @@ class TaskClient:
             InvalidItem: For one whose message is larger than a worker reads.
             Exception: What reading the items raised, after the outcomes of those before.
         """
-        app, size = self._app, check_per_job(per_job)
-        # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
-        retries = RetryPolicy.within(timeout_s)
-        broker = BrokerConnection(app, retries, persistent=True)
-        options = {**self._options, "keywords": keywords, "wait_s": timeout_s}
-        publisher = Publisher(app, self.name, broker=broker, **options)
-        source = ItemSource(items, size)
-        stream = Stream(
-            collector_for(app, retries),
-            Window[str, range, Answer](max(window // (size or 1), 1), ordered=ordered),
-            source,
-            publisher,
-            keep_results=keep_results,
-            timeout_s=timeout_s,
-            explain=partial(explain_stall, app, self.name, self._options),
-        )
-        return self._outcomes(stream, source, broker, progress)
+        run = ItemRun(self._app, self.name, self._options, ordered=ordered, **options)
+        return self._outcomes(run, items)
 
-    def _outcomes(
-        self,
-        stream: Stream[range],
-        source: "ItemSource",
-        broker: BrokerConnection,
-        progress: Callable[[Progress], None],
-    ) -> Generator[Outcome, None, None]:
-        done = failed = 0
-        try:
-            while not stream.is_done:
-                for task_id, indexes, answer in stream.step():
-                    stream.discard(task_id)
-                    are_many = source.per_job > 0
-                    for outcome in read_outcomes(answer, indexes, are_many, self._app.backend):
-                        done += 1
-                        failed += outcome.error is not None
-                        yield outcome
-                if stream.flush_is_due:
-                    stream.flush()
-                progress(Progress(source.taken, done, failed))
-                if over := stream.stalled():
-                    raise NoResult(over)
-            if source.error is not None:
-                raise source.error
-        finally:
-            if not broker.retries.is_spent:
-                with suppress(BatcheryError, OSError):
-                    stream.flush()
-                    broker.revoke(stream.sent)
-            stream.collector.close()
-            broker.close()
-
-
-class ItemSource:
-    """Makes jobs of items, as they are needed.
-
-    Attributes:
-        per_job: Items in one job; 0 if each item is a job of its own and not in a list.
-        taken: Number of items that are in jobs so far.
-        exhausted: Whether there are no more.
-        error: What reading the next item raised, if it did; those before it become jobs.
-    """
-
-    def __init__(self, items: Iterable[Any], per_job: int) -> None:
-        self.per_job = per_job
-        self.taken = 0
-        self.exhausted = False
-        self.error: Exception | None = None
-        read = self._read(iter(items))
-        self._arguments = chunks(read, per_job) if per_job else read
-
-    def _read(self, items: Iterator[Any]) -> Iterator[Any]:
-        try:
-            yield from items
-        except Exception as error:  # noqa: BLE001 (raised again when all before it have ended)
-            self.error = error
-
-    def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
-        """As `JobSource.take`."""
-        arguments: list[Any] = []
-        end_s = time.monotonic() + SLOW_INPUT_S
-        for argument in self._arguments:
-            arguments.append(argument)
-            # What was read of a slow input is sent, and answers are looked for.
-            if len(arguments) >= maximum or time.monotonic() > end_s:
-                break
-        else:
-            self.exhausted = True
-        jobs = []
-        for task_id, argument in zip(uuids(len(arguments)), arguments, strict=True):
-            count = len(argument) if self.per_job else 0
-            indexes = range(self.taken, self.taken + (count or 1))
-            self.taken = indexes.stop
-            jobs.append(NewJob(task_id, argument, count, indexes))
-        return jobs
+    def _outcomes(self, run: ItemRun, items: Iterable[Any]) -> Generator[Outcome, None, None]:
+        with closing(run):
+            rest = iter(items)
+            while not run.is_done:
+                room, end_s = run.room, time.monotonic() + SLOW_INPUT_S
+                try:
+                    # What was read of a slow input is sent, and answers are looked for.
+                    while room and time.monotonic() < end_s:
+                        run.put(next(rest))
+                        room -= 1
+                except StopIteration:
+                    run.end()
+                except Exception as error:  # noqa: BLE001 (raised after the other outcomes)
+                    run.end(error)
+                yield from run.step()
+            if run.error is not None:
+                raise run.error
 
 
 def check_keywords(task: str, keywords: Mapping[str, Any]) -> None:

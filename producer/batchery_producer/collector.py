@@ -6,7 +6,7 @@ others, oldest first: results of stock workers, those that Celery's tracer store
 instance), and lost announcements. How often it polls depends on how much it finds: see
 `PollingInterval`.
 
-On other backends, the collector polls each job by Celery's own `AsyncResult`.
+On other backends, each job in flight is polled by Celery's own `AsyncResult`.
 """
 
 import re
@@ -21,7 +21,6 @@ import redis
 from celery import Celery, uuid
 from celery.backends.base import DisabledBackend
 from celery.backends.redis import RedisBackend
-from celery.result import AsyncResult
 from celery.utils.functional import chunks
 from kombu.exceptions import KombuError
 from kombu.utils import json
@@ -34,7 +33,6 @@ from batchery_producer.answers import Answer, BatchSummary, read_answer
 #: Limits of the interval between two polls, in seconds: the delay of a single job's result, and how
 #: often a display has something new to show.
 MIN_INTERVAL_S = 0.002
-
 MAX_INTERVAL_S = 0.25
 
 #: Part of the jobs in flight that should end between two polls. A smaller part costs more polls per
@@ -78,35 +76,24 @@ BATCH = re.compile(
 
 
 class PollingInterval:
-    """How long to wait between two polls, to find many results and yet find them soon.
-
-    The interval follows from the rate at which polls find results, and grows while they find none.
-    """
+    """How long to wait between two polls, to find many results and yet find them soon. Pure."""
 
     def __init__(self) -> None:
         self._interval_s = MIN_INTERVAL_S
-        self._rate: float | None = None
 
-    def next_s(
-        self, *, in_flight: int, found: int, announced: int, since_s: float, poll_s: float
-    ) -> float:
+    def next_s(self, *, in_flight: int, found: int, announced: int, poll_s: float) -> float:
         """How long to wait after a poll, in seconds.
 
         Args:
             in_flight: Number of jobs that are still awaited.
             found: Number of results that the poll found.
             announced: Number of results that were announced since the previous poll.
-            since_s: Time since the previous poll, in seconds.
             poll_s: Duration of this poll, in seconds; polling takes half of the time or less.
         """
-        if found:
-            rate = found / max(since_s, MIN_INTERVAL_S)
-            self._rate = rate if self._rate is None else (self._rate + rate) / 2
-            self._interval_s = in_flight * SHARE_PER_POLL / self._rate
-        elif announced:
-            self._interval_s = MAX_INTERVAL_S
+        if found > in_flight * SHARE_PER_POLL:
+            self._interval_s /= 2
         else:
-            self._interval_s *= 1.5
+            self._interval_s = MAX_INTERVAL_S if announced else self._interval_s * 1.5
         self._interval_s = min(max(self._interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
         is_announced = announced and announced >= found
         rest_s = min(poll_s * (REST_PER_POLL if is_announced else 1.0), MAX_REST_S)
@@ -117,20 +104,23 @@ class Collector(ABC):
     """Awaits jobs. For use by one thread, but others may call `expect` and `drop`.
 
     A subclass asks the backend, and may receive announcements.
+
+    Attributes:
+        headers: Headers that the jobs' messages must have.
+        retries: How long it waits for a backend that is away.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retries: RetryPolicy, errors: Iterable[type[BaseException]]) -> None:
+        self.headers: Mapping[str, Any] = {}
+        self.retries = retries
+        self._errors = tuple(errors)
         #: Oldest first.
         self._awaited: dict[str, None] = {}
         self._interval = PollingInterval()
-        self._polled_s = self._poll_at_s = time.monotonic()
+        self._poll_at_s = time.monotonic()
         self._announced = 0
+        #: Those that the next polls ask for, oldest last.
         self._left: list[str] = []
-
-    @property
-    @abstractmethod
-    def headers(self) -> Mapping[str, Any]:
-        """Headers that the jobs' messages must have."""
 
     @property
     def awaited(self) -> KeysView[str]:
@@ -138,7 +128,7 @@ class Collector(ABC):
         return self._awaited.keys()
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        """Awaits jobs; to be called before they are sent."""
+        """Awaits jobs; to be called before they are sent. Raises what a `RetryPolicy` raises."""
         self._awaited.update(dict.fromkeys(task_ids))
 
     def drop(self, task_ids: Iterable[str]) -> None:
@@ -156,13 +146,20 @@ class Collector(ABC):
             Interrupted: The caller asked to stop.
             GaveUp: The backend stays away.
         """
-        now_s = time.monotonic()
-        if self._awaited and now_s >= self._poll_at_s:
+        began_s = time.monotonic()
+        if self._awaited and began_s >= self._poll_at_s:
             found = 0
-            for ended in self._poll_some():
+            for ended in self._ended(self._next_polled()):
                 found += 1
                 yield ended
-            self._plan_poll(now_s, found)
+            now_s = time.monotonic()
+            self._poll_at_s = now_s + self._interval.next_s(
+                in_flight=len(self._awaited),
+                found=found,
+                announced=self._announced,
+                poll_s=now_s - began_s,
+            )
+            self._announced = 0
             if found:
                 wait_s = 0
         left_s = self._poll_at_s - time.monotonic() if self._awaited else wait_s
@@ -176,30 +173,18 @@ class Collector(ABC):
 
     @abstractmethod
     def forget(self, task_ids: Sequence[str]) -> None:
-        """Removes results from the backend."""
+        """Removes results from the backend; raises what a `RetryPolicy` raises."""
 
     @abstractmethod
     def close(self) -> None:
-        """Removes everything but results."""
+        """Removes everything but results; `expect` makes it anew."""
 
-    def _poll_some(self) -> Iterator[tuple[str, Answer]]:
+    def _next_polled(self) -> list[str]:
         if not self._left:
             # Reversed, as jobs are taken from the end and the oldest must come first.
             self._left = list(self._awaited)[::-1]
         some = [self._left.pop() for _ in range(min(POLL_JOBS, len(self._left)))]
-        yield from self._ended([task_id for task_id in some if task_id in self._awaited])
-
-    def _plan_poll(self, began_s: float, found: int) -> None:
-        now_s = time.monotonic()
-        next_s = self._interval.next_s(
-            in_flight=len(self._awaited),
-            found=found,
-            announced=self._announced,
-            since_s=began_s - self._polled_s,
-            poll_s=now_s - began_s,
-        )
-        self._announced = 0
-        self._polled_s, self._poll_at_s = began_s, now_s + next_s
+        return [task_id for task_id in some if task_id in self._awaited]
 
     def _ended(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for task_id, answer in self._answers(task_ids):
@@ -207,32 +192,16 @@ class Collector(ABC):
                 self._awaited.pop(task_id, None)
                 yield task_id, answer
 
+    def _call(self, function: Any) -> Any:
+        return self.retries.call(function, self._errors)
+
+    @abstractmethod
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
-        raise NotImplementedError
+        """How those of these jobs ended that have."""
 
     def _announcements(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         time.sleep(wait_s)
         return iter(())
-
-
-def collector_for(app: Celery, retries: RetryPolicy, *, forgets_dropped: bool = False) -> Collector:
-    """Picks the collector for the app's result backend.
-
-    Args:
-        app: The app to which jobs are sent.
-        retries: How long it waits for a backend that is away.
-        forgets_dropped: Whether it removes results that are announced and not awaited any more.
-
-    Raises:
-        SettingsError: The app has no result backend.
-    """
-    if isinstance(app.backend, DisabledBackend):
-        raise SettingsError(
-            f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
-        )
-    if isinstance(app.backend, RedisBackend):
-        return RedisCollector(app.backend, retries, forgets_dropped=forgets_dropped)
-    return AnyCollector(app, retries)
 
 
 class RedisCollector(Collector):
@@ -241,37 +210,44 @@ class RedisCollector(Collector):
     def __init__(
         self, backend: Any, retries: RetryPolicy, *, forgets_dropped: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(retries, (*backend.connection_errors, *REFUSALS))
         self._backend: Any = backend
         self._forgets_dropped = forgets_dropped
-        self._retries = retries
         timeout_s = retries.shorten(backend.connparams.get("socket_timeout"))
         #: One of our own where the backend's would wait for longer than the caller.
-        self._client: Any = backend.client
+        self._client = backend.client
         if retries.command_s is not None:
             # A Unix socket has no timeout for connecting.
             names = {"socket_timeout", "socket_connect_timeout"} & set(backend.connparams)
             limits = dict.fromkeys(names, timeout_s)
             self._client = backend._create_client(**{**backend.connparams, **limits})
-        self._errors: tuple[type[BaseException], ...] = (*backend.connection_errors, *REFUSALS)
-        #: Name of the reply stream, in the headers of jobs.
-        self._name = uuid()
-        self._key = stream_key(backend, self._name)
-        self._last = b"0"
-        self._is_made = False
-        self._is_plain = type(backend) is RedisBackend and self._backend.serializer == "json"
         self._longest_wait_s = timeout_s / 2 if timeout_s else float("inf")
-
-    @property
-    def headers(self) -> Mapping[str, Any]:
-        """As `Collector.headers`."""
-        return {HEADER: {"v": VERSION, "reply": self._name}}
+        self._is_plain = type(backend) is RedisBackend and self._backend.serializer == "json"
+        name = uuid()
+        self.headers = {HEADER: {"v": VERSION, "reply": name}}
+        self._key = stream_key(backend, name)
+        self._is_made = False
+        #: Id of the last entry that was read.
+        self._last = b"0"
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        """As `Collector.expect`; raises what a `RetryPolicy` raises."""
+        """As `Collector.expect`."""
         if not self._is_made:
             self._call(self._make_reply)
         super().expect(task_ids)
+
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """As `Collector.forget`."""
+        for chunk in chunks(iter(task_ids), CHUNK):
+            self._call(partial(self._client.unlink, *self._keys(chunk)))
+
+    def close(self) -> None:
+        """As `Collector.close`."""
+        self._is_made = False
+        with suppress(Exception):  # It expires.
+            if not self.retries.is_spent:
+                self._client.unlink(self._key)
+            self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _make_reply(self) -> None:
         # Workers write only to an existing stream, so none is left once it is removed.
@@ -280,18 +256,6 @@ class RedisCollector(Collector):
             pipe.xadd(self._key, {FIELD: b"[]"}, maxlen=1)
             pipe.expire(self._key, REPLY_S)
             pipe.execute()
-
-    def forget(self, task_ids: Sequence[str]) -> None:
-        """As `Collector.forget`; raises what a `RetryPolicy` raises."""
-        for chunk in chunks(iter(task_ids), CHUNK):
-            self._call(partial(self._client.unlink, *self._keys(chunk)))
-
-    def close(self) -> None:
-        """As `Collector.close`."""
-        with suppress(Exception):  # It expires.
-            if not self._retries.is_spent:
-                self._client.unlink(self._key)
-            self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _announcements(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         if wait_s and len(self._awaited) >= GATHER_JOBS:
@@ -310,7 +274,8 @@ class RedisCollector(Collector):
         block_ms = int(max(wait_s, MIN_WAIT_S) * 1000) if wait_s else None
         with self._client.pipeline(transaction=False) as pipe:
             if self._last != b"0":
-                pipe.xtrim(self._key, minid=_after(self._last), approximate=False)
+                time_ms, _, number = self._last.decode().partition("-")
+                pipe.xtrim(self._key, minid=f"{time_ms}-{int(number) + 1}", approximate=False)
             pipe.expire(self._key, REPLY_S)
             pipe.xread({self._key: self._last}, count=ENTRIES, block=block_ms)
             *_, is_there, answer = pipe.execute()
@@ -326,70 +291,66 @@ class RedisCollector(Collector):
                 if value is not None and (answer := self._answer(task_id, value)):
                     yield task_id, answer
 
-    def _call(self, function: Any) -> Any:
-        return self._retries.call(function, self._errors)
-
     def _keys(self, task_ids: Sequence[str]) -> list[Any]:
         return [self._backend.get_key_for_task(task_id) for task_id in task_ids]
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
-        if stored := self._split_at_value(task_id, payload):
-            info, value = stored
+        # Our workers store the value last, after the id: to parse it alone takes a third as long.
+        if self._is_plain and payload.startswith(b'{"status": "SUCCESS", "traceback"'):
+            info, id_, value = payload.partition(b'"task_id": "%b", "result": ' % task_id.encode())
             with suppress(ValueError, RecursionError):
-                return Answer(value=json.loads(value), batch=_batch_in(info))
+                if id_:
+                    return Answer(value=json.loads(value[:-1]), batch=_batch_in(info))
         return read_stored(self._backend, payload)
-
-    def _split_at_value(self, task_id: str, payload: bytes) -> tuple[bytes, bytes] | None:
-        """The text before the value, and the value, if a worker of ours stored the result.
-
-        Our workers store the value last, after the id. Parsing it alone takes a third of the time.
-        """
-        if not self._is_plain or not payload.startswith(b'{"status": "SUCCESS", "traceback"'):
-            return None
-        info, id_, value = payload.partition(b'"task_id": "%b", "result": ' % task_id.encode())
-        return (info, value[:-1]) if id_ else None
 
 
 class AnyCollector(Collector):
-    """Polls any backend of Celery's, one result at a time."""
+    """Polls any other backend of Celery's, one result at a time."""
 
     def __init__(self, app: Celery, retries: RetryPolicy) -> None:
-        super().__init__()
-        self._app = app
-        self._retries = retries
         # Not every backend names its connection errors.
-        self._errors: tuple[type[BaseException], ...] = (
-            *getattr(app.backend, "connection_errors", ()),
-            ConnectionError,
-        )
-
-    @property
-    def headers(self) -> Mapping[str, Any]:
-        """As `Collector.headers`: none."""
-        return {}
+        super().__init__(retries, (*getattr(app.backend, "connection_errors", ()), ConnectionError))
+        self._app = app
 
     def forget(self, task_ids: Sequence[str]) -> None:
-        """As `Collector.forget`; raises what a `RetryPolicy` raises."""
+        """As `Collector.forget`."""
         for task_id in task_ids:
-            self._retries.call(partial(self._forget, task_id), self._errors)
+            # The RPC backend cannot forget: reading a result has removed it.
+            with suppress(NotImplementedError):
+                self._call(self._app.AsyncResult(task_id).forget)
 
     def close(self) -> None:
         """As `Collector.close`."""
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for task_id in task_ids:
-            if answer := self._retries.call(partial(self._ask, task_id), self._errors):
+            if answer := self._call(partial(self._ask, task_id)):
                 yield task_id, answer
 
     def _ask(self, task_id: str) -> Answer | None:
-        result: AsyncResult[Any] = AsyncResult(task_id, app=self._app)
+        result = self._app.AsyncResult(task_id)
         # Celery caches the result of a ready job, so this is one request.
         return read_answer(result.state, result.result) if result.ready() else None
 
-    def _forget(self, task_id: str) -> None:
-        # The RPC backend cannot forget: reading a result has removed it.
-        with suppress(NotImplementedError):
-            AsyncResult(task_id, app=self._app).forget()
+
+def collector_for(app: Celery, retries: RetryPolicy, *, forgets_dropped: bool = False) -> Collector:
+    """The collector of an app's results.
+
+    Args:
+        app: The app to which jobs are sent.
+        retries: How long it waits for a backend that is away.
+        forgets_dropped: Whether it removes results that are announced and not awaited any more.
+
+    Raises:
+        SettingsError: The app has no result backend.
+    """
+    if isinstance(app.backend, DisabledBackend):
+        raise SettingsError(
+            f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
+        )
+    if isinstance(app.backend, RedisBackend):
+        return RedisCollector(app.backend, retries, forgets_dropped=forgets_dropped)
+    return AnyCollector(app, retries)
 
 
 def read_stored(backend: Any, payload: bytes) -> Answer | None:
@@ -406,12 +367,6 @@ def _batch_in(info: bytes) -> BatchSummary | None:
     if found := BATCH.search(info):
         return BatchSummary(found[1].decode(), int(found[2]), float(found[3]), found[4].decode())
     return None
-
-
-def _after(entry_id: bytes) -> str:
-    """The next id of the stream."""
-    time_ms, _, number = entry_id.decode().partition("-")
-    return f"{time_ms}-{int(number) + 1}"
 
 
 def entries_by_key(answer: Any) -> dict[bytes, list[tuple[bytes, Mapping[bytes, bytes]]]]:

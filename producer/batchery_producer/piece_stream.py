@@ -8,9 +8,12 @@ from math import inf
 from typing import Any, Self, cast
 from weakref import ref
 
-from batchery.errors import BatcheryError, GaveUp, NoResult
+from batchery.errors import GaveUp, NoResult
 from batchery_producer.answers import Answer, build_exception
 from batchery_producer.piece_reader import Event, PieceReader, StreamPiece, check_after
+
+#: Why no piece comes, where nobody knows the queue.
+ASK = "see `batchery stats`"
 
 
 class FollowedJob:
@@ -31,7 +34,7 @@ class FollowedJob:
         timeout_s: float | None = None,
         keep_s: int | None = None,
         cancel: Callable[[], None] | None = None,
-        explain: Callable[[], str] = lambda: "see `batchery stats`",
+        explain: Callable[[], Any] | None = None,
     ) -> None:
         """Follows nothing yet.
 
@@ -42,7 +45,7 @@ class FollowedJob:
             timeout_s: How long to wait for each piece, in seconds; None for ever.
             keep_s: How long pieces are of use once the job has ended; None for as long as usual.
             cancel: Ends the job, as nobody wants it; None if that is not ours to say.
-            explain: Says why none comes.
+            explain: Says why none comes, in an event loop when it is awaited; None if nobody knows.
 
         Raises:
             BatchArgumentError: `after` is no id of a piece.
@@ -119,12 +122,20 @@ class FollowedJob:
             _ = self.result  # It raises the error.
         return None
 
-    def _complain(self) -> BatcheryError:
-        """The error of a caller for whom nothing has come in time."""
-        waited = f"job {self.id}: nothing within {self._timeout_s:g} s"
+    @property
+    def _silence(self) -> str:
+        return f"job {self.id}: nothing within {self._timeout_s:g} s"
+
+    def _check_redis(self) -> None:
+        """Reads no further if Redis is away: to revoke the job would take until it answers.
+
+        Raises:
+            GaveUp: It is.
+        """
         if self._reader is not None and self._reader.retries.is_away:
-            return GaveUp(f"{waited}, as Redis does not answer; this program's log says why")
-        return NoResult(f"{waited}: {self._explain()}")
+            self.leave()
+            text = f"{self._silence}, as Redis does not answer; this program's log says why"
+            raise GaveUp(text)
 
 
 class PieceStream(FollowedJob):
@@ -160,12 +171,10 @@ class PieceStream(FollowedJob):
         with self._arrived:
             came = self._arrived.wait_for(lambda: self._events, self._timeout_s)
         if not came:
-            error = self._complain()
-            if isinstance(error, GaveUp):
-                self.leave()  # To revoke its job would take until Redis answers.
-            else:
-                self.close()
-            raise error
+            self._check_redis()
+            why = self._explain() if self._explain else ASK
+            self.close()
+            raise NoResult(f"{self._silence}: {why}")
         piece = self._take()
         if piece is None:
             raise StopIteration
@@ -220,9 +229,10 @@ class AsyncPieceStream(FollowedJob):
             if self.is_over:
                 raise StopAsyncIteration  # Somebody has closed it meanwhile.
             if not self._events:
-                error = self._complain()
+                self._check_redis()
+                why = await self._explain() if self._explain else ASK
                 self.close()
-                raise error
+                raise NoResult(f"{self._silence}: {why}")
         piece = self._take()
         if piece is None:
             raise StopAsyncIteration

@@ -1,5 +1,6 @@
 """Publishing: jobs are sent many at a time, without a subscription for each result."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -16,31 +17,20 @@ from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
 from batchery.redis_scripts import cut_into_parts
-from batchery.retry import RetryPolicy
+from batchery.retry import RetryPolicy, pause_s
 from batchery.task import check_options
 from batchery.transport.dead_letters import check_size
-from batchery_producer.broker import (
-    BrokerConnection,
-    Command,
-    Room,
-)
+from batchery_producer.broker import BrokerConnection, Command, Room
 from batchery_producer.template import (
     ITEM,
     OutgoingJob,
     build_template,
     encode_item,
     needs_celery,
-    sent_events,
 )
 
-#: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
-#: caller wants to know within some seconds that no job is taken.
-MIN_RETRY_AFTER_S = 0.01
-
-MAX_RETRY_AFTER_S = 5.0
-
-#: `retry_after_s` while the rate at which jobs are taken is unknown, in seconds.
-UNKNOWN_RATE_S = 1.0
+#: When to try again where a queue has no space for a job, in seconds.
+RETRY_AFTER_S = 1.0
 
 #: Maximum number of jobs in one script, and the size in bytes above which no job is added to it:
 #: Redis serves no other client while a script runs.
@@ -53,34 +43,6 @@ NOT_SHARED = ("args", "kwargs", "task_id", "producer", "connection", "add_to_par
 
 #: Arguments of a `Publisher` besides options of `apply_async`.
 OWN_OPTIONS = ("keywords", "max_waiting", "outage_policy", "persistent", "wait_s")
-
-
-class Backpressure:
-    """Estimates from the queue's length how fast jobs are taken, and when the queue has space."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[float, int] | None = None
-        self._per_s: float | None = None
-
-    def observe(self, now_s: float, length: int, pushed: int) -> None:
-        """Notes the length of the queue, and how many messages were pushed since the last call."""
-        if self._seen is not None:
-            then_s, before = self._seen
-            taken = before + pushed - length
-            if now_s - then_s < MIN_RETRY_AFTER_S:
-                # Too soon for an estimate: add the pushed messages to the next interval.
-                self._seen = then_s, before + pushed
-                return
-            self._per_s = max(taken, 0) / (now_s - then_s)
-        self._seen = now_s, length
-
-    def retry_after_s(self, count: int) -> float:
-        """In how many seconds the queue may have space for so many jobs."""
-        if self._per_s is None:
-            return UNKNOWN_RATE_S
-        if self._per_s == 0:
-            return MAX_RETRY_AFTER_S
-        return min(max(count / self._per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
 class Publisher:
@@ -145,10 +107,9 @@ class Publisher:
         self._where = _destination(app, task, options)
         # A limit of the caller takes the place of those of the classes.
         self._limits = None if max_waiting else get_queue_limits(app)
-        self._room = Room(self._where.queue, max_waiting)
+        self._max_waiting = max_waiting
         #: Number of jobs sent so far.
         self.sent = 0
-        self._backpressure = Backpressure()
 
     def __enter__(self) -> Self:
         return self
@@ -188,27 +149,12 @@ class Publisher:
         headers = {**(self._options.get("headers") or {}), **(headers or {})}
         try:
             for chunk in chunks(map(OutgoingJob._make, jobs), CHUNK_JOBS):
-                self._wait_for_class()
                 # Here, as calls with other headers would not share a template.
                 own = {**headers, **sent_now()}
                 self._send_chunk(chunk, {**self._options, "retry": False, "headers": own})
         except PublishError as error:
             error.sent = self.sent - before
             raise
-
-    def _wait_for_class(self) -> None:
-        """Waits for room in the class; it takes as many jobs as fit, and the script sees to it."""
-        if self._limits is None:
-            return
-        where, deadline_s = self._where, self._deadline_s()
-        while True:
-            try:
-                self._limits.check(where, self._look)
-                break
-            except QueueFull as error:
-                self._wait(error, deadline_s)
-        priorities = self._limits.priorities(where.priority)
-        self._room = Room(where.queue, self._limits.at(where.priority).max_waiting or 0, priorities)
 
     def _look(self, queue: str, priorities: range) -> Waiting | None:
         broker = self._broker
@@ -241,50 +187,49 @@ class Publisher:
                 ((key, (message, *_)),) = one.pushed.items()
                 template = build_template(self._app, job.id, message)
                 if template is not None:
-                    return {key: template.fill(jobs)}, [
-                        sent_events(self._app, each, jobs, template.repr_item)
-                        for each in one.others
-                    ]
+                    return {key: template.fill(jobs)}, one.others
         with self._broker.recording() as every:
             for job in jobs:
                 self._send(job, options)
         return every.pushed, every.others
 
     def _push(self, key: str, messages: Iterable[str]) -> None:
-        deadline_s = self._deadline_s()
         for part in cut_into_parts(messages, len, PUSH_BYTES, CHUNK_JOBS):
             check_size(part[-1])  # A message that is too large ends its part.
+            waits, found_s = 0, time.monotonic()
             while part:
-                chunk = self._broker.next_chunk()
-                push = partial(self._broker.push, chunk, key, part, self._room)
-                pushed, length = self._broker.call(push, self.queue)
-                self.sent += pushed
-                self._backpressure.observe(time.monotonic(), length, pushed)
-                part = part[pushed:]
-                if pushed:
-                    deadline_s = self._deadline_s()
-                if part:
-                    self._wait_for_space(len(part), length, deadline_s)
+                try:
+                    pushed = self._push_some(key, part)
+                except QueueFull:
+                    left_s = math.inf
+                    if self._wait_s is not None:
+                        left_s = found_s + self._wait_s - time.monotonic()
+                    if left_s <= 0:
+                        raise
+                    waits += 1
+                    self._broker.retries.sleep(min(pause_s(waits), left_s))
+                else:
+                    part, waits, found_s = part[pushed:], 0, time.monotonic()
 
-    def _wait_for_space(self, count: int, length: int, deadline_s: float | None) -> None:
-        after_s = self._backpressure.retry_after_s(count)
-        most = self._room.max_waiting
-        problem = f"queue {self.queue!r} holds {length:,} jobs, and its maximum is {most:,}"
-        self._wait(queue_full(problem, after_s), deadline_s)
+    def _push_some(self, key: str, messages: Sequence[str]) -> int:
+        """Pushes the messages for which there is room; returns how many, at least one.
 
-    def _deadline_s(self) -> float | None:
-        """Until when to wait for space; None for ever."""
-        return None if self._wait_s is None else time.monotonic() + self._wait_s
-
-    def _wait(self, error: QueueFull, deadline_s: float | None) -> None:
-        """Waits for space in the queue, or raises the error if that took too long."""
-        after_s = error.retry_after_s
-        if deadline_s is not None:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise error
-            after_s = min(after_s, left_s)
-        self._broker.retries.sleep(after_s)
+        Raises:
+            QueueFull: There is none.
+        """
+        broker, where, limits = self._broker, self._where, self._limits
+        room = Room(where.queue, self._max_waiting)
+        if limits is not None:
+            limits.check(where, self._look)
+            most = limits.at(where.priority).max_waiting or 0
+            room = Room(where.queue, most, limits.priorities(where.priority))
+        push = partial(broker.push, broker.next_chunk(), key, messages, room)
+        pushed, length = broker.call(push, where.queue)
+        self.sent += pushed
+        if not pushed:
+            what = f"holds {length:,} jobs, and its maximum is {room.max_waiting:,}"
+            raise queue_full(f"queue {where.queue!r} {what}", RETRY_AFTER_S)
+        return pushed
 
     def _send_by_kombu(self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]) -> None:
         """Sends by kombu, to other brokers: in a batch if the transport has them, or one by one."""

@@ -1,38 +1,36 @@
-"""What all callers of an `AsyncClient` share: two threads, and the reader of partial results.
+"""What all calls of an `AsyncClient` share: two threads, and the reader of partial results.
 
 One thread sends the jobs that gathered while it was sending, so that a thousand calls at once
-become a few chunks. The other one waits for results.
+become a few chunks. The other one waits for results. The event loop itself never waits for Redis.
 """
 
 import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import copy_context
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from celery import Celery, uuid
 from kombu.utils import json
 
-from batchery.errors import BatcheryError, GaveUp, InvalidItem, NoResult, counted
+from batchery.errors import BatcheryError, GaveUp, InvalidItem, NoResult
 from batchery.protocol.headers import STREAMED, deadline_header
-from batchery.queue_limits import find_destination
 from batchery.retry import Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
 from batchery_producer.answers import Answer, build_header
 from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import Collector, collector_for
+from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader
 from batchery_producer.piece_stream import AsyncPieceStream
-from batchery_producer.publisher import Publisher, route_unknown
+from batchery_producer.publisher import Publisher
 from batchery_producer.stream import WAIT_S
 from batchery_producer.template import OutgoingJob
-
-#: How long cancelled calls are gathered before one message revokes them, in seconds.
-GATHER_S = 0.02
 
 #: Maximum number of jobs that are sent before revoked jobs are handled.
 SEND_JOBS = 1000
@@ -45,8 +43,13 @@ LAST_COMMAND_S = 1.0
 #: Maximum time that closing a client takes, in seconds.
 CLOSE_S = 1.0
 
+#: How long a caller waits to be told why no result came, in seconds.
+EXPLAIN_S = 3.0
+
 #: Number of publishers that are kept: one for each task with its keywords and options.
 PUBLISHERS = 64
+
+T = TypeVar("T")
 
 
 class Terms(NamedTuple):
@@ -85,56 +88,47 @@ class Session:
 
     def __init__(self, app: Celery) -> None:
         self.app = app
+        #: The event loop of the latest call, and whether it will wake the threads.
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._will_wake = False
         self._futures: dict[str, asyncio.Future[Answer]] = {}
-        self._cancelled: list[str] = []
-        #: Where a timer will revoke them; it dies with its loop.
-        self._revoking_on: asyncio.AbstractEventLoop | None = None
-        self._gathered: list[PendingSend] = []
-        self._wake = threading.Condition()
-        self._calls: deque[PendingSend] = deque()
-        self._unsent: set[str] = set()
-        self._revoked: set[str] = set()
-        self._ended = False
-        self._threads: list[threading.Thread] = []
-        #: Of the process that has the threads; 0 if they were not started.
-        self._pid = 0
-        self._retries = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
-        sending = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
-        self._broker = BrokerConnection(app, sending, persistent=True)
-        self._publishers: dict[str, Publisher] = {}
-        self._collector: Collector | None = None
         #: Those that are read; and the ids of jobs that nobody reads any more.
         self._streams: WeakValueDictionary[str, AsyncPieceStream] = WeakValueDictionary()
         self._abandoned: set[str] = set()
+        #: Who is asked why no results come, by what the jobs have in common.
+        self._explanations: dict[str, asyncio.Future[str]] = {}
+        self._wake = threading.Condition()
+        self._calls: deque[PendingSend] = deque()
+        self._cancelled: deque[str] = deque()
+        self._is_ended = False
+        self._threads: list[threading.Thread] = []
+        #: Of the process that has the threads; 0 if they were not started.
+        self._pid = 0
+        self._retries = RetryPolicy(lambda: self._is_ended, command_s=COMMAND_S)
+        sending = RetryPolicy(lambda: self._is_ended, command_s=COMMAND_S)
+        self._broker = BrokerConnection(app, sending, persistent=True)
+        self._publishers: dict[str, Publisher] = {}
 
-    @property
+    @cached_property
     def collector(self) -> Collector:
         """Awaits the jobs in flight."""
-        if self._collector is None:
-            self._collector = collector_for(self.app, self._retries, forgets_dropped=True)
-        return self._collector
+        return collector_for(self.app, self._retries, forgets_dropped=True)
 
     @cached_property
     def reader(self) -> PieceReader:
         """Reads partial results."""
-        return PieceReader(self.app, lambda: self._ended)
+        return PieceReader(self.app, lambda: self._is_ended)
 
     # The event loop
 
     def check(self) -> None:
         """Makes sure that calls are served; raises a `NoResult` where nobody would answer them."""
-        if self._ended or self._pid not in (0, os.getpid()):
+        if self._is_ended or self._pid not in (0, os.getpid()):
             raise NoResult("the client is closed, or was used before a fork; make another one")
 
     def stream(self, terms: Terms, item: Any, keywords: Mapping[str, Any]) -> AsyncPieceStream:
         """Sends one job whose partial results are read; raises as `check`."""
         self.check()
-        headers = {
-            **trace_headers(),
-            **deadline_header(terms.deadline_s),
-            **build_header(0, STREAMED, terms.keep_s),
-        }
         task_id = uuid()
         stream = AsyncPieceStream(
             self.reader,
@@ -142,23 +136,17 @@ class Session:
             timeout_s=terms.timeout_s,
             keep_s=terms.keep_s,
             cancel=partial(self.abandon, task_id),
-            explain=partial(self.hint, terms),
+            explain=partial(self.explain, terms),
         )
         self._streams[task_id] = stream
-        self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item), stream))
+        own, job = build_header(0, STREAMED, terms.keep_s), OutgoingJob(task_id, item)
+        self._send(PendingSend(terms, keywords, own, job, stream))
         return stream
 
     def abandon(self, task_id: str) -> None:
         """Cancels a job whose partial results are read."""
         self._abandoned.add(task_id)
         self._cancel(task_id)
-
-    def _gather(self, pending: PendingSend) -> None:
-        self._loop = asyncio.get_running_loop()
-        if not self._gathered:
-            # Calls of the same turn of the event loop are sent together.
-            self._loop.call_soon(self._notify)
-        self._gathered.append(pending)
 
     async def call(
         self, terms: Terms, item: Any, count: int, keywords: Mapping[str, Any]
@@ -172,57 +160,48 @@ class Session:
             GaveUp: Neither did it, and Redis is away.
         """
         self.check()
-        # The trace of this call, as jobs are sent from elsewhere.
-        headers = {
-            **trace_headers(),
-            **deadline_header(terms.deadline_s),
-            **build_header(count, self.collector.headers, terms.keep_s),
-        }
         task_id = uuid()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._futures[task_id] = future
-        self._unsent.add(task_id)
-        self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
+        own = build_header(count, self.collector.headers, terms.keep_s)
+        self._send(PendingSend(terms, keywords, own, OutgoingJob(task_id, item)))
         try:
             async with asyncio.timeout(terms.timeout_s):
                 return await future
         except TimeoutError:
+            is_sent = task_id in self.collector.awaited
             self._cancel(task_id)
-            self.check_redis(terms.task, terms.timeout_s)
-            within = f"within {terms.timeout_s:g} s, so its job is"
-            if task_id in self._unsent:
-                raise NoResult(
-                    f"{terms.task}: not sent {within} dropped: {task_id};"
-                    f" {counted(len(self._unsent), 'job')} of this client waited to be sent"
-                ) from None
-            raise NoResult(
-                f"{terms.task}: no result {within} revoked: {task_id}; {self.hint(terms)}"
-            ) from None
+            raise await self._complain(terms, task_id, is_sent=is_sent) from None
         except asyncio.CancelledError:
             self._cancel(task_id)
             raise
         finally:
             self._futures.pop(task_id, None)
 
-    def hint(self, terms: Terms) -> str:
-        """What a caller can do who waits in vain. No worker is asked, as that takes seconds."""
-        with suppress(Exception):  # A router is the app's own code.
-            options = route_unknown(self.app, terms.task, terms.options)
-            queue = find_destination(self.app, terms.task, options).queue
-            return f"`batchery stats` shows whether a worker serves queue {queue!r}"
-        return "see `batchery stats`"
-
-    def check_redis(self, task: str, waited_s: float | None) -> None:
-        """Checks that Redis answers, after a caller has waited in vain.
-
-        Raises:
-            GaveUp: It does not.
-        """
+    async def _complain(self, terms: Terms, task_id: str, *, is_sent: bool) -> BatcheryError:
+        """The error of a caller who has waited in vain."""
+        within = f"within {terms.timeout_s:g} s"
         if self._broker.retries.is_away or self._retries.is_away:
-            raise GaveUp(
-                f"{task}: nothing within {waited_s:g} s, as Redis does not answer;"
-                " this program's log says why"
-            ) from None
+            why = "as Redis does not answer; this program's log says why"
+            return GaveUp(f"{terms.task}: nothing {within}, {why}")
+        if not is_sent:
+            return NoResult(f"{terms.task}: not sent {within}, so its job is dropped: {task_id}")
+        why = await self.explain(terms)
+        return NoResult(
+            f"{terms.task}: no result {within}, so its job is revoked: {task_id}; {why}"
+        )
+
+    async def explain(self, terms: Terms) -> str:
+        """As `explain_stall`, once for all who ask meanwhile, and within `EXPLAIN_S`."""
+        key = f"{terms.task} {terms.options.get('queue')}"
+        if (asked := self._explanations.get(key)) is None:
+            ask = partial(explain_stall, self.app, *terms[:2])
+            asked = self._explanations[key] = asyncio.ensure_future(run_aside(ask))
+            asked.add_done_callback(lambda _: self._explanations.pop(key))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXPLAIN_S):
+                return await asyncio.shield(asked)
+        return "see `batchery stats`"
 
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and ends the threads and their connections.
@@ -233,11 +212,11 @@ class Session:
             future.cancel()
         for stream in list(self._streams.values()):
             stream.close()
-        self._ended = True
-        self._notify()
-        end = threading.Thread(target=self._end, name="batchery-session", daemon=True)
-        end.start()
-        await asyncio.to_thread(end.join, CLOSE_S)
+        self._is_ended = True
+        self._wake_threads()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await run_aside(self._end)
 
     def _end(self) -> None:
         for thread in self._threads:
@@ -245,47 +224,52 @@ class Session:
         if "reader" in vars(self):
             self.reader.close()
 
-    def _notify(self) -> None:
-        if not self._threads and not self._ended:
+    def _send(self, call: PendingSend) -> None:
+        # The trace of this call, as jobs are sent from elsewhere.
+        own = {**trace_headers(), **deadline_header(call.terms.deadline_s), **call.headers}
+        self._calls.append(call._replace(headers=own))
+        self._wake_soon()
+
+    def _cancel(self, task_id: str) -> None:
+        self._cancelled.append(task_id)
+        self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        """Has the threads see to it together with all else of this turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop or not self._will_wake:
+            self._loop, self._will_wake = loop, True
+            loop.call_soon(self._wake_threads)
+
+    def _wake_threads(self) -> None:
+        self._will_wake = False
+        if not self._threads and not self._is_ended:
             self._pid = os.getpid()
             for target in (self._send_all, self._collect_all):
                 thread = threading.Thread(target=target, name="batchery-session", daemon=True)
                 self._threads.append(thread)
                 thread.start()
         with self._wake:
-            self._calls.extend(self._gathered)
             self._wake.notify_all()
-        self._gathered.clear()
-
-    def _cancel(self, task_id: str) -> None:
-        loop = asyncio.get_running_loop()
-        if self._revoking_on is not loop:
-            self._revoking_on = loop
-            loop.call_later(GATHER_S, self._revoke)
-        self._cancelled.append(task_id)
-
-    def _revoke(self) -> None:
-        self._revoking_on = None
-        with self._wake:
-            self._revoked.update(self._cancelled)
-        self._cancelled.clear()
-        self._notify()
 
     def _settle(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
         for task_id, answer in answers:
-            stream = self._streams.get(task_id)
-            if stream is not None and isinstance(answer, Exception):
+            future, stream = self._futures.get(task_id), self._streams.get(task_id)
+            if future is not None and not future.done():
+                is_error = isinstance(answer, Exception)
+                settle: Any = future.set_exception if is_error else future.set_result
+                settle(answer)
+            elif stream is not None and isinstance(answer, Exception):
                 self.reader.drop([stream])
                 stream.give([answer])
-            future = self._futures.get(task_id)
-            if future is None or future.done():
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
 
     # Both threads
+
+    def _wait_for(self, is_due: Callable[[], object]) -> bool:
+        """Waits until there is something to do; returns whether to go on."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_ended or is_due())
+        return not self._is_ended
 
     def _settle_soon(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
         """Hands answers, or why there are none, to the event loop."""
@@ -300,20 +284,14 @@ class Session:
     # The sending thread
 
     def _send_all(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._ended or self._calls or self._revoked)
-                revoked, self._revoked = self._revoked, set()
-                some = [self._calls.popleft() for _ in range(min(SEND_JOBS, len(self._calls)))]
-            if self._ended:
-                break
+        while self._wait_for(lambda: self._calls or self._cancelled):
+            some = [self._calls.popleft() for _ in range(min(SEND_JOBS, len(self._calls)))]
             # Nobody waits for the others any more.
             self._send_some([call for call in some if self._is_wanted(call)])
             del some  # A stream that its user has dropped must go.
-            self._unsent -= revoked
-            self._revoke_some(revoked)
+            self._revoke({self._cancelled.popleft() for _ in range(len(self._cancelled))})
         self._broker.retries = RetryPolicy(away_s=0, command_s=LAST_COMMAND_S)
-        self._revoke_some({*self.collector.awaited, *revoked, *self._abandoned})
+        self._revoke({*self.collector.awaited, *self._cancelled, *self._abandoned})
         self._broker.close()
 
     def _is_wanted(self, call: PendingSend) -> bool:
@@ -326,20 +304,18 @@ class Session:
         for call in calls:
             groups.setdefault(call.build_key(call.headers), []).append(call)
         for group in groups.values():
-            ids = [call.job.id for call in group]
             try:
                 if streams := [call.stream for call in group if call.stream is not None]:
                     self.reader.open(streams)
                 else:
-                    self.collector.expect(ids)
+                    self.collector.expect([call.job.id for call in group])
                     with self._wake:
                         self._wake.notify_all()
-                self._publisher(group[0]).send([each.job for each in group], group[0].headers)
+                self._publisher(group[0]).send([call.job for call in group], group[0].headers)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
                 self._send_alone(group, error)
-            self._unsent.difference_update(ids)
 
     def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
         """Sends jobs one by one after a failure, which a single job may have caused.
@@ -347,20 +323,19 @@ class Session:
         Jobs that were sent before the failure are sent again, under the same id.
         """
         refused: list[AsyncPieceStream] = []
+        is_of_one = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
         for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
-            problem: Exception | None = error
-            is_its_own = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
-            if len(group) > 1 and is_its_own:
+            problem = error
+            if len(group) > 1 and is_of_one:
                 try:
                     self._publisher(call).send([call.job], call.headers)
-                    problem = None
+                    continue
                 except Exception as own:  # noqa: BLE001 - as above
                     problem = own
-            if problem is not None:
-                self._give_up([call.job.id], problem)
-                # If Redis is away, the job may have been sent.
-                if call.stream is not None and not isinstance(problem, GaveUp):
-                    refused.append(call.stream)
+            self._give_up([call.job.id], problem)
+            # If Redis is away, the job may have been sent.
+            if call.stream is not None and not isinstance(problem, GaveUp):
+                refused.append(call.stream)
         if refused:
             self.reader.forget(refused)
 
@@ -370,13 +345,13 @@ class Session:
         if kind not in self._publishers:
             if len(self._publishers) >= PUBLISHERS:
                 self._publishers.pop(next(iter(self._publishers)))
-            terms, broker = call.terms, self._broker
+            task, options = call.terms[:2]
             self._publishers[kind] = Publisher(
-                self.app, terms.task, keywords=call.keywords, broker=broker, **terms.options
+                self.app, task, keywords=call.keywords, broker=self._broker, **options
             )
         return self._publishers[kind]
 
-    def _revoke_some(self, task_ids: set[str]) -> None:
+    def _revoke(self, task_ids: set[str]) -> None:
         begun = [each for each in task_ids if each in self.collector.awaited]
         self.collector.drop(begun)
         streamed = self._abandoned & task_ids
@@ -390,22 +365,46 @@ class Session:
     # The collecting thread
 
     def _collect_all(self) -> None:
-        while not self._ended:
-            with self._wake:
-                self._wake.wait_for(lambda: self._ended or self.collector.awaited)
-            if not self._ended:
-                self._collect_some()
+        while self._wait_for(lambda: self.collector.awaited):
+            answers: list[tuple[str, Answer]] = []
+            try:
+                answers.extend(self.collector.collect(WAIT_S))
+            except Interrupted:
+                pass
+            except Exception as error:  # noqa: BLE001 - the callers get it
+                self._give_up(list(self.collector.awaited), error)
+            if answers:
+                self._settle_soon(answers)
+                with suppress(Exception):  # This thread must go on, and results expire.
+                    self.collector.forget([task_id for task_id, _ in answers])
         self.collector.close()
 
-    def _collect_some(self) -> None:
-        answers: list[tuple[str, Answer]] = []
+
+async def run_aside(
+    function: Callable[[], T], lock: AbstractContextManager[Any] | None = None
+) -> T:
+    """As `asyncio.to_thread`, on a thread that no exit of the program waits for.
+
+    Args:
+        function: Goes on when the caller is cancelled.
+        lock: Is held meanwhile.
+    """
+    loop, context = asyncio.get_running_loop(), copy_context()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_it(outcome)
+
+    def run() -> None:
+        told: tuple[Any, Any]
         try:
-            answers.extend(self.collector.collect(WAIT_S))
-        except Interrupted:
-            pass
-        except Exception as error:  # noqa: BLE001 - the callers get it
-            self._give_up(list(self.collector.awaited), error)
-        if answers:
-            self._settle_soon(answers)
-            with suppress(Exception):  # This thread must go on, and results expire.
-                self.collector.forget([task_id for task_id, _ in answers])
+            with lock or nullcontext():
+                told = future.set_result, context.run(function)
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            told = future.set_exception, error
+        with suppress(RuntimeError):  # The event loop is closed, so nobody waits.
+            loop.call_soon_threadsafe(settle, *told)
+
+    threading.Thread(target=run, name="batchery-aside", daemon=True).start()
+    return await future

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from celery import result as celery_result
@@ -65,20 +65,20 @@ class JobSet(ResultSet):
         """
         if disable_sync_subtasks:
             _assert_will_not_block()
-        if self._collector is None:
+        if (collector := self._collector) is None:
             return timeout_s
-        self._collector.retry_for(SEND_AWAY_S if timeout_s is None else min(timeout_s, SEND_AWAY_S))
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         results: Any = self.results
         awaited = {result.id: result for result in results if result._cache is None}
-        self._collector.expect(awaited)
-        with suppress(BatcheryError):
+        away_s = SEND_AWAY_S if timeout_s is None else min(timeout_s, SEND_AWAY_S)
+        collector.retries = RetryPolicy(away_s=away_s)
+        with suppress(BatcheryError), closing(collector):
+            collector.expect(awaited)
             while awaited and (left_s := deadline_s - time.monotonic()) > 0:
-                for task_id, answer in self._collector.collect(min(left_s, WAIT_S)):
+                for task_id, answer in collector.collect(min(left_s, WAIT_S)):
                     if (result := awaited.pop(task_id, None)) is not None:
                         result._maybe_set_cache(answer.value)
         if not awaited:
-            self._collector.close()
             self._collector = None
         # To some versions of Celery, 0 means for ever.
         return None if timeout_s is None else max(deadline_s - time.monotonic(), LEFT_S)
@@ -86,10 +86,6 @@ class JobSet(ResultSet):
 
 class _MetaCollector(RedisCollector):
     """Collects stored results in the form that Celery's results cache."""
-
-    def retry_for(self, away_s: float) -> None:
-        """Retries for so long from now on when the backend is away, in seconds."""
-        self._retries = RetryPolicy(away_s=away_s)
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
         meta = self._backend.decode(payload)
@@ -120,20 +116,15 @@ def send_many(
     ignored = options.get("ignore_result", task.ignore_result)
     trails = options.pop("add_to_parent", True)
     away_s = SEND_AWAY_S if options.pop("retry", None) is not False else 0.0
-    collector = None
+    policy, collector = RetryPolicy(away_s=away_s), None
     if not ignored and type(task.backend) is RedisBackend:
-        collector = _MetaCollector(task.backend, RetryPolicy(away_s=away_s))
+        # Its stream is made by whoever joins: a look at all jobs finds what ended before.
+        collector = _MetaCollector(task.backend, policy)
         options["headers"] = {**collector.headers, **(options.get("headers") or {})}
     ids = uuids(len(items))
     try:
-        if collector is not None:
-            collector.expect(())
         with Publisher(
-            app,
-            task.name,
-            keywords=keywords,
-            outage_policy=RetryPolicy(away_s=away_s),
-            **options,
+            app, task.name, keywords=keywords, outage_policy=policy, **options
         ) as publisher:
             publisher.send(list(zip(ids, items, strict=True)))
     except GaveUp as error:

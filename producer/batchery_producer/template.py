@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from time import time
 from typing import Any, NamedTuple
 
 from celery import Celery, Task, signals
@@ -22,7 +21,6 @@ from kombu.utils import json as kombu_json
 from batchery.task import BatchTask, refuse_item
 from batchery.tracing import current_tracing
 from batchery.transport.inbox import writes_kombus_json
-from batchery_producer.broker import Command
 
 #: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
@@ -48,6 +46,7 @@ def needs_celery(app: Celery, task: str) -> str | None:
         (any(map(_is_listened_to, SIGNALS, repeat(task))), "a receiver of a publish signal"),
         (not all(isinstance(route, MapRoute) for route in app.amqp.routes), "a router of its own"),
         (app.conf.task_protocol != 2, "task_protocol"),
+        (app.conf.task_send_sent_event, "task_send_sent_event"),
         (type(app).send_task is not Celery.send_task, "send_task is overridden"),
         (type(app.amqp) is not AMQP, "amqp_cls"),
         (not writes_kombus_json(), "another JSON serializer"),
@@ -78,11 +77,7 @@ def _why_not_task(task: Any) -> str | None:
 
 
 class Template:
-    """Makes messages.
-
-    Attributes:
-        repr_item: Formats the arguments of a job for people.
-    """
+    """Makes messages."""
 
     def __init__(self, text: str, body: tuple[str, str], repr_item: Callable[[Any], str]) -> None:
         """Prepares.
@@ -94,23 +89,17 @@ class Template:
         """
         self._text = text
         self._before, self._after = body
-        self.repr_item = repr_item
+        self._repr_item = repr_item
 
     def fill(self, jobs: Sequence[OutgoingJob]) -> Iterator[str]:
         """Yields the message of each job, in order."""
         text, before, after = self._text, self._before, self._after
         quote = json.encoder.encode_basestring_ascii
-        b64encode, repr_item = base64.b64encode, self.repr_item
-        for job, tag in zip(jobs, uuids(len(jobs)), strict=True):
-            item = job.item
-            body = f"{before}{encode_item(item)}{after}".encode()
-            fields = {
-                "id": quote(job.id),
-                "body": b64encode(body).decode(),
-                "repr": quote(repr_item(item)),
-                "tag": tag,
-            }
-            yield text % fields
+        b64encode, repr_item = base64.b64encode, self._repr_item
+        for (task_id, item), tag in zip(jobs, uuids(len(jobs)), strict=True):
+            body = b64encode(f"{before}{encode_item(item)}{after}".encode()).decode()
+            own = {"id": quote(task_id), "body": body, "repr": quote(repr_item(item)), "tag": tag}
+            yield text % own
 
 
 def encode_item(item: Any) -> str:
@@ -186,36 +175,3 @@ def uuids(count: int) -> list[str]:
         variant = "89ab"[int(part[16], 16) & 3]
         ids.append(f"{part[:8]}-{part[8:12]}-4{part[13:16]}-{variant}{part[17:20]}-{part[20:]}")
     return ids
-
-
-def sent_events(
-    app: Celery, command: Command, jobs: Sequence[OutgoingJob], repr_item: Callable[[Any], str]
-) -> Command:
-    """The task-sent events of many jobs, made from the one that Celery made.
-
-    Any other command stays as it is.
-    """
-    if command.name != "publish":
-        return command
-    topic, payload = command.args
-    message = json.loads(payload)
-    event = json.loads(base64.b64decode(message["body"]))
-    root_is_own = event["root_id"] == event["uuid"]
-    clock: Any = app.clock  # type: ignore[attr-defined]  # Celery's own clock of events.
-    events = [
-        {
-            **event,
-            "uuid": job.id,
-            "root_id": job.id if root_is_own else event["root_id"],
-            "args": repr_item(job.item),
-            "clock": clock.forward(),
-            "timestamp": time(),
-        }
-        for job in jobs
-    ]
-    many = json.dumps(events).encode()
-    message["body"] = base64.b64encode(many).decode()
-    info = message["properties"]["delivery_info"]
-    topic = topic.replace(info["routing_key"], "task.multi")
-    info["routing_key"] = "task.multi"
-    return Command("publish", (topic, kombu_json.dumps(message)))

@@ -280,18 +280,6 @@ def test_items_that_wait_for_room_hold_up_no_other_call(play: Scene, store: Any)
     store.delete("nobody")
 
 
-def test_outcomes_come_as_they_are_done(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        moody = client.task(f"{APP}.moody", queue=QUEUE)
-        items: list[Any] = [{"answer": "value", "value": number} for number in range(10)]
-        items[4] = {"answer": "failed", "why": "no good"}
-        return [each async for each in moody.as_completed(items, timeout_s=patient(60))]
-
-    outcomes = sorted(play(scene), key=lambda each: each.index)
-    assert [each.value for each in outcomes] == [0, 1, 2, 3, None, 5, 6, 7, 8, 9]
-    assert str(outcomes[4].error) == "no good"
-
-
 def test_outcomes_of_a_slow_input_come_while_it_is_read(play: Scene) -> None:
     read: list[int] = []
 
@@ -308,14 +296,3 @@ def test_outcomes_of_a_slow_input_come_while_it_is_read(play: Scene) -> None:
 
     assert play(scene).value == "TEXT"
     assert len(read) < 100
-
-
-def test_silence_ends_a_stream(play: Scene, store: Any) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        told = r"nobody: no result for 0.2 s, of 1 job; .* queue 'nobody'"
-        with pytest.raises(NoResult, match=told):
-            async for _ in client.task("nobody").map(["item"], timeout_s=0.2):
-                pass
-
-    play(scene)
-    store.delete("nobody")

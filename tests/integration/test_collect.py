@@ -12,7 +12,7 @@ from celery import Celery, uuid
 from batchery.protocol.headers import read_stream_name, stream_key
 from batchery.retry import RetryPolicy
 from batchery_producer.answers import Answer
-from batchery_producer.collector import RedisCollector, collector_for
+from batchery_producer.collector import collector_for
 from batchery_producer.publisher import Publisher
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.messages import CommitContext
@@ -193,18 +193,9 @@ def test_results_that_nobody_announces_are_found(app: Any, collector: Any, bare:
     assert answers["job-7"].error == ("LookupError", "lost")
 
 
-def test_a_job_that_is_dropped_is_not_awaited(app: Any, collector: Any, bare: Any) -> None:
-    collector.expect(["a", "b"])
-    collector.drop(["a"])
-    for task_id in ("a", "b"):
-        store(app, bare, task_id, "SUCCESS", 1)
-    assert collect(collector, 1).keys() == {"b"}
-    assert list(collector.poll_all()) == []
-
-
 def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:
     assert isinstance(client.backend.client, redis.Redis)
-    with contextlib.closing(RedisCollector(client.backend, RetryPolicy())) as collector:
+    with contextlib.closing(collector_for(client, RetryPolicy())) as collector:
         without_sweeps(collector)
         ids = [uuid() for _ in range(300)]
         collector.expect(ids)

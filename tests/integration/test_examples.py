@@ -21,8 +21,9 @@ from support.patience import patient
 #: How many callers there are at a time.
 CALLERS = 300
 
-#: Connections of the client: one to send, one for results, one to revoke, and some that end.
-FEW = 6
+#: Connections of the client: one to send, one for results, one to revoke, some that end, and those
+#: with which it has asked workers why a call took too long.
+FEW = 10
 
 Scene = Callable[[httpx2.AsyncClient], Awaitable[Any]]
 

@@ -155,7 +155,7 @@ def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
         with pytest.raises(QueueFull, match="holds 5 jobs, and its maximum is 5") as caught:
             publisher.send(jobs(3, begin=2))
     assert caught.value.sent == 1
-    assert 0 < caught.value.retry_after_s <= 5
+    assert caught.value.retry_after_s > 0
     assert ids(bare, "celery\x06\x166") == ["job-0", "job-1", "job-2"]
 
 

@@ -84,32 +84,13 @@ def test_jobs_of_workflows_have_room(app: Celery, echo: Any, bare: Any) -> None:
 
 
 def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
-    with pytest.raises(QueueFull, match="its maximum is 3") as caught:
+    with pytest.raises(QueueFull, match="class 'high' holds 3 jobs") as caught:
         echo.submit_many(range(5))
     assert caught.value.sent == 3
     assert bare.llen("celery") == 3
     with pytest.raises(QueueFull) as caught:
         echo.submit_many(range(2))
     assert caught.value.sent == 0
-
-
-def test_a_publisher_waits_for_room(
-    app: Celery, bare: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = [(uuid(), number) for number in range(5)]
-    with Publisher(app, "echo") as publisher:
-        publisher.send(jobs[:3])
-        pauses: list[float] = []
-
-        def make_room(pause_s: float) -> None:
-            pauses.append(pause_s)
-            bare.rpop("celery")
-
-        monkeypatch.setattr(publisher._broker.retries, "sleep", make_room)
-        publisher.send(jobs[3:])
-    assert len(pauses) >= 2
-    assert publisher.sent == 5
-    assert bare.llen("celery") == 3
 
 
 def test_a_file_run_reads_results_while_its_jobs_wait_for_room(

@@ -40,7 +40,7 @@ def test_a_model_is_found_by_its_alias(
 ) -> None:
     name = f"{APP}.shout"
     monkeypatch.setattr(client.tasks["celery.map"], "model_aliases", "one,two", raising=False)
-    assert find_task(client, "two", None) == "celery.map"
+    assert find_task(client, "two", "its_queue") == "celery.map"
     assert find_task(client, name, None) == name
 
 

@@ -134,7 +134,7 @@ def test_time_limit_of_a_stream_is_that_of_each_piece(redis_url: str, tmp_path: 
 
     async def scene() -> tuple[list[Any], Any]:
         async with AsyncClient(redis_url) as client:
-            pieces = client.task("countdown", timeout_s=SOON_S).stream(3, gate=str(gate))
+            pieces = client.task("countdown").stream(3, timeout_s=SOON_S, gate=str(gate))
             end_s = time.monotonic() + 2 * SOON_S
             while time.monotonic() < end_s:
                 assert await anext(pieces) == "waits"

@@ -138,7 +138,7 @@ def test_a_queue_that_stays_full_ends_it_as_well(
     )
     app.close()
     assert summary.ending is Ending.GAVE_UP
-    assert "queue 'nobody' holds 3 jobs, and its maximum is 3" in summary.message
+    assert "queue 'nobody': class 'all' holds 3 jobs, and max_waiting is 3" in summary.message
 
 
 def test_an_app_without_results_is_refused(tmp_path: Path, redis_url: str) -> None:

@@ -59,10 +59,12 @@ def test_the_first_failure_is_raised(worker: Worker) -> None:
     assert isinstance(values[3], LookupError)
 
 
-def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
+def test_a_timeout_is_celerys_and_leaves_no_reply(worker: Worker, store: Any) -> None:
+    others = set(store.keys("batchery:reply:*"))
     results = shop.shout.submit_many(["text"] * COUNT, queue="nobody")
     with pytest.raises(CeleryTimeout):
         results.join(timeout=0.2)
+    assert set(store.keys("batchery:reply:*")) <= others
     store.delete("nobody")
 
 

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from kombu.exceptions import EncodeError
 
-from batchery import BatchArgumentError, InvalidItem, ItemFailed, NoResult
+from batchery import ItemFailed, NoResult
 from batchery_producer import Client, Outcome, Progress
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -44,7 +44,7 @@ def test_results_come_in_the_order_of_the_items(
     before = traces(store)
     numbers = itertools.count()
     new_ids = lambda count: [f"mine-{next(numbers)}" for _ in range(count)]  # noqa: E731
-    monkeypatch.setattr("batchery_producer.client.uuids", new_ids)
+    monkeypatch.setattr("batchery_producer.stream.uuids", new_ids)
     shout = shop.task(f"{APP}.shout", queue=QUEUE)
     items = (f"text {number}" for number in range(1500))
     found = list(shout.map(items, window=200, timeout_s=patient(60)))
@@ -170,7 +170,7 @@ def test_a_stream_that_is_closed_revokes_what_was_not_begun(
 def test_a_stream_says_once_why_nothing_comes(
     shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("batchery_producer.diagnosis.HINT_S", 0.1)
+    monkeypatch.setattr("batchery_producer.stream.HINT_S", 0.1)
     monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", 5.0)
     with pytest.raises(NoResult):
         next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=10.0))
@@ -192,24 +192,7 @@ def test_an_empty_stream_ends_at_once(shop: Client) -> None:
     assert list(shop.task("nobody").map([])) == []
 
 
-@pytest.mark.parametrize("per_job", [0, -1, 10_001, True, "3"], ids=str)
-def test_a_number_of_items_that_is_none_is_refused(shop: Client, per_job: Any) -> None:
-    with pytest.raises(BatchArgumentError, match="per_job"):
-        shop.task("nobody").as_completed(["item"], per_job=per_job)
-
-
 def test_an_item_that_json_cannot_write_is_told(shop: Client, store: Any) -> None:
     with pytest.raises(EncodeError, match="item <object"):
         list(shop.task("nobody").map([object()]))
     assert not store.exists("nobody")
-
-
-def test_a_job_that_fails_as_a_whole_fails_each_of_its_items(shop: Client) -> None:
-    # Positional arguments of an ordinary task: it knows nothing of packs.
-    double = shop.task(f"{APP}.double", queue=QUEUE)
-    outcomes = list(double.as_completed([1, 2], per_job=2, ordered=True, timeout_s=patient(60)))
-    assert [str(each.error)[:20] for each in outcomes] == ["a job of 2 items has"] * 2
-    total = shop.task(f"{APP}.total", queue=QUEUE)
-    (outcome,) = total.as_completed(["no list of numbers"], timeout_s=patient(60))
-    assert isinstance(outcome.error, TypeError)
-    assert not isinstance(outcome.error, InvalidItem)

@@ -114,9 +114,9 @@ def test_items_that_raise_are_found_and_their_mates_repeat_nothing(
 
     async def scene() -> None:
         async with AsyncClient(redis_url) as client:
-            explosive = task(client, "explosive", timeout_s=TIMEOUT_S)
+            explosive = task(client, "explosive")
             words = ["apple", "pear!", "plum", "fig", "bad!ly", "quince", "date", "lime"]
-            streams = [explosive.stream(word) for word in words]
+            streams = [explosive.stream(word, timeout_s=TIMEOUT_S) for word in words]
             for word, each in zip(words, streams, strict=True):
                 clean, bang, _ = word.partition("!")
                 assert "".join([await anext(each) for _ in clean]) == clean
@@ -172,11 +172,11 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
 
     async def scene() -> int:
         async with AsyncClient(app) as client:
-            speller = client.task("speller", timeout_s=TIMEOUT_S)
+            speller = client.task("speller")
             texts = [f"text {number} " * 3 for number in range(200)]
 
             async def read(text: str) -> bool:
-                pieces = speller.stream(text)
+                pieces = speller.stream(text, timeout_s=TIMEOUT_S)
                 heard = "".join([piece async for piece in pieces])
                 return bool(heard == text == pieces.result["text"])
 

@@ -26,6 +26,7 @@ from batchery.errors import (
     DatasetError,
     GaveUp,
     InvalidItem,
+    NoResult,
     QueueFull,
     SettingsError,
 )
@@ -33,7 +34,7 @@ from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
-from batchery_producer.diagnosis import check_workers, explain_stall, find_task
+from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary, duration
@@ -168,7 +169,7 @@ class FileRun:
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 the task does not take the keywords, or there are workers and none of them has it.
         """
-        self._window = Window[str, Record, Answer](options.window)
+        self._window = Window[Record](options.window)
         check_backend(app)
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
@@ -189,7 +190,6 @@ class FileRun:
         )
         self.queue = self._publisher.queue
         _check_keywords(app, self.task, options.keywords or {})
-        check_workers(app, self.task, self.queue)
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
         self._succeeded = self._batched = self._batched_items = self._submitted = 0
@@ -251,9 +251,7 @@ class FileRun:
         try:
             while not (self._stream.is_done or self._is_stopped()):
                 self._note_all(self._stream.step())
-                if over := self._stream.stalled():
-                    raise GaveUp(over)
-        except (GaveUp, BrokerRefused, QueueFull) as error:
+        except (GaveUp, NoResult, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except Interrupted:
             pass  # It was asked to stop while it waited.

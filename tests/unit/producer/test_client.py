@@ -56,4 +56,4 @@ def test_a_client_uses_the_redis_it_was_given_whatever_the_environment_names(
 
 def test_plain_keywords_are_refused_for_many(app: Celery) -> None:
     with pytest.raises(TypeError, match="mark"):
-        list(Client(app).task("shop.shout").map(["x"], mark="!"))
+        list(Client(app).task("shop.shout").map(["x"], mark="!"))  # type: ignore[call-arg]

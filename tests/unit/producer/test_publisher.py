@@ -8,14 +8,7 @@ from celery import Celery
 
 from batchery import Model, SettingsError, install, register
 from batchery.retry import RetryPolicy
-from batchery_producer.collector import collector_for
-from batchery_producer.publisher import (
-    MAX_RETRY_AFTER_S,
-    MIN_RETRY_AFTER_S,
-    UNKNOWN_RATE_S,
-    Backpressure,
-    Publisher,
-)
+from batchery_producer.publisher import Publisher
 
 
 def make_app(**conf: Any) -> Celery:
@@ -57,16 +50,6 @@ def test_model_of_the_app_uses_the_model_queue() -> None:
     assert find_queue(app, "vectors") == "gpu-jobs"
 
 
-def test_publisher_follows_the_app_s_route() -> None:
-    assert find_queue(make_app(task_routes={"routed": {"queue": "there"}}), "routed") == "there"
-
-
-def test_queue_of_the_caller_overrides_others() -> None:
-    app = make_app()
-    register(app, "vectors-too", Model)
-    assert find_queue(app, "vectors-too", "elsewhere") == "elsewhere"
-
-
 def test_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
@@ -78,11 +61,6 @@ def test_publisher_of_an_eager_app_is_refused() -> None:
     register(app, "vectors-eager", Model)
     with pytest.raises(SettingsError, match="task_always_eager"):
         Publisher(app, "vectors-eager")
-
-
-def test_collector_of_an_app_without_backend_is_refused() -> None:
-    with pytest.raises(SettingsError, match="has no result backend"):
-        collector_for(make_app(), RetryPolicy())
 
 
 def test_jobs_in_bulk_say_when_they_were_sent() -> None:
@@ -100,34 +78,3 @@ def test_jobs_in_bulk_say_when_they_were_sent() -> None:
     ]
     for each in headers:
         assert before_s <= each["batchery_sent_at"] <= time.time() + 0.001
-
-
-def test_retry_after_with_unknown_rate_is_a_second() -> None:
-    backpressure = Backpressure()
-    assert backpressure.retry_after_s(10) == UNKNOWN_RATE_S
-    backpressure.observe(1.0, 100, 100)
-    assert backpressure.retry_after_s(10) == UNKNOWN_RATE_S
-
-
-def test_retry_after_follows_the_rate_at_which_jobs_are_taken() -> None:
-    backpressure = Backpressure()
-    backpressure.observe(1.0, 100, 100)
-    backpressure.observe(2.0, 100, 50)  # 50 a second
-    assert backpressure.retry_after_s(100) == 2.0
-    assert backpressure.retry_after_s(1) == 0.02
-    assert backpressure.retry_after_s(10_000) == MAX_RETRY_AFTER_S
-
-
-def test_retry_after_of_a_stalled_queue_is_the_maximum() -> None:
-    backpressure = Backpressure()
-    backpressure.observe(1.0, 100, 100)
-    backpressure.observe(2.0, 100, 0)
-    assert backpressure.retry_after_s(1) == MAX_RETRY_AFTER_S
-
-
-def test_backpressure_observed_twice_at_once_counts_the_next_interval() -> None:
-    backpressure = Backpressure()
-    backpressure.observe(1.0, 100, 100)
-    backpressure.observe(1.0 + MIN_RETRY_AFTER_S / 2, 190, 100)
-    backpressure.observe(2.0, 150, 0)
-    assert backpressure.retry_after_s(50) == 1.0

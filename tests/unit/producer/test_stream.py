@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_producer.client import ItemSource
+from batchery_producer.answers import Answer
 from batchery_producer.stream import SEND_JOBS, Window
 
-Numbers = Window[str, int, str]
+Numbers = Window[int]
+ENDED = Answer()
 
 
 @given(size=st.integers(1, 50), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 60))))
@@ -29,7 +30,7 @@ def test_window_never_holds_more_jobs_than_its_size(
                 expected |= jobs
         else:
             for task_id in window.in_flight[:count]:
-                assert list(window.end(task_id, "x")) == [(task_id, expected.pop(task_id), "x")]
+                assert list(window.end(task_id, ENDED)) == [(task_id, expected.pop(task_id), ENDED)]
         assert window.in_flight == list(expected)
         assert len(window) + window.free == size
         assert 0 <= len(window) <= size
@@ -44,9 +45,9 @@ def test_window_of_no_job_is_refused() -> None:
 def test_window_job_that_has_ended_cannot_end_again(ordered: bool) -> None:
     window = Numbers(3, ordered=ordered)
     window.add({"a": 1, "b": 2})
-    list(window.end("b", "x"))
+    list(window.end("b", ENDED))
     with pytest.raises(KeyError):
-        list(window.end("b", "x"))
+        list(window.end("b", ENDED))
 
 
 @given(order=st.permutations(range(9)))
@@ -55,7 +56,7 @@ def test_ordered_window_hands_jobs_on_in_the_order_of_sending(order: list[int]) 
     window.add({str(number): number for number in range(9)})
     handed_on: list[int] = []
     for count, number in enumerate(order, 1):
-        handed_on += [ref for _, ref, _ in window.end(str(number), "x")]
+        handed_on += [ref for _, ref, _ in window.end(str(number), ENDED)]
         assert handed_on == list(range(len(handed_on)))
         assert len(window) == 9 - len(handed_on)  # What waits for older jobs still counts.
         assert len(window.in_flight) == 9 - count
@@ -72,30 +73,7 @@ def test_window_with_few_free_sends_nothing_until_an_eighth_is_free() -> None:
     window.add({str(number): number for number in range(80)})
     for number in range(9):
         assert window.to_send == 0
-        list(window.end(str(number), "x"))
+        list(window.end(str(number), ENDED))
     assert window.to_send == 0
-    list(window.end("9", "x"))
+    list(window.end("9", ENDED))
     assert window.to_send == 10
-
-
-def test_item_source_numbers_single_items() -> None:
-    source = ItemSource("abc", 0)
-    first = source.take(2, 0)
-    assert [(job.item, job.item_count, job.ref) for job in first] == [
-        ("a", 0, range(1)),
-        ("b", 0, range(1, 2)),
-    ]
-    assert (source.taken, source.exhausted) == (2, False)
-    assert [job.item for job in source.take(2, 0)] == ["c"]
-    assert (source.taken, source.exhausted) == (3, True)
-
-
-def test_item_source_makes_lists_and_the_last_may_be_shorter() -> None:
-    source = ItemSource(range(5), 2)
-    jobs = source.take(10, 0)
-    assert [(job.item, job.item_count, job.ref) for job in jobs] == [
-        ([0, 1], 2, range(2)),
-        ([2, 3], 2, range(2, 4)),
-        ([4], 1, range(4, 5)),
-    ]
-    assert len({job.id for job in jobs}) == 3
