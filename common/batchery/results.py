@@ -139,7 +139,7 @@ class TokenLogprob(BaseModel):
     Attributes:
         token: Its text.
         id: Its number in the vocabulary; None if a server computes.
-        logprob: Natural logarithm of its probability, before any keyword changes it.
+        logprob: Natural logarithm of its probability, before `temperature`, `top_k` and `top_p`.
         top: Text, number and logarithm of the likeliest tokens, as many as were asked for.
         bytes: Those of the token, then of each of `top`, None where they are unknown; left out
             where they are those of the texts.
