@@ -22,7 +22,14 @@ from redis.retry import Retry
 from rich import box
 from rich.table import Table
 
-from batchery.cli.app import TIMEOUT_S, app_options, check_broker, load_app, timeout_option
+from batchery.cli.app import (
+    TIMEOUT_S,
+    app_options,
+    check_broker,
+    load_app,
+    timeout_option,
+    url_errors,
+)
 from batchery.cli.console import AWAY, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
@@ -215,7 +222,13 @@ def find_eager(on: Deployment) -> Iterator[str]:
 )
 def find_missing_results(on: Deployment) -> Iterator[str]:
     """Batch tasks whose results are ignored, or have no backend."""
-    if on.batch_tasks and isinstance(on.app.backend, DisabledBackend):
+    try:
+        with url_errors("result_backend"):
+            backend = on.app.backend
+    except SettingsError as error:
+        yield str(error)
+        return
+    if on.batch_tasks and isinstance(backend, DisabledBackend):
         yield "the app has no result backend"
     elif ignored := [task.name for task in on.batch_tasks if task.ignore_result]:
         yield f"results of {', '.join(ignored)} are ignored"
@@ -224,7 +237,10 @@ def find_missing_results(on: Deployment) -> Iterator[str]:
 # Redis
 
 
-@check("redis-away", "error", "nothing runs without it", "docker compose up --detach redis")
+@check(
+    *("redis-away", "error", "nothing runs without it"),
+    "redis-cli -u URL PING  # start one there, or set broker_url to another",
+)
 def find_no_redis(on: Deployment) -> Iterator[str]:
     """A broker that does not answer."""
     on.require_redis()

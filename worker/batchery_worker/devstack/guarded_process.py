@@ -24,7 +24,7 @@ TAIL_LINES = 1_000
 DRAIN_S = 2.0
 
 #: What the shell does. What goes to all processes of a terminal is not for it.
-GUARD = """trap '' HUP INT TERM; read -r _; test -z "$1" || rm -rf -- "$1"; kill -KILL 0"""
+GUARD = """trap '' HUP INT TERM; read -r _; test -z "$1" || /bin/rm -rf -- "$1"; kill -KILL 0"""
 
 
 class GuardedProcess(subprocess.Popen[str]):
