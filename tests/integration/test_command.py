@@ -2,41 +2,25 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from support.harness import wait_for
 from support.patience import patient
-
-SLEEP = '''
-import pathlib, signal, time
-import click
-
-@click.command()
-@click.argument("file")
-def sleep(file: str) -> None:
-    """Sleep."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background has it off.
-    pathlib.Path(file).touch()
-    while True:  # A signal just before one long sleep would wake nobody.
-        time.sleep(0.05)
-'''
 
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that brings a subcommand."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "plugins_of_test.py").write_text(SLEEP)
+    (folder / "plugins_of_test.py").write_text("import click\nhello = click.Command('hello')\n")
     metadata = folder / "plugins_of_test-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins-of-test\nVersion: 1.0")
     (metadata / "entry_points.txt").write_text(
-        "[batchery.commands]\nsleep = plugins_of_test:sleep\n"
+        "[batchery.commands]\nhello = plugins_of_test:hello\n"
     )
     return folder
 
@@ -67,21 +51,6 @@ def test_celery_s_command_imports_no_more_of_ours_than_names(plugins: Path) -> N
         *("batchery", "batchery.protocol", "batchery.protocol.commands"),
         *("batchery_worker", "batchery_worker.remote_control"),
     }
-
-
-def test_ctrl_c_ends_it_with_130_and_no_word(plugins: Path, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    with subprocess.Popen(
-        [sys.executable, "-m", "batchery", "sleep", str(started)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(plugins)},
-    ) as process:
-        wait_for(started.exists, "the command runs")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=patient(60))
-    assert (process.returncode, out, err) == (130, "", "")
 
 
 @pytest.mark.parametrize(

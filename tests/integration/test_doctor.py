@@ -139,19 +139,6 @@ def wait_for_found(url: str, app: str, check: str, cwd: Path) -> dict[str, Any]:
     return report
 
 
-def test_workers_that_were_killed_count_no_more(
-    start_worker: StartWorker, redis_url: str, store: Any, tmp_path: Path
-) -> None:
-    worker = start_worker("apps.shop")
-    found = diagnose(redis_url, "-A", "apps.shop", cwd=tmp_path)["found"]
-    assert "worker-none" not in found
-    worker.kill()
-    assert store.zcard("batchery:workers") == 1
-    store.lpush("celery", "a message")
-    report = wait_for_found(redis_url, "apps.shop", "worker-none", tmp_path)
-    assert "1 job in queue 'celery'" in report["found"]["queue-unserved"]
-
-
 @pytest.mark.parametrize("kind", ["deploy", "up"])
 def test_recommended_set_up_is_silent(
     kind: str, start_worker: StartWorker, tmp_path: Path, model_toml: str

@@ -31,14 +31,6 @@ def batch(items: int, *sent_ago_s: float, task: str = "shout") -> DispatchedBatc
     return DispatchedBatch(Batch(jobs), now_s)
 
 
-def test_a_worker_without_batches_has_no_means() -> None:
-    snapshot = Metrics().snapshot()
-    assert snapshot["batches"] == snapshot["jobs"] == 0
-    assert snapshot["mean_batch_size"] is None
-    assert snapshot["padding_waste"] is None
-    assert snapshot["batch_sizes"] == {}
-
-
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
     metrics.batch_done(done(jobs=2, forward_ms=10), batch(4, 15.0, 0.5), "cpu", 4)

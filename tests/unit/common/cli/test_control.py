@@ -121,19 +121,6 @@ def test_workers_are_asked_until_all_are_done(cluster: Cluster) -> None:
     assert cluster.asked == [["quick", "slow", "without"], ["slow"], ["slow"]]
 
 
-def test_a_worker_that_lives_may_answer_late(cluster: Cluster) -> None:
-    cluster.answers = {"busy": [*[None] * 40, answer(cpu=step())]}
-    assert cluster.follow() == {"busy": answer(cpu=step())}
-
-
-def test_a_worker_that_lives_and_never_answers_is_given_up_and_named(cluster: Cluster) -> None:
-    cluster.answers = {"hangs": [None], "lives": [answer(cpu=step())]}
-    answers = cluster.follow()
-    assert answers["hangs"] == {"silent": True}
-    assert describe_reload("embed", answers)[0][0].startswith("hangs: does not answer any more")
-    assert 60 < cluster.now_s < 70
-
-
 @pytest.mark.parametrize(("first", "said"), [(answer(is_over=False), True), (None, False)])
 def test_a_worker_that_dies_is_named_if_it_had_answered(
     cluster: Cluster, *, first: Any, said: bool

@@ -1,7 +1,6 @@
 """What `batchery stats` makes of the answers of workers: rates, JSON, tables, tasks."""
 
 import json
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -197,33 +196,6 @@ def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
 def test_a_look_takes_a_time_that_has_an_end(seconds: str) -> None:
     result = CliRunner().invoke(stats.stats, ["--once", "--timeout", seconds])
     assert (result.exit_code, "Invalid value for '--timeout'" in result.output) == (2, True)
-
-
-class Interrupting:
-    """Dies while Ctrl-C comes."""
-
-    def __del__(self) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("as_json", [True, False])
-def test_ctrl_c_inside_a_destructor_still_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, *, as_json: bool
-) -> None:
-    looks: list[Any] = []
-
-    def look(*_: Any) -> Survey:
-        looks.append(Interrupting())
-        looks.clear()
-        return Survey({}, {})
-
-    monkeypatch.setattr(stats, "look", look)
-    monkeypatch.setattr(stats, "check_broker", lambda _: None)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        stats.watch(Celery(set_as_current=False), once=False, as_json=as_json)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_settings_that_cannot_be_read_are_the_error_and_no_other_broker_is_asked(
