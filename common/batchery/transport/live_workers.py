@@ -28,7 +28,6 @@ class RegisteredWorker:
     """A worker with leases.
 
     Attributes:
-        heartbeat: Its last one; compared, but not read as a time.
         expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
         queues: Names of the queues that it consumes; None if it does not say, as older versions.
         name: Its node name; None while that is not known. The others are None in older versions.
@@ -40,7 +39,6 @@ class RegisteredWorker:
             after an outage of Redis all workers were silent.
     """
 
-    heartbeat: int
     expiry_s: float | None
     queues: Collection[str] | None
     name: str | None = None
@@ -100,7 +98,7 @@ class LiveWorkers:
             heartbeats, infos, (now_s, now_us) = pipe.execute()
         now_s += now_us / 1e6
         return {
-            worker.decode(): read_worker(int(beat), infos.get(worker), now_s - beat / 1e3)
+            worker.decode(): read_worker(infos.get(worker), now_s - beat / 1e3)
             for worker, beat in heartbeats
         }
 
@@ -129,12 +127,11 @@ class LiveWorkers:
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
 
 
-def read_worker(heartbeat: int, about: bytes | None, silent_s: float) -> RegisteredWorker:
-    """A worker by its last heartbeat, its entry in worker-info, and the time since the former."""
+def read_worker(about: bytes | None, silent_s: float) -> RegisteredWorker:
+    """A worker by its entry in worker-info, and the time since its last heartbeat."""
     texts = {name: read_text(about, name) for name in ("name", "host", "version")}
     leased, scheduled = read_held(about)
     return RegisteredWorker(
-        heartbeat,
         read_expiry(about),
         list_queues(about),
         **texts,

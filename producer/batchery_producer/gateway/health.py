@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -21,9 +21,7 @@ from batchery.cli.app import TIMEOUT_S, check_broker
 from batchery.cli.survey import FirstSeen, Survey, survey
 from batchery.errors import StartError
 from batchery.protocol.figures import WorkerFigures
-from batchery.transport.channel import LeasingChannel
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
-from batchery.transport.membership import FailureDetector
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
 
 # Queues without workers
@@ -54,30 +52,23 @@ class Absence:
         self._grace_s = grace_s
         self._seen_s = dict.fromkeys(queues, time.monotonic())
         self._looked_s = float("-inf")
-        self._detector = FailureDetector(LeasingChannel.lease_expiry_s, max_gap_s=MAX_GAP_S)
         #: What waits for results from each queue.
         self._waiting: dict[str, set[asyncio.Timeout]] = {queue: set() for queue in queues}
         #: Names of the queues that nobody consumes.
         self.queues: Collection[str] = frozenset()
 
-    def without_worker(self, workers: Mapping[str, RegisteredWorker], now_s: float) -> set[str]:
+    def without_worker(self, workers: Iterable[RegisteredWorker], now_s: float) -> set[str]:
         """Takes in which workers are registered; returns the queues that they leave alone too long.
 
         Args:
-            workers: By id, the dead among them.
+            workers: All with leases, the dead among them.
             now_s: Monotonic time in seconds.
         """
         if now_s - self._looked_s > MAX_GAP_S:
             self.forget(now_s)
         self._looked_s = now_s
-        dead = self._detector.observe(
-            {worker: about.heartbeat for worker, about in workers.items()},
-            now_s,
-            {worker: about.expiry_s for worker, about in workers.items() if about.expiry_s},
-        )
-        gone = {worker for worker, _ in dead}
-        for worker, about in workers.items():
-            if worker not in gone:
+        for about in workers:
+            if not about.is_dead:
                 self._seen(self._seen_s if about.queues is None else about.queues, now_s)
         return {queue for queue, seen_s in self._seen_s.items() if now_s - seen_s > self._grace_s}
 
@@ -205,7 +196,7 @@ class Health:
                 self._workers = LiveWorkers.of(connection, TIMEOUT_S)
             if self._workers is None:
                 return set()  # Other brokers do not say who consumes.
-        alone = self.absence.without_worker(self._workers.registered(), time.monotonic())
+        alone = self.absence.without_worker(self._workers.registered().values(), time.monotonic())
         return set() if alone and self._workers.may_be_others() else alone
 
 

@@ -48,7 +48,7 @@ def make_survey(time_s: float | None = None, **fields: Any) -> Survey:
 
 
 def register(name: str | None = NAME) -> RegisteredWorker:
-    return RegisteredWorker(1, 5.0, {"celery"}, name)
+    return RegisteredWorker(5.0, {"celery"}, name)
 
 
 def make_deployment(app: Celery | None = None, **facts: Any) -> Deployment:

@@ -16,7 +16,7 @@ def test_queues_of_a_worker_are_known_if_it_says_so() -> None:
 
 def test_worker_is_dead_once_it_was_silent_for_as_long_as_its_leases_live() -> None:
     def is_dead(expiry_s: float | None, silent_s: float) -> bool:
-        return RegisteredWorker(1, expiry_s, None, silent_s=silent_s).is_dead
+        return RegisteredWorker(expiry_s, None, silent_s=silent_s).is_dead
 
     assert [is_dead(8.0, silent_s) for silent_s in (0.0, 7.9, 8.0, 9.0)] == [
         False,

@@ -17,20 +17,18 @@ class Looks:
     def __init__(self, *queues: str) -> None:
         self.absence = Absence(queues, GRACE_S)
         self.now_s = 1e6
-        self._beat = 0
+        self._silent_s = 0.0
 
     def look(self, seconds: float, *, silent: bool = False, **workers: set[str] | None) -> set[str]:
         found: set[str] = set()
         for _ in range(int(seconds)):
             self.now_s += 1
-            self._beat += not silent
-            found = self.absence.without_worker(
-                {
-                    name: RegisteredWorker(self._beat, 5.0, queues)
-                    for name, queues in workers.items()
-                },
-                self.now_s,
-            )
+            self._silent_s = self._silent_s + 1 if silent else 0.0
+            there = [
+                RegisteredWorker(5.0, queues, silent_s=self._silent_s)
+                for queues in workers.values()
+            ]
+            found = self.absence.without_worker(there, self.now_s)
         return found
 
 
