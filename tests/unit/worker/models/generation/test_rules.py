@@ -49,8 +49,7 @@ def test_another_way_to_generate_is_refused(ruled: Any, load: Load) -> None:
 
 def test_every_field_of_the_installed_transformers_is_known() -> None:
     fields = vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
-    assert fields - KNOWN == set()
-    assert REFUSED.keys() <= KNOWN
+    assert fields - KNOWN <= REFUSED.keys()
 
 
 def test_an_end_token_that_is_not_special_is_not_shown(ruled: Any, load: Load) -> None:
