@@ -254,8 +254,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
     for name, files in models.items():
         for folder in ("refs", "snapshots"):
             (cache / f"models--{name}" / folder).mkdir(parents=True)
-        (cache / f"models--{name}" / "refs" / "main").write_text("installed")
-        (cache / f"models--{name}" / "snapshots" / "installed").symlink_to(files)
+        # What is no commit is looked for among the names of branches.
+        commit = "1" * 40
+        (cache / f"models--{name}" / "refs" / "main").write_text(commit)
+        (cache / f"models--{name}" / "snapshots" / commit).symlink_to(files)
     return cache
 
 

@@ -127,7 +127,7 @@ class SentenceModel(TextModel):
                 source.name,
                 device=None if "device_map" in options else "cpu",
                 prompts=dict(self.settings.prompts),
-                local_files_only=source.is_complete,
+                local_files_only=source.is_here,
                 model_kwargs=options,
                 **source.options,
             )

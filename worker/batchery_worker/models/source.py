@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants as hub_constants
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -84,9 +85,10 @@ class ModelSource:
             )
 
     @property
-    def is_complete(self) -> bool:
-        """Whether nothing of the hub is needed; an adapter may need its base model."""
-        return self.folder is not None and self.path("adapter_config.json") is None
+    def is_here(self) -> bool:
+        """Whether the hub need not be asked, or must not; an adapter may need its base model."""
+        has_all = self.folder is not None and self.path("adapter_config.json") is None
+        return has_all or bool(hub_constants.HF_HUB_OFFLINE)
 
     def path(self, name: str) -> Path | None:
         """Finds a file, and downloads it if necessary.
