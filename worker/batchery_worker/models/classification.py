@@ -28,7 +28,7 @@ from batchery_worker.models.inputs import (
     check_fields,
     check_text,
 )
-from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.source import ModelSource, check_weights
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import Cut, Input, Located, Prepared, TokenIds, Truncated
 
@@ -58,7 +58,7 @@ class ClassificationModel(TextModel):
     reading = "logits"
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_head(source, missing, "classification head", "classification")
+        check_weights(source, missing, "classification head", "classification")
         config = self.model.config
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
@@ -130,7 +130,7 @@ class ZeroShotModel(TextModel):
     sample_keywords: ClassVar[Mapping[str, Any]] = {"labels": ["one", "another"]}
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_head(source, missing, "classification head", "natural language inference")
+        check_weights(source, missing, "classification head", "natural language inference")
         config = self.model.config
         places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
         if not places:
@@ -283,7 +283,7 @@ class TokenClassificationModel(TextModel):
     reading = "token_logits"
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_head(source, missing, "token classification head", "token classification")
+        check_weights(source, missing, "token classification head", "token classification")
         if not self.tokenizer.is_fast:
             raise ModelLoadError(
                 f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"

@@ -1,21 +1,18 @@
 """Multi-vector embeddings: one vector per token, for late interaction."""
 
-import base64
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import orjson
 import torch
 from torch import Tensor
 from transformers import AutoModel
 
 from batchery.errors import ModelLoadError
-from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import MultiVectorKeywords
-from batchery_worker.models.sentence_model import LibraryText, SentenceModel
-from batchery_worker.models.source import ModelSource, check_encoder
+from batchery_worker.models.sentence_model import SentenceModel
+from batchery_worker.models.source import ModelSource, check_weights
 from batchery_worker.models.text_model import Outputs
 
 
@@ -43,23 +40,16 @@ class MultiVectorEmbeddingModel(SentenceModel):
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
     def _take_modules(self, source: ModelSource) -> None:
-        if not self._has_projection(source):
+        architectures = (source.json("config.json") or {}).get("architectures") or ()
+        if not self._lists(source, "Dense") and "HF_ColBERT" not in architectures:
             # Then the library has made one up, with random weights.
             for place in reversed(range(len(self.library))):
                 if type(self.library[place]).__name__ == "Dense":
                     del self.library[place]
         super()._take_modules(source)
 
-    @staticmethod
-    def _has_projection(source: ModelSource) -> bool:
-        listed = [module["type"] for module in source.json("modules.json") or ()]
-        config = source.json("config.json") or {}
-        return any(each.endswith("Dense") for each in listed) or (
-            not listed and "HF_ColBERT" in (config.get("architectures") or ())
-        )
-
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_encoder(source, missing)
+        check_weights(source, missing)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         values = outputs.pending.wait()
@@ -68,12 +58,11 @@ class MultiVectorEmbeddingModel(SentenceModel):
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:
         """Vectors, (T, D), or (B, L, D) of sentence-transformers' own code."""
-        scale = self.settings.normalize if options.normalize is None else options.normalize
-        return of_length_1(values) if scale else values
+        return self._scaled(values, options)
 
     def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
         rows = super()._values(forward, batch)
-        if batch and isinstance(batch[0], LibraryText):
+        if rows.dim() == 3:  # Of sentence-transformers' own code.
             return rows
         # The other modules work on single tokens, so all texts may be one.
         features = {"token_embeddings": rows[None]}
@@ -88,12 +77,6 @@ class MultiVectorEmbeddingModel(SentenceModel):
         vectors: Tensor = features["token_embeddings"].float()
         mask: Tensor = features["attention_mask"]
         return vectors * mask.unsqueeze(-1)
-
-    def _expect(self, item: Any, **how: Any) -> Any:
-        return self.library.encode(item, normalize_embeddings=True, show_progress_bar=False, **how)
-
-    def _numbers(self, result: Any) -> Any:
-        return result["vectors"]
 
     def _by_item(self, values: Tensor, outputs: Outputs, task: str | None) -> list[Any]:
         """The vectors of each text that count, (N, D)."""
@@ -114,29 +97,12 @@ class MultiVectorEmbeddingModel(SentenceModel):
         mask: Tensor = module(features, task=task)["attention_mask"][0].bool()
         return mask
 
-    def _are_finite(self, values: Tensor, outputs: Outputs) -> Sequence[bool]:
-        if values.dim() == 2:
-            return super()._are_finite(values, outputs)
-        finite: list[bool] = values.isfinite().flatten(1).all(dim=1).tolist()
-        return finite
-
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
-    ) -> list[dict[str, Any]] | list[Encoded]:
+    ) -> Sequence[Any]:
         options = self._read_keywords(keywords)
         texts = self._by_item(values, outputs, self._task(self._prompt_name(options)))
         if options.encoding == "base64":
-            packed = [base64.b64encode(vectors.astype("<f4").tobytes()) for vectors in texts]
-            return [
-                {**head, "vectors": text.decode("ascii"), "dimensions": values.shape[-1]}
-                for head, text in zip(outputs.heads, packed, strict=True)
-            ]
-        if self._gives_json:
-            return [
-                Encoded(orjson.dumps({**head, "vectors": vectors}, option=NUMPY))
-                for head, vectors in zip(outputs.heads, texts, strict=True)
-            ]
-        return [
-            {**head, "vectors": number_lists(vectors)}
-            for head, vectors in zip(outputs.heads, texts, strict=True)
-        ]
+            packed = [b64encode(each.astype("<f4").tobytes()).decode("ascii") for each in texts]
+            return self._give(outputs, vectors=packed, dimensions=[values.shape[-1]] * len(packed))
+        return self._give(outputs, vectors=texts)

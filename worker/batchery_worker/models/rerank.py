@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import RerankKeywords, check_fields
-from batchery_worker.models.sentence_model import LibraryText, SentenceModel
-from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.sentence_model import SentenceModel
+from batchery_worker.models.source import ModelSource, check_weights
 from batchery_worker.models.text_model import Outputs
 from batchery_worker.models.tokenizer import Input
 
@@ -42,7 +39,7 @@ class RerankModel(SentenceModel):
                 f"model {source.name!r}: has {labels} labels, and a reranker has one;"
                 " kind = 'classification' takes pairs of texts, too"
             )
-        check_head(source, missing, "classification head", "reranking")
+        check_weights(source, missing, "classification head", "reranking")
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         shape = outputs.pending.wait().shape[1:]
@@ -59,31 +56,10 @@ class RerankModel(SentenceModel):
         query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
         return query, text
 
-    def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
-        values = super()._values(forward, batch)
-        if batch and isinstance(batch[0], LibraryText):
-            return values
-        features = {"scores": values}
-        for module in self._tail:
-            features = module(features)
-        return features["scores"]
-
     def _read_features(self, features: Mapping[str, Any]) -> Tensor:
         """The model's outputs, (B, 1)."""
         scores: Tensor = features["scores"].float()
         return scores.reshape(-1, 1)
-
-    def _expect(self, item: Any, **how: Any) -> Any:
-        score = self.library.predict(
-            (item["query"], item["text"]),
-            prompt_name=how["prompt_name"],
-            activation_fn=torch.nn.Sigmoid(),
-            show_progress_bar=False,
-        )
-        return np.asarray(score)
-
-    def _numbers(self, result: Any) -> Any:
-        return result["score"]
 
     def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (`_results` does)
         """The model's outputs, (B, 1)."""

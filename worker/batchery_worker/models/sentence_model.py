@@ -8,29 +8,31 @@ same, its own code runs instead, on texts that are tokenized and padded once mor
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
+import orjson
+import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import AutoConfig
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.models.forward import Forward
+from batchery_worker.ipc.values import Encoded
+from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
 from batchery_worker.models.inputs import PromptKeywords, TextKeywords
 from batchery_worker.models.source import ModelSource, reason, watch_loading
-from batchery_worker.models.text_model import TextModel
+from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import (
     NO_LIMIT_TOKENS,
     PROBES,
     Cut,
     Prepared,
-    TokenIds,
     check_tokenizer,
     longest_text,
 )
@@ -54,8 +56,11 @@ GENERAL_FIELDS = {
     *("attend_to_expansion_tokens", "attend_to_mask_tokens"),
 }
 
-#: Numbers are never compared with less.
-LEAST_SIZE = 1e-6
+#: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
+NUMPY = orjson.OPT_SERIALIZE_NUMPY
+
+#: Longest text whose tokens are compared.
+LONGEST_PROBE_TOKENS = 10_000
 
 #: What sentence-transformers logs when it leaves out what a file asks for.
 LEFT_OUT = re.compile(r"^(Ignoring|Unknown keys|Could not parse)|is not trusted")
@@ -70,16 +75,12 @@ class LibraryText(NamedTuple):
     Attributes:
         tokens: The text as it is tokenized here, for its length.
         content: The text, or a pair of texts, without prompt.
-        prompt: What goes in front of it.
-        task: What it is for; None if that is not known.
-        side: Where it loses tokens if it is too long.
+        options: The keywords of its job.
     """
 
     tokens: Prepared
     content: Any
-    prompt: str
-    task: str | None
-    side: str
+    options: TextKeywords
 
 
 class SentenceModel(TextModel):
@@ -175,19 +176,11 @@ class SentenceModel(TextModel):
         output = self._transformer.modality_config.get("text", {}).get("method_output_name")
         self._field = output if isinstance(output, str) else "last_hidden_state"
 
-    def _check_modules(self, source: ModelSource, trained: str, problem: str) -> None:
-        """Refuses modules that the library has made up, with random weights.
-
-        Args:
-            source: The model.
-            trained: The kind of modules that must be in the model's files.
-            problem: What is said if they are not.
-        """
-        listed = source.json("modules.json") or ()
-        if any(type(each).__name__ == trained for each in self.library) and not any(
-            module["type"].endswith(trained) for module in listed
-        ):
-            raise ModelLoadError(f"model {source.name!r}: {problem}")
+    @staticmethod
+    def _lists(source: ModelSource, kind: str) -> bool:
+        """Whether files have modules of a kind; else the library makes them, of random weights."""
+        modules = source.json("modules.json") or ()
+        return any(module["type"].endswith(kind) for module in modules)
 
     def _find_max_length(self, source: ModelSource) -> int | None:
         for each in self.library.modules():
@@ -225,19 +218,6 @@ class SentenceModel(TextModel):
         """What the kind reads of the features that come out of the last module, float32."""
         raise NotImplementedError
 
-    def _expect(self, item: Any, **how: Any) -> Any:
-        """The numbers that sentence-transformers gives for an item, as an array.
-
-        Args:
-            item: As a job has it.
-            how: Keywords of `encode`: `prompt_name`, `task` and others.
-        """
-        raise NotImplementedError
-
-    def _numbers(self, result: Any) -> Any:
-        """The numbers of a result, as `_expect` gives them."""
-        raise NotImplementedError
-
     def _settle(self, source: ModelSource) -> None:
         """Finds the prompts for which sentence-transformers' own code must run."""
         known = self.tokenizer.pad_token_id
@@ -252,11 +232,11 @@ class SentenceModel(TextModel):
         knows_tasks = self._knows_tasks()
         #: Of texts with one prompt and one task: how their results differ.
         differences: dict[tuple[str, str | None], str] = {}
-        for name in (self.default_prompt, *self.prompts):
-            task = self._task(name)
-            way = (self.prompts.get(name or "", ""), task if knows_tasks else None)
+        choices = self.prompts if issubclass(self.keywords, PromptKeywords) else ()
+        for name in (self.default_prompt, *choices):
+            way = (self.prompts.get(name or "", ""), self._task(name) if knows_tasks else None)
             if way not in differences:
-                differences[way] = self._find_difference(name, task)
+                differences[way] = self._find_difference(name)
             if differences[way]:
                 self._own_code[name] = differences[way]
         if self._own_code and self._session is not None:
@@ -265,35 +245,35 @@ class SentenceModel(TextModel):
                 f" {next(iter(self._own_code.values()))}; leave engine out"
             )
 
-    def _find_difference(self, name: str | None, task: str | None) -> str:
-        """How results with a prompt differ from those of sentence-transformers; empty if not."""
+    def _find_difference(self, name: str | None) -> str:
+        """How values with a prompt differ from those of sentence-transformers; empty if not."""
         keywords = dict(self.sample_keywords)
         if name != self.default_prompt:
             keywords["prompt"] = name
-        limit = min(self.max_length or 1, 10_000)
-        items = [self.sample_item(text) for text in (*PROBES, "Word " * limit)]
-        prompt = self.prompts.get(name or "", "")
+        options = self._read_keywords(keywords)
+        long = "Word " * min(self.max_length or 1, LONGEST_PROBE_TOKENS)
+        items = [self.sample_item(text) for text in (*PROBES, long)]
+        fast = zip(items, super()._tokenized(items, options), strict=True)
+        texts = [
+            LibraryText(tokens, self._input(item, ""), options)
+            for item, tokens in fast
+            if not isinstance(tokens, Failed)
+        ]
         try:
-            for place, (item, tokens) in enumerate(
-                zip(items, self.preprocess(items, **keywords), strict=True)
-            ):
-                if isinstance(tokens, Failed):
-                    continue
-                content = self._input(item, "")
-                found = self.library.preprocess([content], prompt=prompt, task=task)
-                if tokens[0].tolist() != found["input_ids"][0].tolist():
-                    return "its tokens are not those of its tokenizer alone"
-                if self._session is not None or place > 1:
-                    continue
-                expected = np.asarray(self._expect(item, prompt_name=name, task=task))
-                (result,) = self.postprocess(self.forward([tokens], **keywords), **keywords)
-                numbers = np.asarray(self._numbers(result), dtype=np.float32)
-                if numbers.shape != expected.shape:
-                    return f"its results are of the shape {expected.shape}, not {numbers.shape}"
-                size = max(np.abs(expected).max(initial=0), LEAST_SIZE)
-                difference = float(np.abs(numbers - expected).max(initial=0) / size)
-                if not difference <= TOLERANCE[self.model.dtype]:
-                    return f"its results differ by {difference:.1g}"
+            with torch.inference_mode():
+                for place, text in enumerate(texts):
+                    found = self._prepare_by_library([text])["input_ids"][0]
+                    if found.tolist() != text.tokens[0].tolist():
+                        return "its tokens are not those of its tokenizer alone"
+                    if self._session is not None or place > 1:
+                        continue
+                    expected = self._values(self._pass, [text])
+                    values = self._values(self._pass, [text.tokens]).reshape(expected.shape)
+                    # Tokens without a vector have zeros there.
+                    kept = values * expected.any(dim=-1, keepdim=True)
+                    difference = worst_difference([kept], [expected])
+                    if not difference <= TOLERANCE[self.model.dtype]:
+                        return f"its results differ by {difference:.1g} of their size"
         except Exception as error:  # noqa: BLE001 (the code of any model)
             return f"the fast pass fails: {type(error).__name__}: {reason(error)}"
         return ""
@@ -338,23 +318,29 @@ class SentenceModel(TextModel):
         limit = getattr(self._transformer, f"{task}_length", None)
         return super()._cut(options)._replace(max_length=limit)
 
+    def _scaled(self, vectors: Tensor, options: Any) -> Tensor:
+        """Vectors, (..., D), scaled to length 1 if options or settings say so."""
+        scale = self.settings.normalize if options.normalize is None else options.normalize
+        return normalize(vectors, dim=-1) if scale else vectors
+
+    def _give(self, outputs: Outputs, **columns: Iterable[Any]) -> Sequence[Any]:
+        """Results of what each text has in the columns, behind its head."""
+        encoded = encode_results(outputs.heads, **columns)
+        return encoded if self._gives_json else [each.value for each in encoded]
+
     def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
         prepared = super()._tokenized(items, options)
-        name = self._prompt_name(options)
-        if name not in self._own_code:
+        if self._prompt_name(options) not in self._own_code:
             return prepared
-        prompt, task, side = self._prompt(options), self._task(name), self._cut(options).side
+        ids = Failed(InvalidItem("token ids: this model takes texts alone with this prompt"))
         return [
             each
             if isinstance(each, Failed)
-            else self._keep_text(LibraryText(each, self._input(item, ""), prompt, task, side))
+            else ids
+            if isinstance(item, list)
+            else LibraryText(each, self._input(item, ""), options)
             for item, each in zip(items, prepared, strict=True)
         ]
-
-    def _keep_text(self, text: LibraryText) -> LibraryText | Failed:
-        if isinstance(text.content, TokenIds):
-            return Failed(InvalidItem("token ids: this model takes texts alone with this prompt"))
-        return text
 
     def tokens(self, prepared: Any) -> int:
         """Length of a tokenized item in tokens, special ones included."""
@@ -364,21 +350,35 @@ class SentenceModel(TextModel):
         return super()._head(_tokens_of(prepared))
 
     def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
-        if batch and isinstance(batch[0], LibraryText):
-            return self._compute_by_library(batch)
-        return super()._values(forward, batch)
-
-    def _compute_by_library(self, batch: Sequence[LibraryText]) -> Tensor:
-        first = batch[0]
-        with self._tokenize.lend(first.side):
-            features = self.library.preprocess(
-                [each.content for each in batch], prompt=first.prompt, task=first.task
-            )
+        if not batch or not isinstance(batch[0], LibraryText):
+            return super()._values(forward, batch)
         there = {
             name: value.to(self._device) if isinstance(value, Tensor) else value
-            for name, value in features.items()
+            for name, value in self._prepare_by_library(batch).items()
         }
-        return self._read_features(self.library(there, task=first.task))
+        task = self._task(self._prompt_name(batch[0].options))
+        return self._read_features(self.library(there, task=task))
+
+    def _prepare_by_library(self, batch: Sequence[LibraryText]) -> Mapping[str, Any]:
+        options = batch[0].options
+        with self._tokenize.lend(self._cut(options).side):
+            features: Mapping[str, Any] = self.library.preprocess(
+                [each.content for each in batch],
+                prompt=self._prompt(options),
+                task=self._task(self._prompt_name(options)),
+            )
+        return features
+
+
+def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) -> list[Encoded]:
+    """Results as JSON, straight from the numbers: no list of floats is ever made.
+
+    Numbers have the fewest digits that are read back as the same float32.
+    """
+    return [
+        Encoded(orjson.dumps({**head, **dict(zip(columns, row, strict=True))}, option=NUMPY))
+        for head, *row in zip(heads, *columns.values(), strict=True)
+    ]
 
 
 def _tokens_of(prepared: Any) -> Any:

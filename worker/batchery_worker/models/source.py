@@ -158,31 +158,26 @@ def _check_weights(name: str, folder: Path) -> None:
             ) from None
 
 
-def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
-    """Refuses a model whose head has random weights.
+def check_weights(
+    source: ModelSource, missing: Sequence[str], name: str = "encoder", task: str = "embeddings"
+) -> None:
+    """Refuses a model of which something has random weights.
+
+    Args:
+        source: The model.
+        missing: Names of its weights that its files lack.
+        name: What would have them.
+        task: What a model has learned that has them.
 
     Raises:
         ModelLoadError: Weights are missing; names two of them.
     """
-    if missing:
-        raise ModelLoadError(
-            f"model {source.name!r}: its checkpoint has no trained {name}"
-            f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
-        )
-
-
-def check_encoder(source: ModelSource, missing: Sequence[str]) -> None:
-    """Refuses a model whose token vectors come from random weights.
-
-    Raises:
-        ModelLoadError: Weights are missing; names two of them.
-    """
-    # The pooler follows the token vectors. It is not used, and often missing.
-    lost = [key for key in missing if "pooler" not in key.split(".")]
+    # A pooler follows the token vectors, and is often missing; no encoder needs it.
+    lost = [key for key in missing if name != "encoder" or "pooler" not in key.split(".")]
     if lost:
         raise ModelLoadError(
-            f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
-            f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
+            f"model {source.name!r}: its checkpoint has no trained {name}, as it lacks {len(lost)}"
+            f" of its weights ({', '.join(lost[:2])}); name a model that was fine-tuned for {task}"
         )
 
 

@@ -4,17 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from batchery.errors import ModelLoadError
-from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.embedding import NUMPY, number_lists
 from batchery_worker.models.inputs import SparseEmbeddingKeywords
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.source import ModelSource, check_head
+from batchery_worker.models.source import ModelSource, check_weights
 from batchery_worker.models.text_model import Outputs
 
 
@@ -32,11 +29,12 @@ class SparseEmbeddingModel(SentenceModel):
     keywords = SparseEmbeddingKeywords
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_head(source, missing, "masked language model", "sparse embeddings")
-        # The library makes one with random weights where there is no such model.
-        self._check_modules(
-            source, "SparseAutoEncoder", "its checkpoint has no trained masked language model"
-        )
+        check_weights(source, missing, "masked language model", "sparse embeddings")
+        made_up = any(type(each).__name__ == "SparseAutoEncoder" for each in self._tail)
+        if made_up and not self._lists(source, "SparseAutoEncoder"):
+            raise ModelLoadError(
+                f"model {source.name!r}: its checkpoint has no trained masked language model"
+            )
         self.reading = self._read_output
         self._takes_maximum = [
             (type(each).__name__, getattr(each, "pooling_strategy", "")) for each in self._tail
@@ -79,33 +77,13 @@ class SparseEmbeddingModel(SentenceModel):
         weights: Tensor = features["sentence_embedding"].float()
         return weights
 
-    def _expect(self, item: Any, **how: Any) -> Any:
-        weights = self.library.encode(
-            item, convert_to_sparse_tensor=False, save_to_cpu=True, show_progress_bar=False, **how
-        )
-        return weights.float().numpy()
-
-    def _numbers(self, result: Any) -> Any:
-        size = self.library.get_embedding_dimension() or max(result["indices"], default=0) + 1
-        weights = np.zeros(size, dtype=np.float32)
-        weights[result["indices"]] = result["values"]
-        return weights
-
     def _results(
         self,
         values: Tensor,
         outputs: Outputs,
         keywords: Mapping[str, Any],  # noqa: ARG002 (`_finish` has used them)
-    ) -> list[dict[str, Any]] | list[Encoded]:
+    ) -> Sequence[Any]:
         rows = values.numpy()
         indices = [np.flatnonzero(row) for row in rows]
         numbers = [row[places] for row, places in zip(rows, indices, strict=True)]
-        if self._gives_json:
-            return [
-                Encoded(orjson.dumps({**head, "indices": places, "values": row}, option=NUMPY))
-                for head, places, row in zip(outputs.heads, indices, numbers, strict=True)
-            ]
-        return [
-            {**head, "indices": places.tolist(), "values": row}
-            for head, places, row in zip(outputs.heads, indices, number_lists(numbers), strict=True)
-        ]
+        return self._give(outputs, indices=indices, values=numbers)

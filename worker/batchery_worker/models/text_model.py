@@ -523,8 +523,8 @@ class TextModel(Model):
 
     def _are_finite(self, values: Tensor, outputs: Outputs) -> Sequence[bool]:
         """Whether all values of an item are numbers, for each item."""
-        rows = values.isfinite().all(dim=1)
-        if self.per_token:
+        rows = values.isfinite().flatten(1).all(dim=1)
+        if self.per_token and len(rows) != len(outputs.heads):
             lengths = [head["tokens"] for head in outputs.heads]
             return [bool(each.all()) for each in self.by_text(rows, lengths)]
         finite: list[bool] = rows.tolist()

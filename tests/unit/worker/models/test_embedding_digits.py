@@ -12,7 +12,7 @@ from kombu.utils import json as celery_json
 
 from batchery.results import to_numpy
 from batchery_worker.device.reply import format_result
-from batchery_worker.models.embedding import encoded_results, number_lists
+from batchery_worker.models.sentence_model import encode_results
 from support.tiny_models import Build, Load, run
 
 #: Digits that every float32 survives; many need fewer.
@@ -28,19 +28,20 @@ ROWS = arrays(
 
 @given(rows=ROWS)
 def test_every_float32_comes_back_to_the_last_bit_whoever_reads_it(rows: Any) -> None:
-    results = encoded_results([{"tokens": number} for number in range(len(rows))], rows)
+    results = encode_results([{"tokens": number} for number in range(len(rows))], vector=rows)
     for read in (json.loads, celery_json.loads):
         found = [read(each.json) for each in results]
         assert [each["tokens"] for each in found] == [*range(len(rows))]
         numbers = [each["vector"] for each in found]
         assert {type(number) for row in numbers for number in row} == {float}
         assert np.array(numbers, np.float32).tobytes() == rows.tobytes()
-    assert numbers == number_lists(rows)
+    assert numbers == [each.value["vector"] for each in results]
 
 
 @given(value=st.floats(2**-20, 2**20, width=32) | st.floats(-(2**20), -(2**-20), width=32))
 def test_no_number_has_more_than_nine_digits(value: float) -> None:
-    written = repr(number_lists(np.array([[value]], np.float32))[0][0])
+    (result,) = encode_results([{}], number=np.array([[value]], np.float32))
+    written = repr(result.value["number"][0])
     digits = written.partition("e")[0].replace("-", "").replace(".", "").strip("0")
     assert len(digits) <= DIGITS
 
