@@ -4,7 +4,6 @@ The group of the entry points is `batchery.commands`. A subcommand is imported w
 it cannot be imported, it says so, and the others work.
 """
 
-import difflib
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
+from click_didyoumean import DYMGroup
 
 from batchery.errors import BatcheryError, StartError
 
@@ -57,7 +57,7 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
         sys.exit(os.EX_SOFTWARE)
 
 
-class CommandGroup(click.Group):
+class CommandGroup(DYMGroup):
     """A group whose commands are entry points of installed packages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -87,17 +87,6 @@ class CommandGroup(click.Group):
             ]:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, which knows no commands of entry points when it names the nearest."""
-        if self.get_command(ctx, args[0]) is None:
-            names = self.list_commands(ctx)
-            # `dead-letters` has half of its letters in common with `dead`.
-            if nearest := difflib.get_close_matches(args[0], names, n=1, cutoff=0.5):
-                ctx.fail(f"No such command {args[0]!r}. Did you mean {nearest[0]!r}?")
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand; an error of ours becomes one line and its exit code."""

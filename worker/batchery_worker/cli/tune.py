@@ -13,11 +13,8 @@ from typing import Any, TextIO
 
 import click
 from celery import Celery
-from rich import box
-from rich.table import Table
 
 from batchery.cli.app import DEFAULT_APP, SECONDS, load_app
-from batchery.cli.console import render
 from batchery.device_names import device_type
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
@@ -219,12 +216,11 @@ def _find_model(app: Celery, name: str) -> ModelTask:
 
 def draw(report: dict[str, Any]) -> str:
     """The figures, and the settings to copy."""
-    table = Table("max_batch_size", "items/s", "padding waste", box=box.SIMPLE)
+    what = f"{report['model']} on {report['device']}: {report['items']:,} items"
+    lines = [f"{what}, {report['mean_tokens']} tokens on average", ""]
     for row in report["rows"]:
         size, rate, waste = row.values()
-        table.add_row(str(size), f"{rate:,}", f"{100 * waste:.0f} %")
-    what = f"{report['model']} on {report['device']}: {report['items']:,} items"
-    best = [f"{name} = {value}" for name, value in report["recommended"].items() if value]
-    text = "Recommended: the smallest within 5 % of the best."
-    mean = f"{what}, {report['mean_tokens']} tokens on average"
-    return "\n".join([mean, f"\n{render(table)}\n", text, *best])
+        lines.append(f"  batches of {size:>3}  {rate:>10,} items/s, {100 * waste:.0f} % padding")
+    lines += ["", "Recommended: the smallest within 5 % of the best."]
+    best = report["recommended"].items()
+    return "\n".join([*lines, *(f"{name} = {value}" for name, value in best if value)])

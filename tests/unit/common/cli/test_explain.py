@@ -88,12 +88,6 @@ def test_job_that_no_worker_has_is_unknown(answers: dict[str, dict[str, str]], t
     assert found.exit_code == 4
 
 
-def test_missing_facts_are_left_out() -> None:
-    assert describe_batch({"id": "b1", "size": 1, "waited_ms": 0.04}) == (
-        "waited 0.0 ms, batch b1 of 1 item"
-    )
-
-
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
     [(0.44, "0.4 ms"), (9.96, "10.0 ms"), (37.2, "37 ms"), (61e3, "61.0 s")],

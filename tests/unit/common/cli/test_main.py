@@ -133,9 +133,9 @@ def test_a_broken_command_says_why_and_what_to_do(arguments: list[str]) -> None:
     ("typed", "answer"),
     [
         ("no-such-thing", "No such command 'no-such-thing'"),
-        ("dead-letters", "No such command 'dead-letters'. Did you mean 'dead'?"),
-        ("stat", "No such command 'stat'. Did you mean 'stats'?"),
-        ("refusal", "No such command 'refusal'. Did you mean 'refuse'?"),
+        ("dead-letters", "Did you mean one of these?\n    dead\n"),
+        ("stat", "Did you mean one of these?\n    stats\n"),
+        ("refusal", "Did you mean one of these?\n    refuse\n"),
     ],
 )
 def test_unknown_command_is_refused_with_the_nearest_one(typed: str, answer: str) -> None:
