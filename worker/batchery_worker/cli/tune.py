@@ -6,8 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from pydoc_data.topics import topics
 from typing import Any, TextIO
 
@@ -15,19 +13,15 @@ import click
 from celery import Celery
 
 from batchery.cli.app import DEFAULT_APP, SECONDS, load_app
-from batchery.device_names import device_type
 from batchery.errors import SettingsError, StartError
-from batchery.execution.batch import compute, prepare
+from batchery.execution.batch import prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.installation import get_installation
-from batchery.model import Model
 from batchery.model_task import ModelTask
-from batchery_worker.batching.planner import MIN_STREAM_TOKENS, PASS_TOKENS, plan
-from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
-from batchery_worker.device.served_model import DEFAULT_MAX_BATCH_TOKENS
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.memory import Memory
+from batchery_worker.ipc.messages import Work
 
 #: A batch of one shows what batching is worth.
 SIZES = (1, 4, 16, 32, 64, 128, 256)
@@ -72,82 +66,58 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(piece for piece in pieces if any(map(str.isalnum, piece))))
 
 
-@dataclass
-class Bench:
-    """Measures one model over the same items.
+def measure(
+    served: LoadedModel,
+    items: Sequence[Any],
+    limit_s: float,
+    report: Callable[[str], None],
+    max_batch_tokens: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """Measures each size `ROUNDS` times, however slow the model: at least a batch each time.
 
-    Attributes:
-        model: Loaded.
+    Args:
+        served: The model, as a worker has it.
         items: Prepared, and all of them fit to run; at least one.
-        device: As torch spells it.
-        budget: Of tokens of a pass; learns from passes that run out of memory.
-        memory: Of that device.
+        limit_s: How long all of it may take, in seconds.
+        report: Gets a line for each trial.
+        max_batch_tokens: Of a pass; None for the default of the device.
         clock: Seconds, on any scale.
+
+    Returns:
+        For each size `max_batch_size`, `items_per_s` and `padding_waste`.
     """
+    mean_tokens = statistics.fmean(max(1, served.model.tokens(each)) for each in items)
+    # A trial may end after some of the items, which must be like all of them.
+    items = random.Random(1).sample(list(items), len(items))
+    keywords = sample_keywords(served.model)
 
-    model: Model
-    items: Sequence[Any]
-    device: str
-    budget: TokenBudget
-    memory: Memory
-    clock: Callable[[], float] = time.perf_counter
-
-    @cached_property
-    def mean_tokens(self) -> float:
-        """Of the tokens of an item."""
-        return statistics.fmean(max(1, self.model.tokens(each)) for each in self.items)
-
-    def run_all(self, limit_s: float, report: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Measures each size `ROUNDS` times, however slow the model: at least a batch each time."""
-        # A trial may end after some of the items, which must be like all of them.
-        items = random.Random(1).sample(list(self.items), len(self.items))
-        self.compute(items[:WARM_UP_ITEMS], WARM_UP_ITEMS)
-        trials: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
-        for number in range(ROUNDS):
-            for size, each in trials.items():
-                each.append(self._run(items, size, limit_s / (ROUNDS * len(SIZES))))
-                report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
-        return [
-            {
-                "max_batch_size": size,
-                "items_per_s": round(statistics.median(rate for rate, _ in each), 1),
-                "padding_waste": round(each[-1][1], 3),
-            }
-            for size, each in trials.items()
-        ]
-
-    def _run(self, items: Sequence[Any], size: int, limit_s: float) -> tuple[float, float]:
-        """Computes all items, or as many as there is time for, but at least one batch.
-
-        Returns:
-            Items per second, and the share of padding in the computed tokens.
-        """
+    def run(size: int, items: Sequence[Any], limit_s: float) -> tuple[float, float]:
+        """Items per second, and the share of padding; of what there is time for."""
+        work = Work(0, served.name, keywords, (), size, max_batch_tokens)
         start = tokens = computed = 0
-        self.memory.wait()
-        began_s = self.clock()
-        while start == 0 or (start < len(items) and self.clock() < began_s + limit_s):
-            done = self.compute(items[start : start + size], size)
-            tokens, computed, start = tokens + done[0], computed + done[1], start + size
-        self.memory.wait()
+        began_s = clock()
+        while start == 0 or (start < len(items) and clock() < began_s + limit_s):
+            done = served.compute(items[start : start + size], work, nullcontext)
+            tokens, computed, start = tokens + done[1], computed + done[2], start + size
         # By tokens, because the items of one trial may be longer than those of another.
-        rate = tokens / self.mean_tokens / max(self.clock() - began_s, 1e-9)
+        rate = tokens / mean_tokens / max(clock() - began_s, 1e-9)
         return rate, 1 - tokens / max(1, computed)
 
-    def compute(self, items: Sequence[Any], size: int) -> tuple[int, int]:
-        """Computes one batch; returns its tokens, and the same with padding."""
-        kind = device_type(self.device)
-
-        def cut(lengths: Sequence[int]) -> list[list[int]]:
-            return plan(
-                *(lengths, self.budget.allows(), size),
-                pads=self.model.pads,
-                pass_tokens=PASS_TOKENS[kind],
-                streams=getattr(self.model, "pass_streams", 1),
-                min_stream_tokens=MIN_STREAM_TOKENS[kind],
-            )
-
-        keywords = sample_keywords(self.model)
-        return compute(self.model, items, keywords, cut, memory=self.budget)[1:]
+    run(WARM_UP_ITEMS, items[:WARM_UP_ITEMS], 0)
+    trials: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
+    for number in range(ROUNDS):
+        for size, each in trials.items():
+            each.append(run(size, items, limit_s / (ROUNDS * len(SIZES))))
+            report(f"{number + 1} of {ROUNDS}: batches of {size}: {each[-1][0]:,.1f} items/s")
+    return [
+        {
+            "max_batch_size": size,
+            "items_per_s": round(statistics.median(rate for rate, _ in each), 1),
+            "padding_waste": round(each[-1][1], 3),
+        }
+        for size, each in trials.items()
+    ]
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -187,21 +157,20 @@ def tune(
     items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {name!r}: none of {len(texts)} texts is fit to run")
-    default = DEFAULT_MAX_BATCH_TOKENS[device_type(device)]
-    budget = TokenBudget(task.max_batch_tokens or settings.max_batch_tokens or default)
-    bench = Bench(model, items, device, budget, find_memory(device))
-    rows = bench.run_all(seconds, lambda line: click.echo(line, err=True))
-    learned = budget.allows()
+    served = LoadedModel(name, model, device, find_memory(device))
+    max_batch_tokens = task.max_batch_tokens or settings.max_batch_tokens
+    told = lambda line: click.echo(line, err=True)  # noqa: E731
+    rows = measure(served, items, seconds, told, max_batch_tokens)
+    figures = served.figures()
+    learned = figures["max_batch_tokens"] if figures["chosen_by"] == "memory" else None
+    mean_tokens = statistics.fmean(map(model.tokens, items))
     report = {
         "model": name,
         "device": device,
         "items": len(items),
-        "mean_tokens": round(bench.mean_tokens, 1),
+        "mean_tokens": round(mean_tokens, 1),
         "rows": rows,
-        "recommended": {
-            "max_batch_size": recommend(rows),
-            "max_batch_tokens": learned if learned < budget.ceiling else None,
-        },
+        "recommended": {"max_batch_size": recommend(rows), "max_batch_tokens": learned},
     }
     click.echo(json.dumps(report) if as_json else draw(report))
 

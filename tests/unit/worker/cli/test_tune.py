@@ -10,9 +10,9 @@ from celery import Celery
 from click.testing import CliRunner
 
 from batchery import Failed, InvalidItem, Model, StartError, install, register
-from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.cli import tune as command
-from batchery_worker.cli.tune import ROUNDS, SIZES, Bench, recommend, tune
+from batchery_worker.cli.tune import ROUNDS, SIZES, recommend, tune
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.memory import Memory
 
 app = install(Celery("tuned", broker="memory://", set_as_current=False))
@@ -50,12 +50,12 @@ ITEMS = [10 + (number * 37) % 90 for number in range(512)]
 
 def measure(
     limit_s: float = 600.0, items: Sequence[int] = ITEMS, **price: Any
-) -> tuple[list[dict[str, Any]], TokenBudget, float]:
-    """The rows, what the budget has learned, and how long it took."""
+) -> tuple[list[dict[str, Any]], int, float]:
+    """The rows, the token budget as it was learned, and how long it took."""
     clock = Clock()
-    budget = TokenBudget(8192)
-    bench = Bench(Priced(clock, **price), items, "cpu", budget, Memory(), clock)
-    return bench.run_all(limit_s, lambda _: None), budget, clock.now_s
+    served = LoadedModel("priced", Priced(clock, **price), "cpu", Memory(), clock=clock)
+    rows = command.measure(served, items, limit_s, lambda _: None, 8192, clock)
+    return rows, served.figures()["max_batch_tokens"], clock.now_s
 
 
 def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
@@ -65,7 +65,7 @@ def test_rates_follow_the_clock_and_batches_beat_single_items() -> None:
     assert single["padding_waste"] == 0
     assert single["items_per_s"] == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
     assert rows[-1]["items_per_s"] > 1.5 * single["items_per_s"]
-    assert budget.allows() == 8192
+    assert budget == 8192
 
 
 @pytest.mark.parametrize("slowness", [1, 100, 10_000])
@@ -84,7 +84,7 @@ def test_trials_over_some_of_the_items_are_compared_by_tokens() -> None:
 
 def test_memory_that_runs_out_teaches_the_budget() -> None:
     rows, budget, _ = measure(items=[50] * 512, fits=2000)
-    assert 1000 <= budget.allows() <= 2000
+    assert 1000 <= budget <= 2000
     assert all(row["items_per_s"] > 0 for row in rows)
 
 
