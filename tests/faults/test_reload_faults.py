@@ -179,5 +179,7 @@ def test_workers_that_cannot_answer_hold_nothing_up(
     done = run(reload, "text")
     assert (done.exit_code, done.output.split(" ")[0]) == (0, worker.name), done.output
     assert len(done.output.splitlines()) == 1
+    done = run(reload, "text", "--worker", "nobody@here")
+    assert "no worker 'nobody@here' with devices answers" in str(done.exception)
     # Other tests look at the queues that are served.
     kill_all(gateway.process)

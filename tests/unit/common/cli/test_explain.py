@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from batchery.cli.explain import describe_batch, duration, format_error, from_result, from_workers
+from batchery.cli.explain import describe_batch, from_result, from_workers
 
 BATCH = {
     "id": "b7",
@@ -86,15 +86,3 @@ def test_job_that_no_worker_has_is_unknown(answers: dict[str, dict[str, str]], t
         found.line == f"UNKNOWN: no result, and {text}: still in its queue, expired, or never sent"
     )
     assert found.exit_code == 4
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "text"),
-    [(0.44, "0.4 ms"), (9.96, "10.0 ms"), (37.2, "37 ms"), (61e3, "61.0 s")],
-)
-def test_durations_have_few_digits(milliseconds: float, text: str) -> None:
-    assert duration(milliseconds) == text
-
-
-def test_an_error_without_a_text_is_its_type() -> None:
-    assert format_error(KeyboardInterrupt()) == "KeyboardInterrupt"
