@@ -11,12 +11,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click_didyoumean import DYMGroup
 
 from batchery.errors import BatcheryError, StartError
+
+if TYPE_CHECKING:
+    from click import Group as DYMGroup
+else:
+    from click_didyoumean import DYMGroup
 
 GROUP = "batchery.commands"
 
