@@ -228,7 +228,7 @@ def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no such file"):
         api.batches.create(input_file_id="../../secret", **given)
     for wrong, text in (
-        ({"endpoint": "/v1/responses"}, "use /v1/embeddings"),
+        ({"endpoint": "/v1/responses"}, "should be '/v1/embeddings', "),
         ({"completion_window": "soon"}, "must be 24h"),
         ({"completion_window": "31d"}, "must be 24h"),
         ({"metadata": {str(n): "a" for n in range(17)}}, "metadata"),

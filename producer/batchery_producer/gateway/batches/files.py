@@ -317,11 +317,9 @@ class FileStore:
         """Some files, and whether there are more."""
         key = self._key(owner)
         keys = self._store.call(lambda client: client.hkeys(key))
-        # Ids sort by time. The one that the page comes after need not be there any more.
         ids = sorted((each.decode() for each in keys if each != BYTES), reverse=newest_first)
-        rest = (
-            each for each in ids if not after or (each < after if newest_first else each > after)
-        )
+        # Ids sort by time. The one that the page comes after need not be there any more.
+        rest = (id_ for id_ in ids if not after or (id_ != after and (id_ < after) is newest_first))
         found: list[FileObject] = []
         for some in chunks(rest, PAGE):
             contents = self._store.call(lambda client: client.hmget(key, some))  # noqa: B023

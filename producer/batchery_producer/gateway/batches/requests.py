@@ -339,11 +339,6 @@ class Request:
         return Answer(results, self.error)
 
 
-def make_pattern(record: BatchRecord) -> "re.Pattern[bytes]":
-    """Matches the ids of a batch's jobs in messages."""
-    return re.compile(rf"{record.id}-\d+-\d+".encode())
-
-
 def read_slice(
     record: BatchRecord, number: int, files: FileStore, model: ServedModel | None = None
 ) -> Iterator[Request]:

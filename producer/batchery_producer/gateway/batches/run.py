@@ -7,6 +7,7 @@ all has come after some seconds makes room for others, and is looked at again. T
 that ends a slice counts, and its lease sees to it that there is one.
 """
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,6 @@ from batchery_producer.gateway.batches.requests import (
     EMBEDDINGS_URL,
     ENDPOINTS,
     Request,
-    make_pattern,
     read_file,
     read_slice,
     write_line,
@@ -283,7 +283,7 @@ class SliceRun(BatchRun):
         before, ids = batches.begin_slice(record.id, self._number), list(self._by_job)
         if before is None or time.time() - before.at_s > STALL_S:
             if before is not None:
-                app, pattern = self._context.app, make_pattern(record)
+                app, pattern = self._context.app, re.compile(rb"%b-\d+-\d+" % record.id.encode())
                 known = find_in_flight(app, model.queue, pattern, self._retries)
                 ids = find_missing(app, ids, known, self._retries)
             self._publish(model, ids)

@@ -250,8 +250,7 @@ class BatchStore:
     """The batches: their records in Redis, the answers of their slices in the store of files.
 
     batch:ID         the record
-    slices:ID        HASH: how far each slice is that was begun, and attempts that have not ended
-    ends:ID          HASH: how each slice has ended
+    slices:ID        HASH: how far each slice is, how it has ended, and attempts that have not
     batches:OWNER    ZSET: ids of an owner's batches
     open:OWNER       SET: ids of those of them that are not over
     open             ZSET: all that are not over, by when they are taken up without a sign of life
@@ -368,7 +367,6 @@ class BatchStore:
                 pipe.zrem(self._open_key, batch_id)
                 pipe.srem(self._store.key("open", made.owner), batch_id)
                 pipe.expire(self._slices_key(batch_id), LATE_S)
-                pipe.expire(self._ends_key(batch_id), LATE_S)
             return made
 
         found: BatchRecord = self._store.call(
@@ -410,13 +408,13 @@ class BatchStore:
             for each in ids:
                 pipe.get(self._key(each))
                 pipe.hgetall(self._slices_key(each))
-                pipe.hgetall(self._ends_key(each))
             found = pipe.execute()
         records: list[BatchRecord | None] = []
-        for text, begun, ended in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for text, slices in zip(found[::2], found[1::2], strict=True):
             record = None if text is None else BatchRecord.model_validate_json(text)
             if record is not None and not record.is_over:
-                record = record.counted(_read_states({**begun, **ended}).values())
+                states = {**_read_states(slices, b"now"), **_read_states(slices, b"end")}
+                record = record.counted(states.values())
             records.append(record)
         return records
 
@@ -492,26 +490,26 @@ class BatchStore:
 
         While its jobs are being sent, that is as if it were long ago.
         """
-        key, state = self._slices_key(batch_id), SliceState(at_s=0).model_dump_json()
+        key, field = self._slices_key(batch_id), f"now {number}"
         with self._store.client() as client:
-            if client.hsetnx(key, number, state):
+            if client.hsetnx(key, field, SliceState(at_s=0).model_dump_json()):
                 return None
-            return SliceState.model_validate_json(client.hget(key, number))
+            return SliceState.model_validate_json(client.hget(key, field))
 
     def show_progress(self, batch_id: str, number: int, state: SliceState) -> None:
         """Keeps how far a slice is."""
         key, text = self._slices_key(batch_id), state.model_dump_json()
-        self._store.call(lambda client: client.hset(key, number, text))
+        self._store.call(lambda client: client.hset(key, f"now {number}", text))
 
     def end_slice(self, batch_id: str, number: int, state: SliceState) -> bool:
         """Keeps how a slice has ended; False if another attempt has done so."""
-        key, text = self._ends_key(batch_id), state.model_dump_json()
-        return bool(self._store.call(lambda client: client.hsetnx(key, number, text)))
+        key, text = self._slices_key(batch_id), state.model_dump_json()
+        return bool(self._store.call(lambda client: client.hsetnx(key, f"end {number}", text)))
 
     def list_ends(self, batch_id: str) -> dict[int, SliceState]:
         """How slices have ended, by number and in their order."""
-        key = self._ends_key(batch_id)
-        return _read_states(self._store.call(lambda client: client.hgetall(key)))
+        key = self._slices_key(batch_id)
+        return _read_states(self._store.call(lambda client: client.hgetall(key)), b"end")
 
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)
@@ -519,10 +517,8 @@ class BatchStore:
     def _slices_key(self, batch_id: str) -> bytes:
         return self._store.key("slices", batch_id)
 
-    def _ends_key(self, batch_id: str) -> bytes:
-        return self._store.key("ends", batch_id)
 
-
-def _read_states(fields: Mapping[bytes, bytes]) -> dict[int, SliceState]:
-    found = {int(key): text for key, text in fields.items() if key.isdigit()}
+def _read_states(fields: Mapping[bytes, bytes], kind: bytes) -> dict[int, SliceState]:
+    parts = {name.partition(b" "): text for name, text in fields.items()}
+    found = {int(number): text for (name, _, number), text in parts.items() if name == kind}
     return {number: SliceState.model_validate_json(found[number]) for number in sorted(found)}

@@ -22,7 +22,7 @@ from batchery_producer.gateway.batches.files import (
     FileObject,
     get_owner,
 )
-from batchery_producer.gateway.batches.requests import ALIAS_IDS, ENDPOINTS, has_ids
+from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import JsonRoute, TokenId
 from batchery_producer.gateway.inference import (
@@ -365,19 +365,12 @@ class CreateBatchRequest(RequestBody):
     """What OpenAI's clients send; other fields are ignored, as there."""
 
     input_file_id: str
-    endpoint: Annotated[str, Field(description=f"One of {', '.join(ENDPOINTS)}.")]
+    endpoint: Literal["/v1/embeddings", "/v1/chat/completions", "/v1/completions"]
     completion_window: Annotated[
         str, Field(description="How much time the batch has: 24h, or another time as 90s, 5m, 7d.")
     ]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-
-    @field_validator("endpoint")
-    @classmethod
-    def _is_served(cls, endpoint: str) -> str:
-        if endpoint not in ENDPOINTS:
-            raise ValueError(f"{endpoint!r:.100} is not served; use {', '.join(ENDPOINTS)}")
-        return endpoint
 
     @field_validator("completion_window")
     @classmethod
