@@ -5,7 +5,6 @@ may read them.
 """
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -24,16 +23,13 @@ from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
 from batchery_producer.gateway.store import Store
 
-#: How long sending may take, in seconds; then a repeated request sends another task.
+#: How long sending may take, in seconds; then a repeated request sends the task again.
 SENDING_S = 30
 
 #: How often results are looked for that somebody waits for, in seconds; and how many times as long
 #: as a look took, where many wait.
 LOOK_S = 0.02
 REST_PER_LOOK = 9
-
-#: In how many seconds to come again while the same request is being sent.
-SENDING_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,8 @@ class TaskRecord:
         caller: Name of the key that sent it; no other key learns of it.
         count: Number of items; 0 if it has a single one, or arguments.
         revoked: Whether its caller does not want it any more.
+        digest: Of the request, if that has an idempotency key.
+        is_sent: Whether that is done; if not, it is just being sent.
     """
 
     id: str
@@ -53,6 +51,8 @@ class TaskRecord:
     caller: str
     count: int = 0
     revoked: bool = False
+    digest: str = ""
+    is_sent: bool = True
 
 
 class TaskError(TypedDict):
@@ -115,6 +115,21 @@ class TaskRecords:
         """
         key, value = self._key(record.id), json.dumps(asdict(record))
         await self._store.run(lambda client: client.set(key, value, ex=self._lifetime_s))
+
+    async def claim(self, record: TaskRecord) -> TaskRecord | None:
+        """Keeps a record while its task is being sent; returns the one that has the id already.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        key, value = self._key(record.id), json.dumps(asdict(record))
+        if await self._store.run(lambda client: client.set(key, value, nx=True, ex=SENDING_S)):
+            return None
+        return await asyncio.to_thread(self.read, record.id)
+
+    async def forget(self, record: TaskRecord) -> None:
+        """Removes the record of a task that could not be sent."""
+        await self._store.run(lambda client: client.delete(self._key(record.id)))
 
     async def find(self, task_id: str, caller: str, task: str | None = None) -> TaskRecord:
         """The record of a task.
@@ -217,58 +232,8 @@ class TaskRecords:
             state["error"] = {"type": "TaskRevokedError", "message": "revoked"}
         state["status"] = status
 
-    # A request that is sent again
-
-    async def claim(self, record: TaskRecord, key: str, digest: str) -> TaskRecord | None:
-        """Claims an idempotency key for a task, until that has been sent.
-
-        Args:
-            record: The task; not sent yet.
-            key: The caller's.
-            digest: Of the request.
-
-        Returns:
-            The task that was sent for this key before; None if this one must be sent now.
-
-        Raises:
-            Problem: The key was used for another request, or the request is just being sent; or
-                Redis is away.
-        """
-        name, text = self._once_key(record, key), json.dumps([record.id, digest])
-
-        def find(client: Any) -> bytes | None:
-            is_new = client.set(name, text, nx=True, ex=SENDING_S)
-            found: bytes | None = None if is_new else client.get(name)
-            return found
-
-        known = await self._store.run(find)
-        if known is None:
-            return None
-        known_id, known_digest = json.loads(known)
-        why = "was used for another request; make a new one"
-        if known_digest == digest:
-            sent = await asyncio.to_thread(self.read, known_id)
-            if sent is not None:
-                return sent
-            why = "the same request is being sent; ask again for its answer"
-        after_s = SENDING_RETRY_S if known_digest == digest else None
-        raise Problem(Kind.CONFLICT, f"Idempotency-Key: {why}", retry_after_s=after_s)
-
-    async def settle(self, record: TaskRecord, key: str, digest: str) -> None:
-        """Keeps the claim of an idempotency key for as long as its task, which was sent."""
-        name, text = self._once_key(record, key), json.dumps([record.id, digest])
-        await self._store.run(lambda client: client.set(name, text, ex=self._lifetime_s))
-
-    async def give_up(self, record: TaskRecord, key: str) -> None:
-        """Gives up the claim of an idempotency key whose task could not be sent."""
-        await self._store.run(lambda client: client.delete(self._once_key(record, key)))
-
     def _key(self, task_id: str) -> bytes:
         return self._store.key(self._kind, task_id)
-
-    def _once_key(self, record: TaskRecord, key: str) -> bytes:
-        digest = hashlib.sha256(f"{record.caller}\n{key}".encode()).hexdigest()
-        return self._store.key("once", digest)
 
 
 def to_json(value: Any) -> bytes:

@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, Self
+from uuid import UUID, uuid5
 
 import orjson
 from celery import states, uuid
@@ -34,6 +35,12 @@ router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
 #: Beginnings of the names of Celery's own tasks, which run parts of workflows, and of ours.
 INTERNAL = ("celery.", "batchery.gateway.")
+
+#: What ids of tasks are made of whose requests have an idempotency key.
+IDEMPOTENCY = UUID("9b9f4f0e-0d8a-4a53-9d57-6e6f0c2f7f3e")
+
+#: In how many seconds to come again while the same request is being sent.
+SENDING_RETRY_S = 1.0
 
 #: Fields of the two forms of a request.
 ITEM_FIELDS = frozenset({"item", "items", "keywords"})
@@ -162,15 +169,14 @@ def _check(request: Request, name: str, body: TaskRequest) -> None:
         Problem: It is not allowed or not known, too large, or of the other kind.
     """
     app, settings = get_gateway(request).app, get_gateway(request).settings.gateway
+    why = ""
     if not is_allowed(name, settings.tasks):
-        what, code = "not in the list of tasks that may be called; see", "task_not_allowed"
+        why, code = "not in the list of tasks that may be called; see", "task_not_allowed"
     elif name not in settings.tasks and not is_known(app, name):
-        what = "the app has no such task; if it is another app's, name it in full in"
+        why = "the app has no such task; if it is another app's, name it in full in"
         code = "task_not_found"
-    else:
-        code = ""
-    if code:
-        text = f"task {name!r:.100}: {what} the setting gateway.tasks"
+    if why:
+        text = f"task {name!r:.100}: {why} the setting gateway.tasks"
         raise Problem(Kind.NOT_FOUND, text, code=code)
     chars = len(json_of_arguments(body.arguments).decode())
     request.state.caller.check(max(len(body.items), 1), chars)
@@ -195,20 +201,35 @@ async def _send_once(request: Request, name: str, body: TaskRequest, key: str | 
     """
     caller, records = request.state.caller.name, get_gateway(request).task_records
     record = TaskRecord(uuid(), name, caller, len(body.items))
-    said = orjson.dumps([name, record.count, body.is_batch, body.webhook])
-    digest = hashlib.sha256(said + json_of_arguments(body.arguments)).hexdigest()
-    if key is not None and (sent := await records.claim(record, key, digest)) is not None:
-        return sent
+    if key is not None:
+        said = orjson.dumps([name, record.count, body.is_batch, body.webhook])
+        digest = hashlib.sha256(said + json_of_arguments(body.arguments)).hexdigest()
+        task_id = str(uuid5(IDEMPOTENCY, f"{caller}\n{key}"))
+        record = replace(record, id=task_id, digest=digest, is_sent=False)
+        known = await records.claim(record)
+        if known is not None:
+            return _check_repeated(known, digest)
     try:
         await asyncio.to_thread(_send, request, record, body)
     except Exception as error:
         if key is not None:
-            await records.give_up(record, key)
+            await records.forget(record)
         raise build_problem(error) from error
+    record = replace(record, is_sent=True)
     await records.add(record)
-    if key is not None:
-        await records.settle(record, key, digest)
     return record
+
+
+def _check_repeated(known: TaskRecord, digest: str) -> TaskRecord:
+    """The task that was sent for the same idempotency key; raises a `Problem` if there is none."""
+    is_same = known.digest == digest
+    if is_same and known.is_sent:
+        return known
+    text = "was used for another request; make a new one"
+    if is_same:
+        text = "the same request is being sent; ask again for its answer"
+    after_s = SENDING_RETRY_S if is_same else None
+    raise Problem(Kind.CONFLICT, f"Idempotency-Key: {text}", retry_after_s=after_s)
 
 
 def _send(request: Request, record: TaskRecord, body: TaskRequest) -> None:
