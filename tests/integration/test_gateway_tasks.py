@@ -240,8 +240,9 @@ def test_result_that_comes_later_is_waited_for(
         take(client, worker)
         first, second = (each.result().json() for each in waiting)
     assert (first["status"], first["result"], second) == ("SUCCESS", "A", first)
-    # It is still there.
-    assert call(gateway, "GET", path).json() == first
+    # It is still there, and not revoked any more.
+    for method in ("DELETE", "GET"):
+        assert call(gateway, method, path).json() == first
 
 
 def test_revoked_task_does_not_run(
@@ -261,11 +262,6 @@ def test_revoked_task_does_not_run(
     assert f"[{task_id}] succeeded" not in worker.log
     # Once more changes nothing.
     assert call(gateway, "DELETE", path).json()["status"] == "REVOKED"
-
-
-def test_task_that_has_ended_is_not_revoked(gateway: GatewayProcess) -> None:
-    path = f"/tasks/{post(gateway, 'shout', item='a').json()['id']}"
-    assert call(gateway, "DELETE", path).json()["result"] == "A"
 
 
 def test_caller_who_hangs_up_frees_the_task(
