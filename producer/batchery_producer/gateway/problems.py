@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
 
@@ -101,39 +102,32 @@ class Kind(StrEnum):
     GONE = "gone", 499
 
 
+@dataclass(eq=False)
 class Problem(Exception):
-    """A request that is answered with an error."""
+    """A request that is answered with an error.
 
-    def __init__(
-        self,
-        kind: Kind,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-        detail: str = "",
-    ) -> None:
-        """Says what is wrong.
+    Attributes:
+        kind: Decides the status.
+        message: Names the thing, what was wrong with it, and what to do.
+        code: A name for programs, such as `model_not_found`.
+        param: The field of the request.
+        retry_after_s: In how many seconds to come again.
+        headers: More headers of the answer.
+        detail: What the log has in place of the message, as it is not for callers.
+    """
 
-        Args:
-            kind: Decides the status.
-            message: Names the thing, what was wrong with it, and what to do.
-            code: A name for programs, such as `model_not_found`.
-            param: The field of the request.
-            retry_after_s: In how many seconds to come again.
-            headers: More headers of the answer.
-            detail: What the log has in place of the message, as it is not for callers.
-        """
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-        self.headers = dict(headers or {})
-        self.detail = detail
+    kind: Kind
+    message: str
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+    headers: Mapping[str, str] | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Its message."""
+        return self.message
 
 
 def build_problem(error: BaseException) -> Problem:
@@ -318,7 +312,7 @@ def answer(path: str, problem: Problem) -> Response:
     """The answer to a request that failed."""
     form = choose_error_format(path)
     status = form.get_status(problem.kind)
-    headers = problem.headers
+    headers = dict(problem.headers or {})
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
     return Response(
