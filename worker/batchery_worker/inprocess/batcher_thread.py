@@ -253,14 +253,13 @@ class BatcherThread:
         """Makes jobs of the items that were not refused; they wait for their turn."""
         sent_s, lane, deadline_s = call.sent_s, call.lane, call.options.deadline_s
         due_s = inf if deadline_s is None else sent_s + deadline_s
-        key = BatchKey(self.name, call.key) if call.key else self._usual_key
+        spelled, key = "", BatchKey(self.name, call.key) if call.key else self._usual_key
         for index, item in enumerate(call.items):
             if call.outcomes[index] is not None:
                 continue
-            own = key
-            if isinstance(item, Features):
-                own = BatchKey(self.name, f"{call.key} {item.key}")
-            job = Job("", own, self._limits, 1, sent_s, (call, index), lane, due_s)
+            if isinstance(item, Features) and item.key != spelled:
+                spelled, key = item.key, BatchKey(self.name, f"{call.key} {item.key}")
+            job = Job("", key, self._limits, 1, sent_s, (call, index), lane, due_s)
             self._scheduler.admit(job)
 
     def _run_next(self) -> None:

@@ -310,12 +310,13 @@ def own_rows(outcome: Any) -> Any:
     So a result that is kept for long does not keep its whole batch.
     """
     kind = type(outcome)
-    if kind is tuple or kind is dict:
-        parts = list(outcome.values() if kind is dict else outcome)
-        own = list(map(own_rows, parts))
-        if any(map(is_not, own, parts)):
-            return dict(zip(outcome, own, strict=True)) if kind is dict else tuple(own)
-    elif hasattr(kind, "nbytes"):
+    if kind is dict:
+        named = {name: own_rows(each) for name, each in outcome.items()}
+        return named if any(map(is_not, named.values(), outcome.values())) else outcome
+    if kind is tuple:
+        parts = tuple(map(own_rows, outcome))
+        return parts if any(map(is_not, parts, outcome)) else outcome
+    if hasattr(kind, "nbytes"):
         if is_tensor(outcome):
             whole = outcome.untyped_storage().nbytes()
             return outcome.clone() if 2 * outcome.nbytes < whole else outcome
