@@ -23,8 +23,7 @@ from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.transfers import DeviceToHost
-from batchery_worker.models.split import build_empty
-from batchery_worker.models.split.layers import Layers
+from batchery_worker.models.split import Layers, build_empty
 
 logger = logging.getLogger(__name__)
 
