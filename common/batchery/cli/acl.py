@@ -24,16 +24,6 @@ from batchery.transport.redis_schema import escape_pattern
 #: Bytes of randomness in a password.
 PASSWORD_BYTES = 32
 
-HELP = """Print users for Redis, each with what its role needs of the app's keys.
-
-The lines are those of the aclfile of Redis 7 or Valkey. Nothing is asked of Redis.
-
-\b
-producer  sends jobs and reads results: web servers, `batchery submit`
-worker    `celery worker` and `batchery serve`; takes jobs of all queues
-operator  all else: `batchery stats`, `dead`, `doctor`, `reload`, `exporter`, Flower
-"""
-
 #: What any connection needs; none of it reads or writes a key. CLIENT TRACKING tells of changes to
 #: all keys, and so the ids of all jobs.
 CONNECT = (
@@ -78,7 +68,7 @@ OPERATE = (
 ROLES = {"producer": PRODUCE, "worker": WORK, "operator": (*PRODUCE, *OPERATE)}
 
 
-@click.command(help=HELP)
+@click.command()
 @click.argument("roles", nargs=-1, metavar="[ROLE]...", type=click.Choice(list(ROLES)))
 @app_options
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
@@ -97,7 +87,15 @@ def acl(
     queues: str | None,
     file: Path | None,
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Print users for Redis, each with what its role needs of the app's keys.
+
+    The lines are those of the aclfile of Redis 7 or Valkey. Nothing is asked of Redis.
+
+    \b
+    producer  sends jobs and reads results: web servers, `batchery submit`
+    worker    `celery worker` and `batchery serve`; takes jobs of all queues
+    operator  all else: `batchery stats`, `dead`, `doctor`, `reload`, `exporter`, Flower
+    """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url, with_tasks=not queues)
     names = {role: f"batchery-{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())

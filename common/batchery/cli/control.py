@@ -25,40 +25,12 @@ SILENT_S = 60.0
 #: Exit code if anything was not done, or no worker could do it.
 NOT_DONE = 1
 
-RELOAD_HELP = """Load another version of a model while workers serve it; no job is lost.
-
-Each device loads the new version beside the old one, warms it up, and swaps them between two
-batches. If the new one does not load, the old one stays. A model that generates text gets a fresh
-process instead, once its running jobs have ended. NAME is that of the model's task.
-
-\b
-Exit codes:
-  0    all devices serve the new version
-  1    a device goes on with the old one, or no worker serves such a model
-  2    could not start: no such app, or its broker does not answer
-  130  interrupted; the workers go on
-"""
-
-DRAIN_HELP = """Empty a device: it finishes what it has, gets no more, and frees its memory.
-
-Where the last device of a task is drained, the worker takes no more of its jobs. DEVICE is a name
-that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too. With --undo, a device that was
-given up is started once more, too, as after the repair of a driver.
-
-\b
-Exit codes:
-  0    the device is drained, or ready again
-  1    no worker has such a device, it does not start, or it stopped answering
-  2    could not start: no such app, or its broker does not answer
-  130  interrupted; the workers go on
-"""
-
 worker_option = click.option(
     "--worker", metavar="NAME", help="Only this worker, by its whole name; all of them by default."
 )
 
 
-@click.command(help=RELOAD_HELP)
+@click.command()
 @click.argument("name")
 @click.option("--model", metavar="FOLDER_OR_ID", help="Instead of what the settings say now.")
 @click.option("--revision", help="Of the model on the hub.")
@@ -78,7 +50,19 @@ def reload(
     app: Celery,
     timeout_s: float,
 ) -> None:
-    """Runs the command; see `RELOAD_HELP`."""
+    """Load another version of a model while workers serve it; no job is lost.
+
+    Each device loads the new version beside the old one, warms it up, and swaps them between two
+    batches. If the new one does not load, the old one stays. A model that generates text gets a
+    fresh process instead, once its running jobs have ended. NAME is that of the model's task.
+
+    \b
+    Exit codes:
+      0    all devices serve the new version
+      1    a device goes on with the old one, or no worker serves such a model
+      2    could not start: no such app, or its broker does not answer
+      130  interrupted; the workers go on
+    """  # noqa: D301 (click looks for this character)
     if model and Path(model).expanduser().exists():
         # The worker runs elsewhere.
         model = str(Path(model).expanduser().absolute())
@@ -98,7 +82,7 @@ def reload(
     context.exit(0 if is_done else NOT_DONE)
 
 
-@click.command(help=DRAIN_HELP)
+@click.command()
 @click.argument("device")
 @click.option("--undo", is_flag=True, help="Start it again.")
 @worker_option
@@ -114,7 +98,19 @@ def drain(
     app: Celery,
     timeout_s: float,
 ) -> None:
-    """Runs the command; see `DRAIN_HELP`."""
+    """Empty a device: it finishes what it has, gets no more, and frees its memory.
+
+    Where the last device of a task is drained, the worker takes no more of its jobs. DEVICE is a
+    name that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too. With --undo, a device
+    that was given up is started once more, too, as after the repair of a driver.
+
+    \b
+    Exit codes:
+      0    the device is drained, or ready again
+      1    no worker has such a device, it does not start, or it stopped answering
+      2    could not start: no such app, or its broker does not answer
+      130  interrupted; the workers go on
+    """  # noqa: D301 (click looks for this character)
     # What was given up holds nothing of its device.
     ends = {"ready" if undo else "drained", GIVEN_UP}
 

@@ -26,16 +26,14 @@ SHOWN_CHARS = 4000
 #: Width of the table without a terminal, in characters: enough for ids and reasons.
 TABLE_WIDTH = 160
 
-HELP = """Look after dead letters: messages that could not be executed.
 
-A message that cannot be understood, that names an unknown task, or that killed its device or its
-worker too often is neither run again nor thrown away. It is kept here, with the reason.
-"""
-
-
-@click.group(help=HELP)
+@click.group()
 def dead() -> None:
-    """The group; see `HELP`."""
+    """Look after dead letters: messages that could not be executed.
+
+    A message that cannot be understood, that names an unknown task, or that killed its device or
+    its worker too often is neither run again nor thrown away. It is kept here, with the reason.
+    """
 
 
 @dead.command(name="list")

@@ -59,19 +59,6 @@ MIN_WIDTH = 140
 #: Severities, and the exit code of the worst.
 SEVERITIES = {"warning": 1, "error": 2}
 
-HELP = """Check a deployment, running or planned, and say how to mend what is wrong.
-
-Looks at the broker's Redis, the app's settings, the workers that live, and this machine; so run it
-where workers run. It changes nothing. A check that could not be made, because Redis forbids a
-command or no worker answers, says why, and does not count. docs/doctor.md lists all checks.
-
-\b
-Exit codes:
-  0  nothing is wrong
-  1  warnings: it works, but slower, or less safely, than it could
-  2  errors: jobs are lost, or wait for ever; or there is no such app
-"""
-
 
 class Unchecked(Exception):
     """A fact cannot be had; the text says why."""
@@ -408,7 +395,7 @@ def _explain(on: Deployment, error: Exception) -> str:
     return str(error) if isinstance(error, (Unchecked, *AWAY, StartError)) else repr(error)
 
 
-@click.command(help=HELP)
+@click.command()
 @app_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
 @timeout_option(PATIENCE_S, "How long workers are awaited that live and do not answer.")
@@ -421,7 +408,18 @@ def doctor(
     as_json: bool,
     timeout_s: float,
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Check a deployment, running or planned, and say how to mend what is wrong.
+
+    Looks at the broker's Redis, the app's settings, the workers that live, and this machine; so run
+    it where workers run. It changes nothing. A check that could not be made, because Redis forbids
+    a command or no worker answers, says why, and does not count. docs/doctor.md lists all checks.
+
+    \b
+    Exit codes:
+      0  nothing is wrong
+      1  warnings: it works, but slower, or less safely, than it could
+      2  errors: jobs are lost, or wait for ever; or there is no such app
+    """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url)
     report = diagnose(Deployment(app, timeout_s), app_path)
     click.echo(json.dumps(report) if as_json else draw(**report))

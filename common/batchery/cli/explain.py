@@ -36,21 +36,6 @@ IN_WORKER = {
     "ready": "has ended in",
 }
 
-HELP = """Say what became of a job, and in which batch it ran.
-
-A job with a stored result is explained by it. Of any other one the workers are asked: is it
-waiting, active or scheduled there? A job that is still in its queue cannot be told from one that
-has expired or was never sent.
-
-\b
-Exit codes:
-  0  it succeeded
-  1  it failed, or was revoked
-  2  could not start: no such app, or its Redis does not answer
-  3  it is not finished
-  4  nothing is known of it
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
@@ -150,7 +135,7 @@ def format_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-@click.command(help=HELP)
+@click.command()
 @click.argument("task_id")
 @with_app
 @timeout_option(PATIENCE_S, "How long to wait for a worker that lives and does not answer.")
@@ -159,7 +144,20 @@ def format_error(error: BaseException) -> str:
 def explain(
     context: click.Context, *, task_id: str, app: Celery, timeout_s: float, as_json: bool
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Say what became of a job, and in which batch it ran.
+
+    A job with a stored result is explained by it. Of any other one the workers are asked: is it
+    waiting, active or scheduled there? A job that is still in its queue cannot be told from one
+    that has expired or was never sent.
+
+    \b
+    Exit codes:
+      0  it succeeded
+      1  it failed, or was revoked
+      2  could not start: no such app, or its Redis does not answer
+      3  it is not finished
+      4  nothing is known of it
+    """  # noqa: D301 (click looks for this character)
     if not task_id:
         raise click.UsageError("TASK_ID is empty")
     found = find(app, task_id, timeout_s)

@@ -13,22 +13,20 @@ DEFAULT_URL = "http://127.0.0.1:9464"
 #: How long a worker may take to answer, in seconds.
 TIMEOUT_S = 5.0
 
-HELP = """Say whether a worker is live, by its port of `[metrics]`; the exporter's has one, too.
 
-\b
-Exit codes:
-  0  it is
-  1  it is not, or does not answer
-  2  the URL is none
-"""
-
-
-@click.command(help=HELP)
+@click.command()
 @click.option("--url", default=DEFAULT_URL, help="The worker's port of [metrics].")
 @click.option("--ready", is_flag=True, help="Ask whether it is ready to take jobs.")
 @click.pass_context
 def health(context: click.Context, *, url: str, ready: bool) -> None:
-    """Runs the command; see `HELP`."""
+    """Say whether a worker is live, by its port of `[metrics]`; the exporter's has one, too.
+
+    \b
+    Exit codes:
+      0  it is
+      1  it is not, or does not answer
+      2  the URL is none
+    """  # noqa: D301 (click looks for this character)
     status, text = ask(url, "/readyz" if ready else "/livez")
     click.echo(text, err=status != http.client.OK)
     context.exit(0 if status == http.client.OK else 1)

@@ -81,23 +81,8 @@ NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install
 
 NO_ANSWER = "no worker answers; start one, or wait until it has loaded its models"
 
-HELP = """Show what workers do and serve, and what waits in queues.
 
-It goes on, each second, until Ctrl-C. Redis knows which workers live. A look ends when all of them
-have answered, which may take a while on a busy machine. Queue depths come from the broker, for the
-queues of the app and those that workers consume; with --once also for all others with jobs, as one
-may be misspelt. Rates are those between two looks. docs/observe.md explains every figure.
-
-\b
-Exit codes:
-  0    shown
-  1    with --once: no worker with devices answered
-  2    could not start: no such app, or its broker does not answer
-  130  interrupted
-"""
-
-
-@click.command(help=HELP)
+@click.command()
 @app_options
 @click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
@@ -112,7 +97,21 @@ def stats(
     as_json: bool,
     timeout_s: float,
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Show what workers do and serve, and what waits in queues.
+
+    It goes on, each second, until Ctrl-C. Redis knows which workers live. A look ends when all of
+    them have answered, which may take a while on a busy machine. Queue depths come from the broker,
+    for the queues of the app and those that workers consume; with --once also for all others with
+    jobs, as one may be misspelt. Rates are those between two looks. docs/observe.md explains every
+    figure.
+
+    \b
+    Exit codes:
+      0    shown
+      1    with --once: no worker with devices answered
+      2    could not start: no such app, or its broker does not answer
+      130  interrupted
+    """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url)
     # Raises what is wrong in the settings; once suppressed, Celery would ask a broker of its own.
     _ = app.conf.broker_url

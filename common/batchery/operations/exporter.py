@@ -30,20 +30,8 @@ READY_TIMEOUT_S = 2.0
 #: For how long a survey is shown again to those who ask next, in seconds.
 FRESH_S = 1.0
 
-HELP = """Serve the metrics of all queues to Prometheus; workers have ports of their own.
 
-Queues come from Redis alone: those of the app, those that workers consume, and those of --queues.
-Jobs in all others are counted as strays: their queue may be misspelt. /readyz says whether Redis
-answers; while it does not, batchery_broker_up is 0, and there is no metric of a queue.
-
-\b
-Exit codes:
-  0  stopped by a signal
-  2  could not start: no such app, or the address is taken
-"""
-
-
-@click.command(help=HELP)
+@click.command()
 @app_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option(
@@ -51,7 +39,18 @@ Exit codes:
 )
 @click.option("--queues", "names", metavar="A,B", default="", help="Other queues to look into.")
 def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, names: str) -> None:
-    """Runs the command; see `HELP`."""
+    """Serve the metrics of all queues to Prometheus; workers have ports of their own.
+
+    Queues come from Redis alone: those of the app, those that workers consume, and those of
+    --queues. Jobs in all others are counted as strays: their queue may be misspelt. /readyz says
+    whether Redis answers; while it does not, batchery_broker_up is 0, and there is no metric of a
+    queue.
+
+    \b
+    Exit codes:
+      0  stopped by a signal
+      2  could not start: no such app, or the address is taken
+    """  # noqa: D301 (click looks for this character)
     from batchery.operations.port import Port
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)

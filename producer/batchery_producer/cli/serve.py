@@ -10,20 +10,8 @@ from batchery.errors import StartError
 
 NOT_INSTALLED = "the gateway is not installed: pip install 'batchery[gateway]'"
 
-HELP = """Serve the models of the settings over HTTP.
 
-It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, Cohere's embed and rerank,
-and its own; /openapi.json has all routes, and / is a page. Without API keys it listens on loopback
-alone: `batchery key NAME` makes one. The table [gateway] of the settings has the limits.
-
-\b
-Exit codes:
-  0  stopped by a signal
-  2  could not start: no such app, a wrong setting, or the address is taken
-"""
-
-
-@click.command(help=HELP)
+@click.command()
 @app_options
 @click.option("--host", help="Address to listen on; by default that of the settings.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port; 0 is any free one.")
@@ -38,7 +26,18 @@ def serve(
     processes: int | None,
     access_log: bool,
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Serve the models of the settings over HTTP.
+
+    It speaks OpenAI's API (embeddings, texts, files, batches), TEI's, Cohere's embed and rerank,
+    and its own; /openapi.json has all routes, and / is a page. Without API keys it listens on
+    loopback alone: `batchery key NAME` makes one. The table [gateway] of the settings has the
+    limits.
+
+    \b
+    Exit codes:
+      0  stopped by a signal
+      2  could not start: no such app, a wrong setting, or the address is taken
+    """  # noqa: D301 (click looks for this character)
     try:
         from batchery_producer.gateway import server
     except ModuleNotFoundError as error:

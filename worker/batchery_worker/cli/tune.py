@@ -36,20 +36,6 @@ WARM_UP_ITEMS = 16
 #: job waits for fewer others.
 SPARED_SHARE = 0.05
 
-HELP = """Find the max_batch_size that suits a model on this machine.
-
-Computes the same texts in batches of several sizes, three times, and takes the medians; says on
-standard error how far it is. Give texts of your own: the best size depends on their lengths. Passes
-are cut as in a worker, and what memory teaches is printed as max_batch_tokens. Needs neither Redis
-nor a worker. A worker that runs on the device meanwhile makes the figures worse.
-
-\b
-Exit codes:
-  0    measured
-  2    could not start: no such app, model or device, or nothing to measure with
-  130  interrupted
-"""
-
 
 def read_texts(_: click.Context, __: click.Parameter, file: TextIO | None) -> list[str]:
     """The lines of a file; none without a file."""
@@ -126,7 +112,7 @@ def recommend(rows: Sequence[Mapping[str, Any]]) -> int:
     return min(int(row["max_batch_size"]) for row in rows if row["items_per_s"] >= enough)
 
 
-@click.command(help=HELP)
+@click.command()
 @click.argument("name", metavar="MODEL")
 @click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
@@ -147,7 +133,19 @@ def tune(
     seconds: float,
     as_json: bool,
 ) -> None:
-    """Runs the command; see `HELP`."""
+    """Find the max_batch_size that suits a model on this machine.
+
+    Computes the same texts in batches of several sizes, three times, and takes the medians; says on
+    standard error how far it is. Give texts of your own: the best size depends on their lengths.
+    Passes are cut as in a worker, and what memory teaches is printed as max_batch_tokens. Needs
+    neither Redis nor a worker. A worker that runs on the device meanwhile makes the figures worse.
+
+    \b
+    Exit codes:
+      0    measured
+      2    could not start: no such app, model or device, or nothing to measure with
+      130  interrupted
+    """  # noqa: D301 (click looks for this character)
     app = load_app(app_path)
     task, settings = _find_model(app, name), get_installation(app).settings
     device = device or choose_devices(settings.devices)[0]
