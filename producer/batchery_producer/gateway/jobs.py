@@ -36,8 +36,7 @@ from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, J
 from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, Store
-from batchery_producer.gateway.task_records import TaskRecord
+from batchery_producer.gateway.store import BATCH, Store, TaskRecord
 from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
 from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 

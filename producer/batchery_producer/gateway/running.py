@@ -15,8 +15,7 @@ from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.health import Absence, Health, Monitor, stop
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import ModelInfo, PerModel, ServedModels, read_info
-from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.task_records import TaskRecords
+from batchery_producer.gateway.store import Store, TaskRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

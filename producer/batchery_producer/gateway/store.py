@@ -1,22 +1,32 @@
-"""The Redis of the results, and the queue of the gateway's own jobs.
+"""The Redis of the results: commands, the gateway's own jobs, and records of the tasks it sent.
 
-In that Redis gateways and their jobs keep what a kill must not lose. The jobs, steps of batch files
-and webhooks, are ordinary Celery tasks, run by an ordinary worker, so leases, heartbeats and
-redelivery are the queue's.
+In that Redis gateways and their jobs keep what a kill must not lose, and any gateway may be asked.
+The jobs, slices of batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
+so leases, heartbeats and redelivery are the queue's. Results are left where they are, so that
+several may read them.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, NotRequired
+from weakref import WeakValueDictionary
 
+import orjson
 import redis
-from celery import Celery
+from celery import Celery, states
 from celery.backends.redis import RedisBackend
+from kombu.exceptions import KombuError
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.headers import backend_prefix, with_tenant
-from batchery_producer.gateway.problems import Kind, Problem, redis_problem
+from batchery_producer.answers import describe
+from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
 
 #: The task that begins a batch, or runs a slice of one.
 BATCH = "batchery.gateway.batch"
@@ -72,3 +82,232 @@ class Store:
         """
         options = with_tenant({"queue": JOBS_QUEUE, "ignore_result": True}, tenant)
         self._app.send_task(task, arguments, **options)
+
+
+# Tasks that were sent
+
+
+#: How long sending may take, in seconds; then a repeated request sends the task again.
+SENDING_S = 30
+
+#: How often results are looked for that somebody waits for, in seconds; and how many times as long
+#: as a look took, where many wait.
+LOOK_S = 0.02
+REST_PER_LOOK = 9
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """A task that was sent.
+
+    Attributes:
+        id: Celery's id of it, a UUID; of a request with an idempotency key, always the same one.
+        task: Name of the task.
+        caller: Name of the key that sent it; no other key learns of it.
+        count: Number of items; 0 if it has a single one, or arguments.
+        revoked: Whether its caller does not want it any more.
+        digest: Of the request, if that has an idempotency key.
+        is_sent: Whether that is done; if not, it is just being sent.
+    """
+
+    id: str
+    task: str
+    caller: str
+    count: int = 0
+    revoked: bool = False
+    digest: str = ""
+    is_sent: bool = True
+
+
+class TaskError(TypedDict):
+    """Why a task or an item failed: what its worker raised."""
+
+    type: str
+    message: str
+
+
+class ItemResult(TypedDict):
+    """How an item ended: one of the two."""
+
+    ok: NotRequired[Any]
+    error: NotRequired[TaskError]
+
+
+class TaskState(TypedDict):
+    """How a task is."""
+
+    id: str
+    task: str
+    status: Annotated[str, Field(description="Celery's name of the state, such as `SUCCESS`.")]
+    result: NotRequired[Any]
+    results: NotRequired[Annotated[list[ItemResult], Field(description="Of a task with items.")]]
+    error: NotRequired[TaskError]
+
+
+def has_ended(state: TaskState) -> bool:
+    """Whether a task has a result."""
+    return state["status"] in states.READY_STATES
+
+
+class TaskRecords:
+    """Keeps a record of each task, for as long as its result may be there."""
+
+    def __init__(self, store: Store, kind: str = "task") -> None:
+        """Prepares.
+
+        Args:
+            store: Where they are kept.
+            kind: What they are of, `task` or `stream`: an id of the one is none of the other.
+        """
+        self._store = store
+        self._kind = kind
+        expires = getattr(store.backend, "expires", None)
+        #: Within how many seconds a worker must begin a task; its result is kept as long. None is
+        #: for ever.
+        self.expires_s: int | None = int(expires) if expires else None
+        #: A result comes before the first of these ends, and ends before the second.
+        self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
+        #: Tasks of which something is awaited, as long as somebody does.
+        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def add(self, record: TaskRecord) -> None:
+        """Keeps a record.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        key, value = self._key(record.id), json.dumps(asdict(record))
+        await self._store.run(lambda client: client.set(key, value, ex=self._lifetime_s))
+
+    async def claim(self, record: TaskRecord) -> TaskRecord | None:
+        """Keeps a record while its task is being sent; returns the one that has the id already.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        key, value = self._key(record.id), json.dumps(asdict(record))
+        if await self._store.run(lambda client: client.set(key, value, nx=True, ex=SENDING_S)):
+            return None
+        return await asyncio.to_thread(self.read, record.id)
+
+    async def forget(self, record: TaskRecord) -> None:
+        """Removes the record of a task that could not be sent."""
+        await self._store.run(lambda client: client.delete(self._key(record.id)))
+
+    async def find(self, task_id: str, caller: str, task: str | None = None) -> TaskRecord:
+        """The record of a task.
+
+        Args:
+            task_id: Its id.
+            caller: Whose it must be.
+            task: Name that it must have; None for any.
+
+        Raises:
+            Problem: There is none, or it is of another caller; or Redis is away.
+        """
+        record = await asyncio.to_thread(self.read, task_id)
+        if record is None or record.caller != caller or task not in (None, record.task):
+            kind = self._kind
+            raise Problem(
+                Kind.NOT_FOUND,
+                f"{kind} {task_id!r:.100}: no {kind} of yours has this id, or its result has"
+                " expired",
+                code=f"{kind}_not_found",
+            )
+        return record
+
+    def read(self, task_id: str) -> TaskRecord | None:
+        """The record of a task; None if there is none."""
+        found = self._store.call(lambda client: client.get(self._key(task_id)))
+        return None if found is None else TaskRecord(**json.loads(found))
+
+    async def revoke(self, record: TaskRecord) -> None:
+        """Notes that a task is not wanted."""
+        await self.add(replace(record, revoked=True))
+
+    async def wait_for_end(self, record: TaskRecord, wait_s: float) -> TaskState:
+        """How a task is when it has ended, or after so many seconds."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            state = await asyncio.to_thread(self.read_state, record)
+            left_s = until_s - time.monotonic()
+            if has_ended(state) or left_s <= 0:
+                return state
+            changed = self._waiting.setdefault(record.id, asyncio.Event())
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left_s)
+
+    async def _look(self) -> None:
+        """Looks for all who wait, in one command, as long as somebody does."""
+        while self._waiting:
+            began_s, ids = time.monotonic(), list(self._waiting)
+            with suppress(Problem):  # Redis is away, and may come back.
+                for task_id in await asyncio.to_thread(self._find_stored, ids):
+                    if changed := self._waiting.pop(task_id, None):
+                        changed.set()
+            await asyncio.sleep(max(LOOK_S, REST_PER_LOOK * (time.monotonic() - began_s)))
+
+    def _find_stored(self, task_ids: Sequence[str]) -> list[str]:
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            for each in task_ids:
+                pipe.exists(self._store.backend.get_key_for_task(each))
+            return [each for each, there in zip(task_ids, pipe.execute(), strict=True) if there]
+
+    def read_state(self, record: TaskRecord) -> TaskState:
+        """How a task is."""
+        keys = [self._key(record.id), self._store.backend.get_key_for_task(record.id)]
+        known, payload = self._store.call(lambda client: client.mget(keys))
+        if payload is None and self._lifetime_s is not None:
+            # It may wait for longer than the record would be kept, if somebody still asks.
+            self._store.call(lambda client: client.expire(keys[0], self._lifetime_s))
+        is_revoked = known is not None and json.loads(known)["revoked"]
+        state: TaskState = {"id": record.id, "task": record.task, "status": states.PENDING}
+        try:
+            self._describe(state, record.count, payload, is_revoked=is_revoked)
+        except (KombuError, TypeError, ValueError, RecursionError) as error:
+            message = f"the task succeeded, but its result is no JSON: {error}"
+            state["status"] = states.FAILURE
+            state["error"] = {"type": "UnserialisableResult", "message": message}
+        return state
+
+    def _describe(
+        self, state: TaskState, count: int, payload: bytes | None, *, is_revoked: bool
+    ) -> None:
+        """Adds status, and `result`, `results` or `error`.
+
+        Raises:
+            Exception: The result is no JSON.
+        """
+        meta = {} if payload is None else self._store.backend.decode(payload)
+        status, result = meta.get("status", states.PENDING), meta.get("result")
+        if status == states.SUCCESS:
+            if b"null" in to_json(result):
+                # orjson passes NaN off as null, and JSON knows no infinite numbers.
+                json.dumps(result, allow_nan=False, default=str)
+            state["results" if count else "result"] = result
+        elif status in states.READY_STATES:
+            kind, message = describe(result)
+            state["error"] = {"type": kind, "message": SERVER_TEXTS.get(kind, message)}
+        elif is_revoked:
+            status = states.REVOKED
+            state["error"] = {"type": "TaskRevokedError", "message": "revoked"}
+        state["status"] = status
+
+    def _key(self, task_id: str) -> bytes:
+        return self._store.key(self._kind, task_id)
+
+
+def to_json(value: Any) -> bytes:
+    """Writes a value as JSON.
+
+    Raises:
+        TypeError: It has something that JSON does not know.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # It takes numbers of any length, unlike orjson.
+        return json.dumps(value, allow_nan=False).encode()

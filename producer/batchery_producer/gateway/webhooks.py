@@ -22,8 +22,7 @@ from standardwebhooks import Webhook
 
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, has_ended, to_json
+from batchery_producer.gateway.store import Store, TaskRecord, TaskRecords, has_ended, to_json
 
 # Where results may be posted to
 

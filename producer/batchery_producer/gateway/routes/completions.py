@@ -39,7 +39,7 @@ from batchery_producer.gateway.problems import (
     log_failure,
 )
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.gateway.task_records import TaskRecord
+from batchery_producer.gateway.store import TaskRecord
 from batchery_producer.openai_generation import (
     CHAT_URL,
     FORMS,

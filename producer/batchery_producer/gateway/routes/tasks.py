@@ -26,7 +26,7 @@ from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import read_timeout_s, unless_gone
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.gateway.task_records import TaskRecord, TaskState, has_ended, to_json
+from batchery_producer.gateway.store import TaskRecord, TaskState, has_ended, to_json
 from batchery_producer.gateway.webhooks import TASK, find_target
 from batchery_producer.publisher import is_known
 from batchery_producer.request_fields import RequestBody
