@@ -61,7 +61,7 @@ class RecordedCommands:
     """
 
     def __init__(self) -> None:
-        self.pushed: dict[str, list[str]] = {}
+        self.pushed: dict[str, Any] = {}
         self.others: dict[Command, None] = {}
 
     def publish(self, channel: Any, message: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from batchery.redis_scripts import cut_into_parts
 from batchery.retry import RetryPolicy, pause_s
 from batchery.task import check_options
 from batchery.transport.dead_letters import check_size
-from batchery_producer.broker import BrokerConnection, Command, Room
+from batchery_producer.broker import BrokerConnection, RecordedCommands, Room
 from batchery_producer.template import (
     ITEM,
     OutgoingJob,
@@ -166,32 +166,31 @@ class Publisher:
             self._broker.call(partial(self._send_by_kombu, jobs, options), self.queue)
             self.sent += len(jobs)
             return
-        pushed, others = made
-        for key, messages in pushed.items():
+        for key, messages in made.pushed.items():
             self._push(key, messages)
-        if others:
-            self._broker.call(lambda: self._broker.run(others), self.queue)
+        if made.others:
+            self._broker.call(partial(self._broker.run, made.others), self.queue)
 
     def _make(
         self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Iterable[str]], Iterable[Command]] | None:
-        """Messages by the key of their list, and other commands; None if this is not Redis."""
+    ) -> RecordedCommands | None:
+        """What sends the jobs; None if this is not Redis."""
         if not self._broker.is_redis:
             return None
         # A lone job is not worth a template.
         if len(jobs) > 1 and needs_celery(self._app, self._task) is None:
-            job = OutgoingJob(uuid(), ITEM)
-            with self._broker.recording() as one:
-                self._send(job, options)
-            if len(one.pushed) == 1:
-                ((key, (message, *_)),) = one.pushed.items()
-                template = build_template(self._app, job.id, message)
-                if template is not None:
-                    return {key: template.fill(jobs)}, one.others
-        with self._broker.recording() as every:
+            first = OutgoingJob(uuid(), ITEM)
+            with self._broker.recording() as made:
+                self._send(first, options)
+            if len(made.pushed) == 1:
+                ((key, (message, *_)),) = made.pushed.items()
+                if (template := build_template(self._app, first.id, message)) is not None:
+                    made.pushed = {key: template.fill(jobs)}
+                    return made
+        with self._broker.recording() as made:
             for job in jobs:
                 self._send(job, options)
-        return every.pushed, every.others
+        return made
 
     def _push(self, key: str, messages: Iterable[str]) -> None:
         for part in cut_into_parts(messages, len, PUSH_BYTES, CHUNK_JOBS):

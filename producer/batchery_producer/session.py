@@ -46,9 +46,6 @@ CLOSE_S = 1.0
 #: How long a caller waits to be told why no result came, in seconds.
 EXPLAIN_S = 3.0
 
-#: Number of publishers that are kept: one for each task with its keywords and options.
-PUBLISHERS = 64
-
 T = TypeVar("T")
 
 
@@ -75,10 +72,10 @@ class PendingSend(NamedTuple):
     #: Who reads its partial results; None for a call that waits for its result.
     stream: AsyncPieceStream | None = None
 
-    def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
-        """Key of the jobs that one publisher sends; with headers, of those that go together."""
+    def build_key(self) -> str:
+        """Key of the jobs that go together."""
         try:
-            return json.dumps([*self.terms[:2], self.keywords, headers], default=repr)
+            return json.dumps([*self.terms[:2], self.keywords, self.headers], default=repr)
         except Exception:  # noqa: BLE001 - whatever is wrong with its keywords, it goes alone
             return self.job.id
 
@@ -107,7 +104,6 @@ class Session:
         self._retries = RetryPolicy(lambda: self._is_ended, command_s=COMMAND_S)
         sending = RetryPolicy(lambda: self._is_ended, command_s=COMMAND_S)
         self._broker = BrokerConnection(app, sending, persistent=True)
-        self._publishers: dict[str, Publisher] = {}
 
     @cached_property
     def collector(self) -> Collector:
@@ -302,7 +298,7 @@ class Session:
     def _send_some(self, calls: Sequence[PendingSend]) -> None:
         groups: dict[str, list[PendingSend]] = {}
         for call in calls:
-            groups.setdefault(call.build_key(call.headers), []).append(call)
+            groups.setdefault(call.build_key(), []).append(call)
         for group in groups.values():
             try:
                 if streams := [call.stream for call in group if call.stream is not None]:
@@ -311,7 +307,7 @@ class Session:
                     self.collector.expect([call.job.id for call in group])
                     with self._wake:
                         self._wake.notify_all()
-                self._publisher(group[0]).send([call.job for call in group], group[0].headers)
+                self._publish(group)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
@@ -328,7 +324,7 @@ class Session:
             problem = error
             if len(group) > 1 and is_of_one:
                 try:
-                    self._publisher(call).send([call.job], call.headers)
+                    self._publish([call])
                     continue
                 except Exception as own:  # noqa: BLE001 - as above
                     problem = own
@@ -339,17 +335,10 @@ class Session:
         if refused:
             self.reader.forget(refused)
 
-    def _publisher(self, call: PendingSend) -> Publisher:
-        # Headers go with each message: that of a deadline never comes twice.
-        kind = call.build_key()
-        if kind not in self._publishers:
-            if len(self._publishers) >= PUBLISHERS:
-                self._publishers.pop(next(iter(self._publishers)))
-            task, options = call.terms[:2]
-            self._publishers[kind] = Publisher(
-                self.app, task, keywords=call.keywords, broker=self._broker, **options
-            )
-        return self._publishers[kind]
+    def _publish(self, group: Sequence[PendingSend]) -> None:
+        (task, options, *_), keywords, headers, *_ = group[0]
+        publisher = Publisher(self.app, task, keywords=keywords, broker=self._broker, **options)
+        publisher.send([call.job for call in group], headers)
 
     def _revoke(self, task_ids: set[str]) -> None:
         begun = [each for each in task_ids if each in self.collector.awaited]

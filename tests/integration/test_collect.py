@@ -54,10 +54,6 @@ def without_sweeps(collector: Any) -> None:
     collector._poll_at_s = NEVER_S
 
 
-def without_announcements(collector: Any) -> None:
-    collector._announcements = lambda _: iter(())
-
-
 class Commits:
     """A device's commit, with leases of its own."""
 

@@ -12,8 +12,6 @@ import redis
 from celery import Celery, uuid
 
 from batchery import BrokerRefused, QueueFull
-from batchery.errors import GaveUp
-from batchery.retry import Interrupted, RetryPolicy
 from batchery_producer import broker
 from batchery_producer.publisher import CHUNK_JOBS, Publisher
 from batchery_worker.devstack.redis_server import free_port
@@ -88,15 +86,6 @@ def test_a_restart_of_redis_in_between_loses_and_doubles_nothing(own_redis: OwnR
         again.join()
         with redis.Redis.from_url(own_redis.url) as bare:
             assert ids(bare) == [f"job-{number}" for number in range(20)]
-
-
-def test_without_a_redis_it_gives_up_in_time() -> None:
-    with (
-        bulk_app(f"redis://127.0.0.1:{free_port()}/0") as app,
-        Publisher(app, "same", outage_policy=RetryPolicy(away_s=0.3)) as publisher,
-        pytest.raises(GaveUp, match=r"tried for 0\.3 s"),
-    ):
-        publisher.send(jobs(1))
 
 
 def test_a_redis_without_memory_refuses_and_has_nothing(app: Celery, bare: Any) -> None:
@@ -174,24 +163,6 @@ def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: An
     thread.join()
     publisher.close()
     assert taken == [task_id for task_id, _ in jobs(10)]
-
-
-def test_a_publisher_that_waits_can_be_stopped(app: Celery, bare: Any) -> None:
-    stop = threading.Event()
-    retries = RetryPolicy(stop.is_set)
-    publisher = Publisher(app, "same", max_waiting=1, outage_policy=retries)
-
-    def send() -> None:
-        with pytest.raises(Interrupted):
-            publisher.send(jobs(2))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    wait_for(lambda: bare.llen("celery") == 1, "the queue is full")
-    stop.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    publisher.close()
 
 
 @pytest.mark.parametrize("used", [0, 1])

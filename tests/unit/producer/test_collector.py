@@ -18,7 +18,6 @@ from batchery_producer import collector as module
 from batchery_producer.answers import Answer
 from batchery_producer.collector import (
     CHUNK,
-    GATHER_JOBS,
     MAX_INTERVAL_S,
     MIN_INTERVAL_S,
     POLL_JOBS,
@@ -163,8 +162,8 @@ class Scene:
     backend: Any
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.now_s, self.slept_s = 100.0, list[float]()
-        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.slept_s.append)
+        self.now_s = 100.0
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: None)
         monkeypatch.setattr(module, "time", clock)
         self.client = Client()
         self.backend = SimpleNamespace(
@@ -254,18 +253,6 @@ def test_redis_is_not_asked_to_wait_for_longer_than_its_answer_may_take(
     scene = Scene(monkeypatch, retries=retries)
     scene.collect(9.0)
     assert scene.reads[0][2] == block_ms
-
-
-def test_many_jobs_are_gathered_before_a_read(scene: Scene) -> None:
-    scene.collector.expect(map(str, range(GATHER_JOBS - 1)))
-    poll_is_not_due(scene)
-    scene.collect(1.0)
-    assert scene.slept_s == []
-    scene.collector.expect(["one more"])
-    scene.collect(1.0)
-    scene.collect(0.001)
-    scene.collect(0.0)
-    assert scene.slept_s == [module.GATHER_S, 0.001]
 
 
 def test_results_of_dropped_jobs_are_removed_only_if_somebody_wants_that(
