@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import TruncationStrategy
@@ -116,71 +118,6 @@ PROBES = (
 )
 
 
-class SpecialTokens:
-    """The special tokens around one text, or around two.
-
-    They are found by tokenizing short texts with and without them: tokenizers have no other way in
-    common of saying so.
-
-    Attributes:
-        is_known: Whether the tokens of a text stand together among the special ones.
-    """
-
-    def __init__(self, tokenizer: Any, names: Sequence[str], probes: Sequence[str]) -> None:
-        """Finds out.
-
-        Args:
-            tokenizer: Of transformers.
-            names: Inputs of the model, token ids first.
-            probes: As many texts as there will be: short ones, that differ.
-        """
-        whole = tokenizer(*([each] for each in probes))
-        self._columns = [list(whole[name][0]) for name in names]
-        #: Begin and end of each probe among all tokens.
-        self._spans: list[tuple[int, int]] = []
-        at = 0
-        for probe in probes:
-            bare = list(tokenizer([probe], add_special_tokens=False)["input_ids"][0])
-            at = _position(bare, self._columns[0], at)
-            self._spans.append((at, at + len(bare)))
-            at += len(bare)
-        self.is_known = all(0 <= start < end for start, end in self._spans)
-
-    def __len__(self) -> int:
-        """How many special tokens there are."""
-        return len(self._columns[0]) - sum(end - start for start, end in self._spans)
-
-    def around(self, *texts: Sequence[int]) -> NDArray[np.int64]:
-        """Puts them around tokens.
-
-        Args:
-            texts: The tokens of each text; as many as there were probes.
-
-        Returns:
-            A row per input of the model, (I, L) int64.
-        """
-        rows: list[list[int]] = [[] for _ in self._columns]
-        at = 0
-        for text, (start, end) in zip(texts, self._spans, strict=True):
-            for place, (row, column) in enumerate(zip(rows, self._columns, strict=True)):
-                row += column[at:start]
-                # All tokens of a text have the same type.
-                row += text if place == 0 else [column[start]] * len(text)
-            at = end
-        for row, column in zip(rows, self._columns, strict=True):
-            row += column[at:]
-        return np.array(rows, dtype=np.int64)
-
-
-def _position(part: Sequence[int], whole: Sequence[int], start: int) -> int:
-    """Where a part begins, not before `start`; below 0 if nowhere."""
-    if part and start >= 0:
-        for place in range(start, len(whole) - len(part) + 1):
-            if whole[place : place + len(part)] == part:
-                return place
-    return -1 - len(part)
-
-
 class TextTokenizer:
     """A model's tokenizer, within the limits of the model.
 
@@ -216,8 +153,6 @@ class TextTokenizer:
         side = getattr(tokenizer, "truncation_side", "right")
         self.usual_cut = Cut(truncate, side, max_length=max_length)
         self.names = [name for name in inputs if name in self._call(["a"], self.usual_cut)]
-        #: Special tokens of one text, and of a pair.
-        self._frames: dict[int, SpecialTokens] = {}
         self._columns: Callable[[Any, Cut], tuple[Columns, IsCut]] = self._usual
         if self._is_fast():
             self._columns = self._fast
@@ -304,30 +239,36 @@ class TextTokenizer:
 
     def _framed(self, inputs: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
         """Puts special tokens around token ids."""
-        before = {text: self._ids(text) for text in {each.before for each in inputs}}
-        return [self._frame(before[each.before] + each.ids, each.pair, cut) for each in inputs]
-
-    def _frame(self, ids: list[int], pair: str | None, cut: Cut) -> Prepared | Failed:
-        frame = self._find_frame("a" if pair is None else "ab")
-        if not frame.is_known:
-            return Failed(
-                InvalidItem("token ids: it is unknown where special tokens go; send a text")
-            )
-        others = [] if pair is None else [self._ids(pair)]
-        room = len(ids)
+        if self._numbers is None:
+            unknown = "token ids: it is unknown where special tokens go; send a text"
+            return [Failed(InvalidItem(unknown)) for _ in inputs]
         if cut.truncate and cut.max_length is not None:
-            room = cut.max_length - len(frame) - sum(map(len, others))
-        if len(ids) <= room:
-            return self._checked(frame.around(ids, *others), cut)
-        kept = ids[:room] if cut.side == "right" else ids[len(ids) - room :]
-        checked = self._checked(frame.around(kept, *others), cut)
-        return checked if isinstance(checked, Failed) else checked.view(Truncated)
+            self._numbers.enable_truncation(
+                cut.max_length, strategy=cut.strategy, direction=cut.side
+            )
+        else:
+            self._numbers.no_truncation()
+        texts: list[str | tuple[str, str]] = []
+        for each in inputs:
+            first = _spell(self._ids(each.before) + each.ids)
+            texts.append(first if each.pair is None else (first, _spell(self._ids(each.pair))))
+        return self._prepared(*self._read(self._numbers.encode_batch_fast(texts)), cut)
 
-    def _find_frame(self, probes: str) -> SpecialTokens:
-        """The special tokens around as many texts as there are probes."""
-        if len(probes) not in self._frames:
-            self._frames[len(probes)] = SpecialTokens(self._tokenizer, self.names, probes)
-        return self._frames[len(probes)]
+    @cached_property
+    def _numbers(self) -> Any:
+        """A tokenizer whose words are the numbers of tokens, with the model's special tokens.
+
+        None if the model's own is none of the library.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        words = {str(number): number for number in range(self._vocabulary)}
+        numbers = Tokenizer(models.WordLevel(words, unk_token="0"))
+        numbers.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        if backend.post_processor is not None:
+            numbers.post_processor = backend.post_processor
+        return numbers
 
     def _ids(self, text: str) -> list[int]:
         if not text:
@@ -392,7 +333,9 @@ class TextTokenizer:
             pad_to_multiple_of=None,
             padding_side=None,
         )
-        encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(texts)
+        return self._read(self._tokenizer.backend_tokenizer.encode_batch_fast(texts))
+
+    def _read(self, encodings: Sequence[Any]) -> tuple[Columns, IsCut]:
         columns = [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
         return columns, lambda place: bool(encodings[place].overflowing)
 
@@ -412,6 +355,10 @@ class TextTokenizer:
             )
         except Exception:  # noqa: BLE001 - another kind of tokenizer, or another version
             return False
+
+
+def _spell(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
 
 
 def load_tokenizer(source: ModelSource) -> Any:
