@@ -22,7 +22,6 @@ from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.forward import Forward, worst_difference
-from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
 from batchery_worker.models.inputs import PromptKeywords, TextKeywords
@@ -82,6 +81,11 @@ class LibraryText(NamedTuple):
     content: Any
     options: TextKeywords
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tokens."""
+        return self.tokens.shape
+
 
 class SentenceModel(TextModel):
     """A model of sentence-transformers; subclasses say what they read of its output."""
@@ -127,29 +131,19 @@ class SentenceModel(TextModel):
             self.library = make(
                 source.name,
                 device=None if "device_map" in options else "cpu",
-                prompts=dict(self.settings.prompts),
+                prompts=self.settings.prompts,
+                default_prompt_name=self.settings.default_prompt,
                 local_files_only=source.is_here,
                 model_kwargs=options,
                 **source.options,
             )
-        self._take_prompts(source)
+        self.prompts, self.default_prompt = self.library.prompts, self.library.default_prompt_name
         self._take_modules(source)
         self.model, self.tokenizer = self._transformer.model, self._transformer.tokenizer
         modules = source.json("modules.json") or [{"type": "Transformer", "path": ""}]
         if modules[0]["type"].endswith("Transformer"):
             check_tokenizer(source, self.tokenizer, modules[0]["path"])
         return missing
-
-    def _take_prompts(self, source: ModelSource) -> None:
-        self.prompts = self.library.prompts
-        if self.settings.default_prompt is not None:
-            self.library.default_prompt_name = self.settings.default_prompt
-        self.default_prompt = self.library.default_prompt_name
-        if self.default_prompt is not None and self.default_prompt not in self.prompts:
-            raise ModelLoadError(
-                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
-                f" {_are(self.prompts)}"
-            )
 
     def _take_modules(self, source: ModelSource) -> None:
         """Finds the transformer, and the modules that read its output."""
@@ -229,21 +223,25 @@ class SentenceModel(TextModel):
             # Padded on the right, a text keeps its positions in the library's batches, too.
             self.tokenizer.padding_side = self._padding_side
         self._own_code: dict[str | None, str] = {}
-        knows_tasks = self._knows_tasks()
         #: Of texts with one prompt and one task: how their results differ.
         differences: dict[tuple[str, str | None], str] = {}
         choices = self.prompts if issubclass(self.keywords, PromptKeywords) else ()
         for name in (self.default_prompt, *choices):
-            way = (self.prompts.get(name or "", ""), self._task(name) if knows_tasks else None)
+            way = self.prompts.get(name or "", ""), self._task(name)
             if way not in differences:
                 differences[way] = self._find_difference(name)
             if differences[way]:
                 self._own_code[name] = differences[way]
-        if self._own_code and self._session is not None:
+        if not self._own_code:
+            return
+        names = ", ".join(repr(name) if name else "none" for name in self._own_code)
+        first = next(iter(self._own_code.values()))
+        if self._session is not None:
             raise ModelLoadError(
-                f"model {source.name!r}: engine = 'onnx' cannot compute it:"
-                f" {next(iter(self._own_code.values()))}; leave engine out"
+                f"model {source.name!r}: engine = 'onnx' cannot compute prompt {names}: {first};"
+                " leave engine out"
             )
+        self.why_padded = f"since sentence-transformers' own code runs for prompt {names}: {first}"
 
     def _find_difference(self, name: str | None) -> str:
         """How values with a prompt differ from those of sentence-transformers; empty if not."""
@@ -278,23 +276,6 @@ class SentenceModel(TextModel):
             return f"the fast pass fails: {type(error).__name__}: {reason(error)}"
         return ""
 
-    def _choose_forward(
-        self, source: ModelSource, padded: Padded, texts: Any, why: str = ""
-    ) -> None:
-        if self._own_code:
-            names = ", ".join(repr(name) if name else "none" for name in self._own_code)
-            first = next(iter(self._own_code.values()))
-            why = f"since sentence-transformers' own code runs for prompt {names}: {first}"
-        super()._choose_forward(source, padded, texts, why)
-
-    def _knows_tasks(self) -> bool:
-        """Whether it may matter what a text is for."""
-        lengths = ("query_length", "document_length", "query_expansion")
-        return "task" in self.library.get_model_kwargs() or any(
-            type(each).__name__ == "Router" or any(getattr(each, name, None) for name in lengths)
-            for each in self.library
-        )
-
     def _task(self, name: str | None) -> str | None:
         routes = getattr(self.library[0], "sub_modules", ())
         return name if name in TASKS or (name and name in routes) else None
@@ -307,7 +288,8 @@ class SentenceModel(TextModel):
         options = super()._read_keywords(keywords)
         name = options.prompt if isinstance(options, PromptKeywords) else None
         if name is not None and name not in self.prompts:
-            raise InvalidItem(f"keyword prompt = {name!r:.80}: there {_are(self.prompts)}")
+            there_are = ", ".join(sorted(self.prompts))
+            raise InvalidItem(f"keyword prompt = {name!r:.80}: there are {there_are}")
         return options
 
     def _prompt(self, options: Any) -> str:
@@ -342,12 +324,8 @@ class SentenceModel(TextModel):
             for item, each in zip(items, prepared, strict=True)
         ]
 
-    def tokens(self, prepared: Any) -> int:
-        """Length of a tokenized item in tokens, special ones included."""
-        return super().tokens(_tokens_of(prepared))
-
     def _head(self, prepared: Any) -> dict[str, Any]:
-        return super()._head(_tokens_of(prepared))
+        return super()._head(prepared.tokens if isinstance(prepared, LibraryText) else prepared)
 
     def _values(self, forward: Forward, batch: Sequence[Any]) -> Tensor:
         if not batch or not isinstance(batch[0], LibraryText):
@@ -379,14 +357,6 @@ def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) ->
         Encoded(orjson.dumps({**head, **dict(zip(columns, row, strict=True))}, option=NUMPY))
         for head, *row in zip(heads, *columns.values(), strict=True)
     ]
-
-
-def _tokens_of(prepared: Any) -> Any:
-    return prepared.tokens if isinstance(prepared, LibraryText) else prepared
-
-
-def _are(prompts: Mapping[str, str]) -> str:
-    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"
 
 
 @contextmanager

@@ -231,7 +231,11 @@ class TextModel(Model):
         return longest_text(self.settings, source, self.tokenizer, self.model)
 
     def _settle(self, source: ModelSource) -> None:
-        """Looks how the padded pass may be used. Raises ModelLoadError."""
+        """Looks whether the padded pass is right, and says why no other can be taken.
+
+        Raises:
+            ModelLoadError: It is wrong.
+        """
 
     def _place(self, source: ModelSource) -> Collection[str]:
         """Gets ready what computes, on its device; returns the names of what that takes."""
@@ -280,20 +284,12 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(
-        self, source: ModelSource, padded: Padded, texts: RandomTexts, why: str = ""
-    ) -> None:
-        """Chooses the pass of the model.
-
-        Args:
-            source: For errors.
-            padded: The padded pass.
-            texts: Makes texts for checks.
-            why: Why it must be padded; empty if it need not.
-        """
+    def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
         candidate = Candidate(
             name=source.name,
-            setting="padded" if why else self._split.choose_forward(self.settings.forward),
+            setting="padded"
+            if self.why_padded
+            else self._split.choose_forward(self.settings.forward),
             model=self.model,
             device=self._device,
             padding_position=padding_position(self.model),
@@ -314,8 +310,8 @@ class TextModel(Model):
             )
         # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
-        forward, self.why_padded = choose(candidate)
-        self.why_padded = why or self.why_padded
+        forward, why = choose(candidate)
+        self.why_padded = self.why_padded or why
         self._pass = Graphed(forward, graphs) if graphs else forward
 
     def _log_forward(self, source: ModelSource) -> None:

@@ -119,7 +119,8 @@ def test_a_model_of_images_is_refused(
         ({"dimensions": 385}, "dimensions = 385, but its vectors have 384"),
         (
             {"default_prompt": "q", "prompts": {"query": "query: "}},
-            "default_prompt = 'q', but there are document, query",
+            "Default prompt name 'q' not found in the configured prompts dictionary with keys"
+            " ['query', 'document'].",
         ),
     ],
 )
