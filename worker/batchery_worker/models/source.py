@@ -3,8 +3,9 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,37 +183,51 @@ def check_weights(
 
 
 @contextmanager
+def _replaced(name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of transformers' classes, for this thread; another may load at that time.
+
+    Args:
+        name: Of a class method of `PreTrainedModel`.
+        call: Gets the class, the method with its arguments, and those with names.
+    """
+    # Whoever only reads files does without; here it is there already.
+    from transformers import PreTrainedModel
+
+    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
+
+    def replacement(cls: type, *args: Any, **keywords: Any) -> Any:
+        usual = partial(plain.__func__, cls, *args, **keywords)
+        return call(cls, usual, keywords) if threading.get_ident() == own else usual()
+
+    setattr(PreTrainedModel, name, classmethod(replacement))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, name, plain)
+
+
+@contextmanager
 def watch_loading(*, weightless: bool) -> Iterator[list[str]]:
-    """Says which weights are missing in the files of the models that are loaded in this block.
+    """Says which weights the files lack of the models that are loaded in this block.
 
     A library between us and transformers says nothing of that.
 
     Args:
         weightless: The models get no weights, only room for them, which takes no memory.
     """
-    from transformers import PreTrainedModel
-
-    name = "from_pretrained"
-    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
     missing: list[str] = []
 
-    def from_pretrained(cls: type, *args: Any, **keywords: Any) -> Any:
-        # Another thread may load a model at the same time.
-        if threading.get_ident() != own:
-            return plain.__func__(cls, *args, **keywords)
+    def load(cls: Any, usual: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         if weightless:
             with torch.device("meta"):
                 empty = cls(keywords["config"])
             return empty.to_empty(device="cpu")
-        model, info = plain.__func__(cls, *args, output_loading_info=True, **keywords)
+        model, info = usual(output_loading_info=True)
         missing.extend(sorted(info["missing_keys"]))
         return model
 
-    setattr(PreTrainedModel, name, classmethod(from_pretrained))
-    try:
+    with _replaced("from_pretrained", load):
         yield missing
-    finally:
-        setattr(PreTrainedModel, name, plain)
 
 
 @contextmanager
@@ -225,21 +240,8 @@ def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
         turn: No other thread may compute anything in it. Only this thread enters it: one that
             builds a model for a batch meanwhile has its own turn.
     """
-    # Whoever only reads files does without; here it is there already.
-    from transformers import PreTrainedModel
-
-    name = "get_init_context"
-    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
-
-    def get_init_context(cls: type, *args: Any, **keywords: Any) -> list[Any]:
-        turns = [turn] if threading.get_ident() == own else []
-        return [*turns, *plain.__func__(cls, *args, **keywords)]
-
-    setattr(PreTrainedModel, name, classmethod(get_init_context))
-    try:
+    with _replaced("get_init_context", lambda _, usual, __: [turn, *usual()]):
         yield
-    finally:
-        setattr(PreTrainedModel, name, plain)
 
 
 def reason(error: Exception) -> str:

@@ -4,16 +4,12 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from kombu.utils import json as celery_json
 
-from batchery.results import to_numpy
-from batchery_worker.device.reply import format_result
 from batchery_worker.models.sentence_model import encode_results
-from support.tiny_models import Build, Load, run
 
 #: Digits that every float32 survives; many need fewer.
 DIGITS = 9
@@ -44,18 +40,3 @@ def test_no_number_has_more_than_nine_digits(value: float) -> None:
     written = repr(result.value["number"][0])
     digits = written.partition("e")[0].replace("-", "").replace(".", "").strip("0")
     assert len(digits) <= DIGITS
-
-
-@pytest.mark.parametrize("keywords", [{}, {"dimensions": 7}, {"encoding": "base64"}])
-def test_encoded_results_are_the_plain_ones(
-    keywords: dict[str, Any], build: Build, embedder: Load, texts: list[str]
-) -> None:
-    model = embedder(build("bert"))
-    plain = run(model, texts, **keywords)
-    model.give_json()
-    encoded = run(model, texts, **keywords)
-    assert [each.value for each in encoded] == plain
-    assert [json.loads(each.json) for each in encoded] == plain
-    assert len(to_numpy(plain[0])) == keywords.get("dimensions", 32)
-    # As Celery's log and events show it.
-    assert format_result(encoded[0], 128) == format_result(plain[0], 128)

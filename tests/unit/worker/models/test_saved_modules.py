@@ -197,12 +197,6 @@ def test_a_rotary_model_may_have_a_limit_above_the_positions_of_its_config(
     assert "max_length = 90 is more than the 80 tokens that its config names" in caplog.text
 
 
-def test_a_limit_never_exceeds_a_table_of_positions(folder: Path, embedder: Load) -> None:
-    write_modules(folder)
-    write_json(folder, "sentence_bert_config.json", {"max_seq_length": 4000})
-    assert embedder(folder).max_length == 80
-
-
 def test_settings_outrank_the_files(folder: Path, embedder: Load) -> None:
     write_modules(folder, pooling_mode="lasttoken")
     own = {"prompts": {"query": "query: "}, "default_prompt_name": "query", "truncate_dim": 8}

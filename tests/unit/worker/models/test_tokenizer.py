@@ -8,8 +8,7 @@ import pytest
 import transformers
 
 from batchery.outcomes import Failed
-from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.models.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
+from batchery_worker.models.tokenizer import Cut, TextTokenizer, TokenIds, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 
 TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]
@@ -37,13 +36,6 @@ def test_tokens_are_those_of_the_tokenizer(causal: bool) -> None:
     assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
     assert all(each.dtype == np.int64 for each in prepared)  # type: ignore[union-attr]
     assert texts._columns == texts._fast
-
-
-def test_tokens_of_minilm_are_those_of_its_tokenizer(minilm: EmbeddingModel) -> None:
-    assert minilm._tokenize._columns == minilm._tokenize._fast
-    columns = minilm.tokenizer(list(PROBES), truncation=True, max_length=minilm.max_length)
-    for place, each in enumerate(minilm.preprocess(list(PROBES[:-1]))):
-        assert each[0].tolist() == columns["input_ids"][place]
 
 
 def test_limits_that_others_leave_in_the_tokenizer_do_no_harm() -> None:
@@ -106,18 +98,6 @@ def test_tokens_of_pairs_are_those_of_the_tokenizer(causal: bool, side: str) -> 
         types = [each[1].tolist() for each in prepared]  # type: ignore[index]
         assert types == columns["token_type_ids"]
         assert types[0] == [0, 0, 0, 0, 1, 1, 1]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_token_ids_are_framed_and_cut_as_their_texts_are(causal: bool, side: str) -> None:
-    tokenizer = make_tokenizer(causal=causal)
-    texts = made(tokenizer)
-    bare = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
-    found = texts([TokenIds(ids) for ids in bare], Cut(True, side))
-    for one, other in zip(found, texts(TEXTS, Cut(True, side)), strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert type(one) is type(other)
 
 
 def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:
