@@ -137,11 +137,12 @@ class GenerationModel(StepModel):
         self._read_tokenizer(source)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
+        known = range(min(len(self.tokenizer), self._vocabulary))
         special = {*self.tokenizer.all_special_ids, *self._endings}
         self._batch = choose_batch(
             Candidate(
                 *(self.model, self.settings, self.slots, self.max_length),
-                ordinary=[each for each in range(len(self.tokenizer)) if each not in special],
+                ordinary=[each for each in known if each not in special],
                 may_graph=self._split.is_whole and self.settings.cuda_graphs == "auto",
             )
         )
