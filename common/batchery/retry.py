@@ -72,6 +72,9 @@ MAX_PAUSE_S = 1.0
 COMMAND_SHARE = 1 / 4
 MIN_COMMAND_S = 1.0
 
+#: How long one command may take for a caller without a limit, in seconds; then Redis hangs.
+MAX_COMMAND_S = 30.0
+
 #: How often a sleeping policy asks `stop`, in seconds.
 STOP_CHECK_S = 0.2
 
@@ -190,7 +193,7 @@ class RetryPolicy:
     def within(cls, timeout_s: float | None, stop: Callable[[], bool] = lambda: False) -> Self:
         """A policy for a caller who waits so long for an answer, in seconds."""
         if timeout_s is None:
-            return cls(stop)
+            return cls(stop, command_s=MAX_COMMAND_S)
         command_s = max(timeout_s * COMMAND_SHARE, MIN_COMMAND_S)
         away_s = max(timeout_s - command_s, timeout_s * COMMAND_SHARE)
         return cls(stop, min(away_s, AWAY_S), command_s)

@@ -32,11 +32,8 @@ T = TypeVar("T")
 REVOKE_CHUNK = 1000
 
 
-class Command(NamedTuple):
-    """A Redis command; its keys lack kombu's key prefix."""
-
-    name: str
-    args: tuple[Any, ...]
+#: Name of a Redis command, and its arguments; keys lack kombu's prefix.
+Command = tuple[str, tuple[Any, ...]]
 
 
 class Room(NamedTuple):
@@ -73,7 +70,7 @@ class RecordedCommands:
         if name == "lpush":
             self.pushed.setdefault(args[0], []).append(args[1])
         else:
-            self.others[Command(name, args)] = None
+            self.others[name, args] = None
 
 
 class BrokerConnection:
@@ -191,8 +188,8 @@ class BrokerConnection:
     def run(self, commands: Iterable[Command]) -> None:
         """Runs other commands in one pipeline."""
         with self.channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
-            for command in commands:
-                getattr(pipe, command.name)(*command.args)
+            for name, args in commands:
+                getattr(pipe, name)(*args)
             pipe.execute()
 
     def revoke(self, task_ids: Sequence[str]) -> None:

@@ -24,9 +24,9 @@ from batchery_producer.broker import BrokerConnection, RecordedCommands, Room
 from batchery_producer.template import (
     ITEM,
     OutgoingJob,
+    are_alike,
     build_template,
     encode_item,
-    needs_celery,
 )
 
 #: When to try again where a queue has no space for a job, in seconds.
@@ -178,7 +178,7 @@ class Publisher:
         if not self._broker.is_redis:
             return None
         # A lone job is not worth a template.
-        if len(jobs) > 1 and needs_celery(self._app, self._task) is None:
+        if len(jobs) > 1 and are_alike(self._app, self._task):
             first = OutgoingJob(uuid(), ITEM)
             with self._broker.recording() as made:
                 self._send(first, options)

@@ -1,6 +1,6 @@
 """Messages in bulk: Celery makes one, and the others are copies with other items and ids.
 
-This requires that nothing else can differ: see `needs_celery`. Celery makes all other jobs one by
+This requires that nothing else can differ: see `are_alike`. Celery makes all other jobs one by
 one.
 """
 
@@ -39,20 +39,19 @@ class OutgoingJob(NamedTuple):
     item: Any
 
 
-def needs_celery(app: Celery, task: str) -> str | None:
-    """Why Celery must make each job of this task; None if a template will do."""
+def are_alike(app: Celery, task: str) -> bool:
+    """Whether the messages of a task differ in their ids and items alone, so that one will do."""
     known: Any = app.tasks.get(task)
-    clauses = (
-        (any(map(_is_listened_to, SIGNALS, repeat(task))), "a receiver of a publish signal"),
-        (not all(isinstance(route, MapRoute) for route in app.amqp.routes), "a router of its own"),
-        (app.conf.task_protocol != 2, "task_protocol"),
-        (app.conf.task_send_sent_event, "task_send_sent_event"),
-        (type(app).send_task is not Celery.send_task, "send_task is overridden"),
-        (type(app.amqp) is not AMQP, "amqp_cls"),
-        (not writes_kombus_json(), "another JSON serializer"),
+    sends_as_celery = type(app).send_task is Celery.send_task and type(app.amqp) is AMQP
+    return (
+        not any(map(_is_listened_to, SIGNALS, repeat(task)))
+        and all(isinstance(route, MapRoute) for route in app.amqp.routes)
+        and app.conf.task_protocol == 2
+        and not app.conf.task_send_sent_event
+        and sends_as_celery
+        and writes_kombus_json()
+        and (known is None or _is_sent_as_celery_does(known))
     )
-    found = next((reason for holds, reason in clauses if holds), None)
-    return found or (_why_not_task(known) if known is not None else None)
 
 
 def _is_listened_to(signal: Any, task: str) -> bool:
@@ -65,15 +64,13 @@ def _is_listened_to(signal: Any, task: str) -> bool:
     )
 
 
-def _why_not_task(task: Any) -> str | None:
+def _is_sent_as_celery_does(task: Any) -> bool:
     kind = type(task)
-    if kind.apply_async not in (Task.apply_async, BatchTask.apply_async):
-        return "apply_async is overridden"
-    if kind.shadow_name is not Task.shadow_name:
-        return "shadow_name is overridden"
-    if task._dump_pydantic_arguments is not None:
-        return "pydantic arguments"
-    return None
+    return (
+        kind.apply_async in (Task.apply_async, BatchTask.apply_async)
+        and kind.shadow_name is Task.shadow_name
+        and task._dump_pydantic_arguments is None
+    )
 
 
 class Template:
