@@ -76,13 +76,8 @@ class Deployment:
         """
         self.app = app
         self._timeout_s = timeout_s
-        #: Why Redis does not answer, or cannot be found; then nobody asks it any more.
+        #: Why Redis does not answer, or cannot be found; then nothing more is checked.
         self.redis_problem = ""
-
-    def require_redis(self) -> None:
-        """Raises `Unchecked` once Redis did not answer, or if nobody knows where it is."""
-        if self.redis_problem:
-            raise Unchecked(self.redis_problem)
 
     @cached_property
     def info(self) -> Mapping[str, Any]:
@@ -101,7 +96,6 @@ class Deployment:
         return str(self._ask_redis(lambda client: client.config_get(name))[name])
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> Any:
-        self.require_redis()
         with self.app.connection_for_read() as connection, connection.channel() as channel:
             if not isinstance(channel, kombu_redis.Channel):
                 raise Unchecked("the broker is no Redis")
@@ -112,13 +106,11 @@ class Deployment:
     @cached_property
     def registered(self) -> list[Any]:
         """The workers with leases that live."""
-        self.require_redis()
         return [each for each in registered_workers(self.app).values() if not each.is_dead]
 
     @cached_property
     def survey(self) -> Survey:
         """What workers say, and what waits, also in queues that nobody knows."""
-        self.require_redis()
         known = {*app_queues(self.app), JOBS_QUEUE}
         self.asked_s = time.time()
         strays = StrayQueues(self.app).look(known, ALL_CALLS)
@@ -127,7 +119,6 @@ class Deployment:
     @cached_property
     def consumed(self) -> Mapping[str, set[str]]:
         """Names of the queues that each worker consumes, by what it answers or has registered."""
-        self.require_redis()
         registered = {each.name or "": set(each.queues or ()) for each in self.registered}
         return consumed_queues(self.app) | registered
 
@@ -230,7 +221,6 @@ def find_missing_results(on: Deployment) -> Iterator[str]:
 )
 def find_no_redis(on: Deployment) -> Iterator[str]:
     """A broker that does not answer."""
-    on.require_redis()
     # Kombu itself would wait for ever for a Redis that begins to hang.
     options = on.app.conf.broker_transport_options
     on.app.conf.broker_transport_options = {"socket_timeout": TIMEOUT_S, **options}
@@ -367,6 +357,9 @@ def diagnose(on: Deployment, path: str) -> dict[str, Any]:
     """
     findings, unchecked, passed = list[dict[str, str]](), dict[str, str](), 0
     for name, severity, why, fix, find in CHECKS:
+        if on.redis_problem:
+            unchecked[name] = on.redis_problem
+            continue
         try:
             found = list(find(on))
         except Exception as error:  # noqa: BLE001 (an app's code, and a system, may raise anything)

@@ -30,9 +30,6 @@ STOP_TIMEOUT_S = 10.0
 #: How long to wait for another server that uses the directory, in seconds: it may be stopping.
 LOCK_TIMEOUT_S = 2.0
 
-#: Maximum number of attempts, as somebody else may take a free port before the server does.
-PORT_ATTEMPTS = 5
-
 #: Pause between two polls, in seconds.
 POLL_S = 0.02
 
@@ -126,20 +123,15 @@ class EmbeddedRedis:
             RedisUnavailable: There is no redis-server, the directory cannot be used or another
                 server uses it, or the server does not start; the text has the reason.
         """
-        binary = find_redis_server()
-        for _ in range(PORT_ATTEMPTS):
-            self.port = free_port()
-            self.url = f"redis://:{self.password}@127.0.0.1:{self.port}/0"
-            directory = self._given or Path(tempfile.mkdtemp(prefix="batchery-redis-"))
-            try:
-                self.process = self._launch(binary, directory)
-            except OSError as error:
-                raise RedisUnavailable(f"redis-server in {directory}: {error}") from error
-            if _answers(self.process, self.url):
-                return self
-        raise RedisUnavailable(
-            f"no free port for redis-server: {PORT_ATTEMPTS} in a row were taken by others"
-        )
+        binary, self.port = find_redis_server(), free_port()
+        self.url = f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+        directory = self._given or Path(tempfile.mkdtemp(prefix="batchery-redis-"))
+        try:
+            self.process = self._launch(binary, directory)
+        except OSError as error:
+            raise RedisUnavailable(f"redis-server in {directory}: {error}") from error
+        # Somebody else may take a free port before the server does.
+        return self if _answers(self.process, self.url) else self.start()
 
     def stop(self) -> None:
         """Stops the server, and removes its directory if it is a temporary one."""
