@@ -72,7 +72,7 @@ def up(
         redis_url = redis_url or settings.redis_url
     stack = Stack(
         app,
-        redis_url=redis_url,
+        redis_url=redis_url or "",
         data=data,
         flower=not no_flower,
         flower_port=flower_port,

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -49,6 +50,7 @@ STOP_ORDER = ("gateway", "worker", "flower", "redis")
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
 
 
+@dataclass
 class Stack:
     """Redis, a worker, Flower, the gateway; none of them outlives the process that started them.
 
@@ -56,58 +58,46 @@ class Stack:
     with Stack() as stack:
         print(stack.redis_url, stack.flower_url)
     ```
+
+    Attributes:
+        app: The Celery app, as for `celery -A`.
+        redis_url: A Redis that runs already; empty for a private one, whose URL it is from its
+            start on, with its password.
+        data: Where the private one keeps its data; None if its end may lose them.
+        flower: Whether Flower runs, if it is installed.
+        flower_port: Its port on 127.0.0.1; if somebody listens there, it gets a free one.
+        gateway: Whether the HTTP gateway runs, if it is installed: at the address of the settings,
+            and if somebody listens there, at a free port.
+        worker_arguments: Further arguments of `celery worker`.
+        environment: More environment variables for all but Redis, such as settings.
+        on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log, from
+            threads.
+        start_timeout_s: How long all but Redis may take to be ready, in seconds.
+        flower_url: URL of Flower; None if it does not run.
+        gateway_url: URL of the gateway; None if it does not run.
+        worker_name: Name of the worker, by which Flower and `celery inspect` know it.
+        processes: What was started, by `redis`, `worker`, `flower` and `gateway`.
     """
 
-    #: URLs of what runs; None of what does not. That of the Redis has its password, and is empty
-    #: before it runs.
+    app: str = DEFAULT_APP
+    _: KW_ONLY
     redis_url: str = ""
-    flower_url: str | None = None
-    gateway_url: str | None = None
+    data: Path | None = None
+    flower: bool = True
+    flower_port: int = 5555
+    gateway: bool = False
+    worker_arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_line: Callable[[str, str], None] = lambda _name, _line: None
+    start_timeout_s: float = START_TIMEOUT_S
+    flower_url: str | None = field(default=None, init=False)
+    gateway_url: str | None = field(default=None, init=False)
+    processes: dict[str, GuardedProcess] = field(default_factory=dict, init=False)
+    _is_ready: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        app: str = DEFAULT_APP,
-        *,
-        redis_url: str | None = None,
-        data: Path | None = None,
-        flower: bool = True,
-        flower_port: int = 5555,
-        gateway: bool = False,
-        worker_arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        on_line: Callable[[str, str], None] = lambda _name, _line: None,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
-        """Prepares a stack; `start` starts it.
-
-        Args:
-            app: The Celery app, as for `celery -A`.
-            redis_url: A Redis that runs already; None for a private one.
-            data: Where the private one keeps its data; None if its end may lose them.
-            flower: Whether Flower runs, if it is installed.
-            flower_port: Its port on 127.0.0.1; if somebody listens there, it gets a free one.
-            gateway: Whether the HTTP gateway runs, if it is installed: at the address of the
-                settings, and if somebody listens there, at a free port.
-            worker_arguments: Further arguments of `celery worker`.
-            environment: More environment variables for all but Redis, such as settings.
-            on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log,
-                from threads.
-            start_timeout_s: How long all but Redis may take to be ready, in seconds.
-        """
-        self._app = app
-        self._given_url = redis_url and as_redis(redis_url)
-        self._data = data
-        self._wants = {"flower": flower, "gateway": gateway}
-        self._flower_port = flower_port
-        self._worker_arguments = worker_arguments
-        self._environment = environment or {}
-        self._on_line = on_line
-        self._start_timeout_s = start_timeout_s
-        #: Name of the worker, by which Flower and `celery inspect` know it.
+    def __post_init__(self) -> None:
+        self.redis_url = as_redis(self.redis_url)
         self.worker_name = f"batchery-{secrets.token_hex(3)}@{socket.gethostname()}"
-        #: What was started, by `redis`, `worker`, `flower` and `gateway`.
-        self.processes: dict[str, GuardedProcess] = {}
-        self._is_ready = False
 
     def start(self) -> Self:
         """Starts everything and waits until everything is ready.
@@ -119,12 +109,12 @@ class Stack:
         """
         try:
             self._start_redis()
-            deadline_s = time.monotonic() + self._start_timeout_s
+            deadline_s = time.monotonic() + self.start_timeout_s
             options = ["worker", "--task-events", f"--hostname={self.worker_name}"]
-            self._run("worker", WORKER, "-A", self._app, *options, *self._worker_arguments)
-            if self._is_wanted("flower"):
+            self._run("worker", WORKER, "-A", self.app, *options, *self.worker_arguments)
+            if self.flower and self._is_installed("flower"):
                 self._start_flower()
-            if self._is_wanted("gateway"):
+            if self.gateway and self._is_installed("gateway"):
                 self._start_gateway()
             worker = self.processes["worker"]
             self._wait_for("worker", lambda: READY in worker.tail(), deadline_s)
@@ -171,42 +161,41 @@ class Stack:
         self.stop()
 
     def _start_redis(self) -> None:
-        if self._given_url:
-            check_redis(self._given_url)
-            self.redis_url = self._given_url
+        if self.redis_url:
+            check_redis(self.redis_url)
             return
-        redis = EmbeddedRedis(self._data, on_line=partial(self._on_line, "redis")).start()
+        redis = EmbeddedRedis(self.data, on_line=partial(self.on_line, "redis")).start()
         assert redis.process is not None
         self.processes["redis"], self.redis_url = redis.process, redis.url
 
     def _start_flower(self) -> None:
-        port = free_port(LOOPBACK, self._flower_port)
+        port = free_port(LOOPBACK, self.flower_port)
         options = ["flower", f"--address={LOOPBACK}", f"--port={port}"]
         # Who can reach 127.0.0.1 can also reach the Redis: a password protects nothing.
         variables = {"FLOWER_UNAUTHENTICATED_API": "true"}
-        self._run("flower", "celery", "-A", self._app, *options, variables=variables)
+        self._run("flower", "celery", "-A", self.app, *options, variables=variables)
         self.flower_url = f"http://{LOOPBACK}:{port}"
 
     def _start_gateway(self) -> None:
         settings = Settings.load().gateway
         host, port = settings.host, free_port(settings.host, settings.port)
         variables, folder = {}, None
-        if "files" not in settings.model_fields_set and not (self._given_url or self._data):
+        if "files" not in settings.model_fields_set and not self.data and "redis" in self.processes:
             # What a private Redis knows of them goes with it.
             folder = Path(tempfile.mkdtemp(prefix="batchery-files-"))
             variables = {"BATCHERY_GATEWAY__FILES": str(folder)}
         # Another package, which this one does not import.
-        options = ["serve", "-A", self._app, f"--host={host}", f"--port={port}"]
+        options = ["serve", "-A", self.app, f"--host={host}", f"--port={port}"]
         self._run("gateway", "batchery", *options, variables=variables, remove=folder)
         shown = LOOPBACK if host in ("0.0.0.0", "::", "") else host
         self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
-    def _is_wanted(self, name: str) -> bool:
+    def _is_installed(self, name: str) -> bool:
         module, extra = EXTRAS[name]
-        if self._wants[name] and importlib.util.find_spec(module) is None:
-            self._on_line(name, f'not installed: `pip install "batchery[{extra}]"` adds it')
+        if importlib.util.find_spec(module) is None:
+            self.on_line(name, f'not installed: `pip install "batchery[{extra}]"` adds it')
             return False
-        return self._wants[name]
+        return True
 
     def _run(
         self,
@@ -217,25 +206,25 @@ class Stack:
         remove: Path | None = None,
     ) -> None:
         # They outrank the app's code. A default app's results may be kept elsewhere.
-        backend = "BATCHERY_REDIS_URL" if self._app == DEFAULT_APP else "CELERY_RESULT_BACKEND"
+        backend = "BATCHERY_REDIS_URL" if self.app == DEFAULT_APP else "CELERY_RESULT_BACKEND"
         self.processes[name] = GuardedProcess(
             [*python_command(), "-m", module, *arguments],
             env={
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 **(variables or {}),
-                **self._environment,
+                **self.environment,
                 **dict.fromkeys((*BROKERS, backend), self.redis_url),
             },
             remove=remove,
-            on_line=partial(self._on_line, name),
+            on_line=partial(self.on_line, name),
         )
 
     def _wait_for(self, name: str, is_ready: Callable[[], bool], deadline_s: float) -> None:
         while name in self.processes and not is_ready():
             self._check_alive()
             if time.monotonic() > deadline_s:
-                error = StartError(f"{name} was not ready after {self._start_timeout_s:g} s")
+                error = StartError(f"{name} was not ready after {self.start_timeout_s:g} s")
                 error.exit_code = 1
                 raise error
             time.sleep(POLL_S)
