@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.generation.texts import Prompt, SlotText
+from batchery_worker.models.inputs import GenerationKeywords
 from batchery_worker.models.source import ModelSource
 
 #: Fields of transformers' `GenerationConfig` that change texts by other means than processors, and
@@ -90,16 +91,16 @@ class Rules:
                 f"model {source.name!r}: custom_generate/generate.py writes its texts in"
                 " another way, which is not supported; take it away"
             )
-        self.hold = bool(self._make([0], 1, 1.0)) or bool(self._start)
+        none = GenerationKeywords(repetition_penalty=1.0)
+        self.hold = bool(self.read(Prompt([0], none, 1))) or bool(self._start)
 
-    def _make(
-        self, prompt: list[int], max_new_tokens: int, penalty: float | None
-    ) -> LogitsProcessorList:
-        before = self._start or prompt
-        own: dict[str, Any] = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens}
-        if penalty is not None:
-            own["repetition_penalty"] = penalty
-        config, _ = self._model._prepare_generation_config(None, **own)
+    def read(self, prompt: Prompt) -> LogitsProcessorList:
+        """The processors of a job's texts."""
+        before, penalty = self._start or prompt.tokens, prompt.options.repetition_penalty
+        own = {} if penalty is None else {"repetition_penalty": penalty}
+        config, _ = self._model._prepare_generation_config(
+            None, do_sample=False, num_beams=1, max_new_tokens=prompt.max_new_tokens, **own
+        )
         device = self._model.device
         self._model._prepare_special_tokens(config, device=device)
         # What the lengths of texts and those of new tokens alone make of each other.
@@ -107,15 +108,10 @@ class Rules:
         found: LogitsProcessorList = self._model._get_logits_processor(
             config,
             input_ids_seq_length=len(before),
-            encoder_input_ids=torch.tensor([prompt], device=device) if self._start else None,
+            encoder_input_ids=torch.tensor([prompt.tokens], device=device) if self._start else None,
             device=device,
         )
         return found
-
-    def read(self, prompt: Prompt) -> LogitsProcessorList:
-        """The processors of a job's texts."""
-        penalty = prompt.options.repetition_penalty
-        return self._make(prompt.tokens, prompt.max_new_tokens, penalty)
 
     def apply(self, text: SlotText, logits: Tensor) -> Tensor:
         """What a text's own processors make of its logits, both (V,)."""
