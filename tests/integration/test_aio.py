@@ -247,15 +247,21 @@ def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, stor
 
 
 @pytest.mark.parametrize("per_job", [None, 7], ids=["single", "multi-item"])
-def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
+def test_a_stream_keeps_the_order_and_raises_what_its_input_raised_in_the_end(
+    play: Scene, per_job: int | None
+) -> None:
     async def numbers() -> AsyncIterator[str]:
         for number in range(100):
             yield f"text {number}"
+        raise OSError("the input is gone")
 
     async def scene(client: AsyncClient) -> Any:
         shout = client.task(f"{APP}.shout", queue=QUEUE)
         stream = shout.map(numbers(), window=20, per_job=per_job, timeout_s=patient(60))
-        return [value async for value in stream]
+        found = [await anext(stream) for _ in range(100)]
+        with pytest.raises(OSError, match="the input is gone"):
+            await anext(stream)
+        return found
 
     assert play(scene) == [f"TEXT {number}" for number in range(100)]
 
