@@ -13,8 +13,8 @@ import yaml
 from redis import ConnectionPool
 
 from batchery import Settings
-from support.deployed import DEPLOY, check_environment
-from support.docs_commands import check, executable
+from support.deployed import check_environment
+from support.docs_commands import check
 from support.helm import CHART, lint, needs_helm, render
 
 pytestmark = needs_helm()
@@ -135,11 +135,6 @@ def test_settings_and_keys_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {name: key.hash for name, key in settings.gateway.keys.items()} == {"shop": HASH}
 
 
-def test_without_config_the_models_are_those_of_the_example() -> None:
-    written = find(render(SECRETS), "ConfigMap", "batchery")["data"]["batchery.toml"]
-    assert written.strip() == (DEPLOY / "batchery.toml").read_text(encoding="utf-8").strip()
-
-
 def test_any_password_reaches_redis_as_it_is() -> None:
     password = "p w+x/y:z@%25#ü"
     found = find(render({**PASSWORDS, "redis": {"password": password}}), "Secret", "batchery-redis")
@@ -232,16 +227,3 @@ def test_no_secret_is_in_anything_but_secrets() -> None:
 def test_values_that_cannot_work_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(Exception, match=text):
         render(values)
-
-
-def test_the_schema_describes_every_value() -> None:
-    schema = CHART / "values.schema.json"
-    subprocess.run([executable("check-jsonschema") or "", "--check-metaschema", schema], check=True)
-    known = json.loads(schema.read_text(encoding="utf-8"))
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    assert set(known["properties"]) == set(values) | {"global"}
-    for name, section in values.items():
-        described = known["properties"][name].get("properties")
-        assert not described or set(described) == set(section), name
-    worker = known["$defs"]["worker"]["oneOf"][1]["properties"]
-    assert set(worker) == set(values["workerDefaults"])

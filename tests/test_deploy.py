@@ -81,26 +81,6 @@ def test_every_command_and_setting_exists(name: str) -> None:
     check(words)
 
 
-def test_every_variable_is_in_the_example_with_its_default() -> None:
-    lines = (DEPLOY / ".env.example").read_text(encoding="utf-8").splitlines()
-    documented = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    # Compose itself reads this one.
-    assert documented.pop("COMPOSE_PROFILES") == "cpu"
-    used = {found["name"]: found for found in VARIABLE.finditer(TEXT)}
-    assert documented == {
-        name: found["text"] if found["kind"] == "-" else "" for name, found in used.items()
-    }
-
-
-def test_what_is_stopped_has_every_profile_that_may_have_been_started() -> None:
-    """Profiles of the command line take the place of those of `.env`."""
-    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
-    stops = re.findall(r"^docker compose (.*)\bdown$", page, re.MULTILINE)
-    assert stops
-    for options in stops:
-        assert shlex.split(options) == ["--profile", "*"]
-
-
 def test_the_dockerfile_copies_and_installs_what_exists() -> None:
     allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     for *sources, _ in map(str.split, instructions("COPY")):

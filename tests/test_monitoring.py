@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from markdown_it import MarkdownIt
 
 from support.deployed import DEPLOY, ROOT, find_metrics
 from support.helm import needs_helm, render
@@ -28,10 +27,6 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs 
 def rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
-
-
-def alerts() -> dict[str, dict[str, Any]]:
-    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 def dashboard_queries() -> list[str]:
@@ -76,23 +71,6 @@ def promtool(*arguments: str, folder: Path = MONITORING) -> None:
 def test_rules_are_well_formed_and_fire_when_provoked_and_only_then() -> None:
     promtool("check", "rules", "rules.yml")
     promtool("test", "rules", "rules_test.yml")
-
-
-def test_each_alert_is_provoked_by_a_test_and_has_a_paragraph_that_says_what_to_do() -> None:
-    provoked = (MONITORING / "rules_test.yml").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
-    tokens = MarkdownIt().parse(page)
-    headings = [
-        tokens[number + 1].content
-        for number, token in enumerate(tokens)
-        if token.type == "heading_open" and token.tag == "h2"
-    ]
-    assert headings == list(alerts())
-    for name, rule in alerts().items():
-        assert f'alertname="{name}"' in provoked, name
-        assert rule["labels"]["severity"] in ("critical", "warning", "info"), name
-        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}, name
-        assert rule["annotations"]["runbook_url"] == f"docs/alerts.md#{name.lower()}"
 
 
 @needs_promtool

@@ -1,11 +1,9 @@
 """What `make` says before the long installation."""
 
 import importlib.util
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,43 +62,6 @@ def test_torch_comes_without_cuda_where_nothing_could_use_it(preflight: Any) -> 
     assert chosen("", "Linux", True, True) == ""
     assert chosen("", "Darwin", False, True) == ""
     assert chosen("https://mirror", "Linux", False, True) == "https://mirror"
-
-
-def test_a_venv_that_is_there_needs_no_room_for_another(
-    preflight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
-    assert preflight.main("check") == 1
-    (tmp_path / ".venv").mkdir()
-    assert preflight.main("check") == 0
-
-
-def test_a_venv_whose_making_was_interrupted_is_made_anew(tmp_path: Path) -> None:
-    for name in ("Makefile", ".ci", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    made = tmp_path / "made"
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> "{made}"\n')
-    python.chmod(0o755)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
-    done = subprocess.run(
-        ["make", "demo", f"PYTHON={python}", "TORCH_INDEX=http://127.0.0.1:1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # Our Python makes none, so that the installation ends there.
-    assert "No module named pip" in done.stderr
-    assert made.read_text().splitlines()[-1] == "-m venv --clear .venv"
-
-
-def test_paths_with_spaces_reach_the_tests() -> None:
-    command = ["make", "--no-print-directory", "--dry-run", "-o", ".venv/.installed", "test"]
-    command += ["REDIS_SERVER=/a b/server"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shlex.split(done.stdout.replace("\\\n", ""))[0] == "TEST_REDIS_SERVER=/a b/server"
 
 
 def test_the_script_runs_as_make_runs_it() -> None:
