@@ -40,6 +40,11 @@ def hash_key(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
+#: How many characters a request may make of each byte of its body, by what goes with each of its
+#: items, such as a query or options; and as many as any request may.
+MAX_COPIES, COPIED_CHARS = 8, 250_000
+
+
 @dataclass(slots=True)
 class Caller:
     """Who calls, and how much they may ask for.
@@ -70,8 +75,13 @@ class Caller:
     long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
     kept_bytes: int = field(default=0, compare=False)
 
-    def check(self, items: int, chars: int) -> None:
-        """Makes sure that a request is not too large.
+    def check(self, items: int, chars: int, came_bytes: int | None = None) -> None:
+        """Makes sure that a request is not too large, and does not make a large one of itself.
+
+        Args:
+            items: How many items it has.
+            chars: Of all items, as they are sent.
+            came_bytes: Of the request, as it came; None where each item came by itself.
 
         Raises:
             Problem: It is; names the limit.
@@ -87,30 +97,13 @@ class Caller:
                 Kind.TOO_LARGE,
                 f"{chars} characters are more than max_chars = {self.max_chars} of one request",
             )
-
-
-#: How many characters a request may make of each byte of its body, by what goes with each of its
-#: items, such as a query or options; and as many as any request may.
-MAX_COPIES, COPIED_CHARS = 8, 250_000
-
-
-def check_copies(chars: int, came_bytes: int) -> None:
-    """Makes sure that a small request does not make a large one of itself.
-
-    Args:
-        chars: Of all items, as they are sent.
-        came_bytes: Of the request, as it came.
-
-    Raises:
-        Problem: It does.
-    """
-    longest = max(COPIED_CHARS, MAX_COPIES * came_bytes)
-    if chars > longest:
-        raise Problem(
-            Kind.TOO_LARGE,
-            f"what all items share goes with each of them, which makes {chars} characters, more"
-            f" than {longest}; send several requests, or shorter options",
-        )
+        longest = chars if came_bytes is None else max(COPIED_CHARS, MAX_COPIES * came_bytes)
+        if chars > longest:
+            raise Problem(
+                Kind.TOO_LARGE,
+                f"what all items share goes with each of them, which makes {chars} characters, more"
+                f" than {longest}; send several requests, or shorter options",
+            )
 
 
 class Callers:

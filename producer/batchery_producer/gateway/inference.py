@@ -8,7 +8,6 @@ from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncTask
-from batchery_producer.gateway.callers import check_copies
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
@@ -70,8 +69,7 @@ async def run_items(
 ) -> list[Any]:
     """The result of each item, in order, within the caller's limits."""
     chars = count_chars(items)
-    request.state.caller.check(len(items), chars)
-    check_copies(chars, request.state.body_bytes)
+    request.state.caller.check(len(items), chars, request.state.body_bytes)
     outcomes = check_all(await run_outcomes(request, model, items, keywords))
     return [outcome.value for outcome in outcomes]
 

@@ -24,7 +24,7 @@ from batchery_producer.files.json_lines import encoded
 from batchery_producer.files.rows import InvalidLine, split_lines
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
-from batchery_producer.gateway.callers import Caller, check_copies
+from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
 from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
 from batchery_producer.openai_generation import (
@@ -378,8 +378,7 @@ def read_slice(
 def _check_limits(record: BatchRecord, items: list[Any]) -> None:
     chars = count_chars(items)
     limits = Caller("", None, None, 0, record.max_items, record.max_chars)
-    limits.check(sum(map(count_texts, items)), chars)
-    check_copies(chars, chars - count_copied_chars(items))
+    limits.check(sum(map(count_texts, items)), chars, chars - count_copied_chars(items))
 
 
 def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[str, int] | None]:

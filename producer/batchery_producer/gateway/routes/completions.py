@@ -22,7 +22,6 @@ from batchery_producer.gateway.answers import (
 )
 from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.callers import check_copies
 from batchery_producer.gateway.inference import (
     check_all,
     choose_task,
@@ -118,8 +117,7 @@ async def _complete(
 ) -> Response:
     items = body.items()
     chars = count_chars(items)
-    request.state.caller.check(len(items) * (body.n or 1), chars)
-    check_copies(chars, request.state.body_bytes)
+    request.state.caller.check(len(items) * (body.n or 1), chars, request.state.body_bytes)
     if not body.stream:
         # Each is a job of its own: they end at different times.
         outcomes = check_all(await run_outcomes(request, model, items, {}, per_job=1))

@@ -3,7 +3,7 @@
 import pytest
 
 from batchery_producer.gateway import guard
-from batchery_producer.gateway.callers import COPIED_CHARS, MAX_COPIES, Caller, check_copies
+from batchery_producer.gateway.callers import COPIED_CHARS, MAX_COPIES, Caller
 from batchery_producer.gateway.guard import Buffer
 from batchery_producer.gateway.problems import Kind, Problem
 
@@ -44,7 +44,8 @@ def test_a_little_is_there_for_everybody() -> None:
 @pytest.mark.parametrize("came_bytes", [10, 1_000_000])
 def test_request_makes_no_more_of_itself_than_some_times_its_size(came_bytes: int) -> None:
     longest = max(COPIED_CHARS, MAX_COPIES * came_bytes)
-    check_copies(longest, came_bytes)
+    asking = Caller("one", None, None, 1, 1, 10 * longest)
+    asking.check(1, longest, came_bytes)
     with pytest.raises(Problem, match=f"{longest + 1} characters") as caught:
-        check_copies(longest + 1, came_bytes)
+        asking.check(1, longest + 1, came_bytes)
     assert caught.value.kind is Kind.TOO_LARGE
