@@ -114,11 +114,11 @@ def test_a_mistake_in_the_settings_is_one_line_and_changes_nothing(
     file.write_text(f'{file.read_text()}[gateway]\nport = "x"\n')
     os.kill(gateway.process.pid, signal.SIGHUP)
     wait_for(lambda: "SIGHUP: nothing changes: " in gateway.log, "the log says so")
-    assert "gateway.port = 'x'" in gateway.log[before:].splitlines()[0]
+    assert "gateway.port = 'x'" in lines_after(gateway, before)[0]
     assert (status(gateway, KEY), status(gateway, NEW_KEY)) == (200, 401)
     post_webhook(gateway, KEY)
     assert find_children(gateway) == children
-    assert len(gateway.log[before:].splitlines()) == 1
+    assert len(lines_after(gateway, before)) == 1
 
     # Whoever ends meanwhile cannot start; that is said in a line each.
     for pid in children:
@@ -132,6 +132,12 @@ def test_a_mistake_in_the_settings_is_one_line_and_changes_nothing(
     os.kill(gateway.process.pid, signal.SIGHUP)
     wait_for(lambda: answers(gateway), "the new key", patient(60))
     post_webhook(gateway, NEW_KEY)
+
+
+def lines_after(gateway: GatewayProcess, before: int) -> list[str]:
+    """What it has logged since; a webhook of the test before may have come again to this one."""
+    lines = gateway.log[before:].splitlines()
+    return [line for line in lines if "webhook of task" not in line]
 
 
 def answers(gateway: GatewayProcess) -> bool:
