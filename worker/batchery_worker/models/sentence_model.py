@@ -58,6 +58,9 @@ GENERAL_FIELDS = {
 #: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
+#: Places of the texts whose values are compared; others are compared by their tokens.
+COMPUTED_PROBES = (0, 1)
+
 #: Longest text whose tokens are compared.
 LONGEST_PROBE_TOKENS = 10_000
 
@@ -223,15 +226,17 @@ class SentenceModel(TextModel):
             # Padded on the right, a text keeps its positions in the library's batches, too.
             self.tokenizer.padding_side = self._padding_side
         self._own_code: dict[str | None, str] = {}
-        #: Of texts with one prompt and one task: how their results differ.
+        # Elsewhere, what a text is for can change no more than its tokens.
+        has_tasks = "task" in self.library.get_model_kwargs()
         differences: dict[tuple[str, str | None], str] = {}
         choices = self.prompts if issubclass(self.keywords, PromptKeywords) else ()
         for name in (self.default_prompt, *choices):
-            way = self.prompts.get(name or "", ""), self._task(name)
-            if way not in differences:
-                differences[way] = self._find_difference(name)
-            if differences[way]:
-                self._own_code[name] = differences[way]
+            way = self.prompts.get(name or "", ""), self._task(name) if has_tasks else None
+            computed = () if way in differences or self._session else COMPUTED_PROBES
+            difference = self._find_difference(name, computed) or differences.get(way, "")
+            differences.setdefault(way, difference)
+            if difference:
+                self._own_code[name] = difference
         if not self._own_code:
             return
         names = ", ".join(repr(name) if name else "none" for name in self._own_code)
@@ -243,8 +248,13 @@ class SentenceModel(TextModel):
             )
         self.why_padded = f"since sentence-transformers' own code runs for prompt {names}: {first}"
 
-    def _find_difference(self, name: str | None) -> str:
-        """How values with a prompt differ from those of sentence-transformers; empty if not."""
+    def _find_difference(self, name: str | None, computed: Collection[int]) -> str:
+        """How texts with a prompt differ from those of sentence-transformers; empty if not.
+
+        Args:
+            name: Of the prompt.
+            computed: Of which texts values are compared, too, not just tokens.
+        """
         keywords = dict(self.sample_keywords)
         if name != self.default_prompt:
             keywords["prompt"] = name
@@ -263,7 +273,7 @@ class SentenceModel(TextModel):
                     found = self._prepare_by_library([text])["input_ids"][0]
                     if found.tolist() != text.tokens[0].tolist():
                         return "its tokens are not those of its tokenizer alone"
-                    if self._session is not None or place > 1:
+                    if place not in computed:
                         continue
                     expected = self._values(self._pass, [text])
                     values = self._values(self._pass, [text.tokens]).reshape(expected.shape)
