@@ -63,6 +63,8 @@ SLICE_BYTES = 4 * 1024 * 1024
 MAX_VALUES = 300_000
 CONTAINER_VALUES = 5
 
+EXPECTED = "expected an object with custom_id, method, url and body"
+
 #: Texts of JSON, in which commas and brackets are no values.
 TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
@@ -177,11 +179,10 @@ def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
     try:
         row = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        text = f"not JSON in UTF-8: {error.msg} at column {error.colno}"
+        text = f"not JSON in UTF-8 ({error.msg} at column {error.colno}); {EXPECTED}"
         raise WrongLine("invalid_json_line", text) from None
     if not isinstance(row, dict):
-        text = f"a JSON {type(row).__name__}; expected an object with custom_id, method, url, body"
-        raise WrongLine("invalid_json_line", text)
+        raise WrongLine("invalid_json_line", f"a JSON {type(row).__name__}; {EXPECTED}")
     return row
 
 
