@@ -35,7 +35,7 @@ from batchery_producer.answers import Answer, BatchSummary, read_answer
 MIN_INTERVAL_S = 0.002
 MAX_INTERVAL_S = 0.25
 
-#: Part of the jobs in flight that should end between two polls. A smaller part costs more polls per
+#: Part of the jobs that a poll asks for that should have ended. A smaller part costs more polls per
 #: result; a larger one lets the queue run empty before the window is filled again.
 SHARE_PER_POLL = 1 / 8
 
@@ -81,16 +81,18 @@ class PollingInterval:
     def __init__(self) -> None:
         self._interval_s = MIN_INTERVAL_S
 
-    def next_s(self, *, in_flight: int, found: int, announced: int, poll_s: float) -> float:
-        """How long to wait after a poll, in seconds.
+    def next_s(self, *, asked: int, found: int, announced: int, poll_s: float) -> float:
+        """How long to wait after a poll, in seconds; not at all if every job had ended.
 
         Args:
-            in_flight: Number of jobs that are still awaited.
-            found: Number of results that the poll found.
+            asked: Number of jobs that the poll asked for.
+            found: Number of results that it found.
             announced: Number of results that were announced since the previous poll.
             poll_s: Duration of this poll, in seconds; polling takes half of the time or less.
         """
-        if found > in_flight * SHARE_PER_POLL:
+        if asked and found == asked:
+            return 0.0
+        if found > asked * SHARE_PER_POLL:
             self._interval_s /= 2
         else:
             self._interval_s = MAX_INTERVAL_S if announced else self._interval_s * 1.5
@@ -148,13 +150,13 @@ class Collector(ABC):
         """
         began_s = time.monotonic()
         if self._awaited and began_s >= self._poll_at_s:
-            found = 0
-            for ended in self._ended(self._next_polled()):
+            found, polled = 0, self._next_polled()
+            for ended in self._ended(polled):
                 found += 1
                 yield ended
             now_s = time.monotonic()
             self._poll_at_s = now_s + self._interval.next_s(
-                in_flight=len(self._awaited),
+                asked=len(polled),
                 found=found,
                 announced=self._announced,
                 poll_s=now_s - began_s,

@@ -30,19 +30,23 @@ from batchery_producer.collector import (
 )
 
 
-@given(st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 5000), st.floats(0, 5))))
-def test_polling_interval_stays_between_its_limits(polls: list[tuple[int, int, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, POLL_JOBS), st.floats(0, 1), st.floats(0, 5))))
+def test_polling_interval_stays_between_its_limits(polls: list[tuple[int, float, float]]) -> None:
     interval = PollingInterval()
-    for in_flight, found, poll_s in polls:
-        next_s = interval.next_s(in_flight=in_flight, found=found, announced=0, poll_s=poll_s)
-        assert MIN_INTERVAL_S <= next_s <= max(MAX_INTERVAL_S, poll_s)
+    for asked, share, poll_s in polls:
+        found = int(asked * share)
+        next_s = interval.next_s(asked=asked, found=found, announced=0, poll_s=poll_s)
+        if found and found == asked:
+            assert next_s == 0  # More may be there by now.
+        else:
+            assert MIN_INTERVAL_S <= next_s <= max(MAX_INTERVAL_S, poll_s)
 
 
 def test_polling_interval_follows_the_rate_of_results() -> None:
     interval, next_s, found = PollingInterval(), MIN_INTERVAL_S, 0
     for _ in range(50):
         found = round(next_s * 10_000)  # Results per second, of a thousand jobs in flight.
-        next_s = interval.next_s(in_flight=1000, found=found, announced=0, poll_s=0)
+        next_s = interval.next_s(asked=1000, found=found, announced=0, poll_s=0)
     assert 1000 / 16 <= found <= 1000 / 4
 
 
@@ -50,19 +54,19 @@ def test_polling_interval_grows_without_results_and_shrinks_with_them() -> None:
     interval = PollingInterval()
 
     def plan(found: int) -> float:
-        return interval.next_s(in_flight=8, found=found, announced=0, poll_s=0)
+        return interval.next_s(asked=8, found=found, announced=0, poll_s=0)
 
     pauses = [plan(0) for _ in range(30)]
     assert pauses == sorted(pauses)
     assert pauses[-1] == MAX_INTERVAL_S
-    assert [plan(100) for _ in range(30)][-1] == MIN_INTERVAL_S
+    assert [plan(7) for _ in range(30)][-1] == MIN_INTERVAL_S
 
 
 def test_polling_with_announcements_takes_a_tenth_of_the_time() -> None:
     interval = PollingInterval()
-    long_s = interval.next_s(in_flight=9000, found=3, announced=5000, poll_s=0.1)
+    long_s = interval.next_s(asked=4096, found=3, announced=5000, poll_s=0.1)
     assert long_s == pytest.approx(0.1 * REST_PER_POLL)
-    short_s = interval.next_s(in_flight=9000, found=0, announced=5000, poll_s=0.001)
+    short_s = interval.next_s(asked=4096, found=0, announced=5000, poll_s=0.001)
     assert short_s == MAX_INTERVAL_S
 
 
