@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -183,50 +183,54 @@ def check_weights(
 
 
 @contextmanager
-def _replaced(name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of transformers' classes, for this thread; another may load at that time.
+def _replaced(owner: Any, name: str, call: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces a function for this thread; another may load a model at the same time.
 
     Args:
-        name: Of a class method of `PreTrainedModel`.
-        call: Gets the class, the method with its arguments, and those with names.
+        owner: Its module, or its class if it is a class method.
+        name: Of the function.
+        call: Gets the function with its arguments, a `partial`.
     """
-    # Whoever only reads files does without; here it is there already.
-    from transformers import PreTrainedModel
+    plain, own = vars(owner)[name], threading.get_ident()
+    function = getattr(plain, "__func__", plain)
 
-    plain, own = vars(PreTrainedModel)[name], threading.get_ident()
+    def replacement(*args: Any, **keywords: Any) -> Any:
+        usual = partial(function, *args, **keywords)
+        return call(usual) if threading.get_ident() == own else usual()
 
-    def replacement(cls: type, *args: Any, **keywords: Any) -> Any:
-        usual = partial(plain.__func__, cls, *args, **keywords)
-        return call(cls, usual, keywords) if threading.get_ident() == own else usual()
-
-    setattr(PreTrainedModel, name, classmethod(replacement))
+    setattr(owner, name, replacement if function is plain else classmethod(replacement))
     try:
         yield
     finally:
-        setattr(PreTrainedModel, name, plain)
+        setattr(owner, name, plain)
 
 
 @contextmanager
 def watch_loading(*, weightless: bool) -> Iterator[list[str]]:
     """Says which weights the files lack of the models that are loaded in this block.
 
-    A library between us and transformers says nothing of that.
+    A library between us and transformers says nothing of that, and would read pickles.
 
     Args:
         weightless: The models get no weights, only room for them, which takes no memory.
     """
+    from transformers import PreTrainedModel
+
     missing: list[str] = []
 
-    def load(cls: Any, usual: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+    def load(usual: Any) -> Any:
         if weightless:
             with torch.device("meta"):
-                empty = cls(keywords["config"])
+                empty = usual.args[0](usual.keywords["config"])
             return empty.to_empty(device="cpu")
         model, info = usual(output_loading_info=True)
         missing.extend(sorted(info["missing_keys"]))
         return model
 
-    with _replaced("from_pretrained", load):
+    def refuse(_: Any) -> Any:
+        raise ValueError("a module has no weights in safetensors, the only format that is loaded")
+
+    with _replaced(PreTrainedModel, "from_pretrained", load), _replaced(torch, "load", refuse):
         yield missing
 
 
@@ -240,7 +244,10 @@ def built_within(turn: AbstractContextManager[object]) -> Iterator[None]:
         turn: No other thread may compute anything in it. Only this thread enters it: one that
             builds a model for a batch meanwhile has its own turn.
     """
-    with _replaced("get_init_context", lambda _, usual, __: [turn, *usual()]):
+    # Whoever only reads files does without; here it is there already.
+    from transformers import PreTrainedModel
+
+    with _replaced(PreTrainedModel, "get_init_context", lambda usual: [turn, *usual()]):
         yield
 
 

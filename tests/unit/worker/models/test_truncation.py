@@ -78,14 +78,6 @@ def test_token_ids_and_texts_share_a_batch(build: Build, embedder: Load) -> None
     assert pair["tokens"] == 3
 
 
-def test_a_prompt_goes_in_front_of_token_ids(build: Build, embedder: Load) -> None:
-    model = embedder(build("bert"), prompts={"query": "rain falls "})
-    (ids,) = as_ids(model, ["on hills"])
-    literal, framed = run(model, ["on hills", ids], prompt="query")
-    assert same(literal, framed)
-    assert framed["tokens"] == 6
-
-
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
 def test_max_length_of_a_job_is_the_limit_if_it_is_lower(
     architecture: str, build: Build, classifier: Load
