@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,36 +105,24 @@ def test_no_answer_names_address_or_user_of_redis(
         "error": "Redis does not answer",
         "error_type": "Unhealthy",
     }
-    calls: list[Callable[[], httpx2.Response]] = [
-        *(lambda path=path: keyed.get(path) for path in ("/", "/page/page.js", "/status")),
-        *(lambda path=path: keyed.get(path) for path in ("/metrics", "/openapi.json", "/nothing")),
-        *(
-            lambda path=path: keyed.get(path, headers=HEADERS)
-            for path in (
-                *(
-                    "/v1/files",
-                    "/v1/batches",
-                    "/v1/batches/batch_1",
-                    "/batch-stats",
-                    "/health",
-                    "/tasks/1",
-                ),
-                *("/v1/models", "/info", "/openapi.json", "/metrics", "/tasks/1"),
-            )
-        ),
-        lambda: keyed.post("/v1/embeddings", {"input": "a"}, headers=HEADERS),
-        lambda: keyed.post("/embed", {"inputs": "a"}, headers=HEADERS),
-        lambda: keyed.post("/page/try", {"model": "embed", "item": "a"}, headers=HEADERS),
-        lambda: keyed.post(
-            "/v1/batches",
-            {"input_file_id": "file-1", "endpoint": "/v1/embeddings", "completion_window": "24h"},
-            headers=HEADERS,
-        ),
-    ]
+    batch = {"input_file_id": "file-1", "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    posts: dict[str, Any] = {
+        "/v1/embeddings": {"input": "a"},
+        "/embed": {"inputs": "a"},
+        "/page/try": {"model": "embed", "item": "a"},
+        "/v1/batches": batch,
+    }
+    pages = ("/", "/page/page.js", "/status", "/metrics", "/openapi.json", "/nothing")
+    own = (
+        *("/v1/files", "/v1/batches", "/v1/batches/batch_1", "/batch-stats", "/health"),
+        *("/tasks/1", "/v1/models", "/info", "/openapi.json", "/metrics"),
+    )
+    answers = [keyed.get(path) for path in pages]
+    answers += [keyed.get(path, headers=HEADERS) for path in own]
+    answers += [keyed.post(path, body, headers=HEADERS) for path, body in posts.items()]
     folder = str(Path(__file__).parents[2])  # Of the model.
     secrets = (USER, str(own_redis.port), "redis://", str(Path.home()), folder)
-    for call in calls:
-        answer = call()
+    for answer in answers:
         found: list[Any] = [each for each in secrets if each in answer.text]
         assert not found, (answer.url, found, answer.text[:500])
         if answer.status_code == 503:

@@ -145,19 +145,10 @@ def test_stream_tells_of_each_batch(
     assert {event.pop("sse") for event in events} == {is_sse}
     steps = [event["status"] for event in events]
     assert steps == ["started", *["processing_batch", "batch_complete"] * 3, "completed"]
-    assert events[0] == {
-        "status": "started",
-        "total_texts": 5,
-        "batch_size": 2,
-        "estimated_batches": 3,
-    }
+    started = {"total_texts": 5, "batch_size": 2, "estimated_batches": 3}
+    assert events[0] == {"status": "started", **started}
     begun = [event for event in events if event["status"] == "processing_batch"]
-    assert [(each["batch_number"], each["batch_size"]) for each in begun] == [
-        (1, 2),
-        (2, 2),
-        (3, 1),
-    ]
-    assert [each["progress"] for each in begun] == [0.0, 0.4, 0.8]
+    assert [tuple(each.values())[1:] for each in begun] == [(1, 2, 0.0), (2, 2, 0.4), (3, 1, 0.8)]
     done = [event for event in events if event["status"] == "batch_complete"]
     partial = [result for each in done for result in each["partial_results"]]
     assert events[-1]["final_results"] == partial

@@ -246,26 +246,19 @@ def test_refusals_fail_at_once_and_say_why(server: OpenAIServer, driver: StepDri
         driver.run({"messages": []})
 
 
-async def endless_line(call: Call) -> None:
-    await call.head()
-    await call.part(b"data: ")
-    while True:
-        await call.part(b"x" * 65536)
-        await asyncio.sleep(0.001)
+def answering(*parts: bytes, code: int = 200, is_endless: bool = False, **headers: str) -> Any:
+    """Says some parts, the last one again and again if it is endless."""
 
+    async def reply(call: Call) -> None:
+        await call.head(code, **headers)
+        for part in parts:
+            await call.part(part)
+        while is_endless:
+            await call.part(parts[-1])
+            await asyncio.sleep(0.005)
+        await call.part(b"")
 
-async def endless_text(call: Call) -> None:
-    await call.head()
-    while True:
-        await call.part(b'data: {"choices": [{"text": "word "}]}\n\n' * 100)
-        await asyncio.sleep(0.01)
-
-
-async def endless_comments(call: Call) -> None:
-    await call.head()
-    while True:
-        await call.part(b": still here\n\n")
-        await asyncio.sleep(0.01)
+    return reply
 
 
 async def endless_end(call: Call) -> None:
@@ -276,22 +269,12 @@ async def endless_end(call: Call) -> None:
         await asyncio.sleep(0.01)
 
 
-async def packed(call: Call) -> None:
-    await call.head(content_encoding="gzip")
-    await call.part(b"data: [DONE]\n\n")
-    await call.part(b"")
-
-
-async def nested_refusal(call: Call) -> None:
-    await call.head(500, "application/json")
-    await call.part(b"[" * 60_000)
-    await call.part(b"")
-
-
 async def nonsense(call: Call) -> None:
     await call.send(b"SSH-2.0-OpenSSH_9.6\r\n")
     raise Cut
 
+
+WORDS = b'data: {"choices": [{"text": "word "}]}\n\n' * 100
 
 LIES: dict[str, tuple[Any, str]] = {
     "json": (raw("{not json"), r"none of a completion: \{not json"),
@@ -305,13 +288,19 @@ LIES: dict[str, tuple[Any, str]] = {
     "usage": (raw({"usage": {"prompt_tokens": -1}}), "none of a completion"),
     "page": (raw("<html>", content_type="text/html"), "no stream of events: .*'text/html'"),
     "nothing": (raw("[DONE]"), "ended its stream without a finish_reason"),
-    "line": (endless_line, "no stream of events: .*limit"),
-    "endless": (endless_text, "goes on after 1048576 characters"),
-    "comments": (endless_comments, "it sent nothing new for .*; gave up"),
+    "line": (answering(b"data: ", b"x" * 65536, is_endless=True), "no stream of events: .*limit"),
+    "endless": (answering(WORDS, is_endless=True), "goes on after 1048576 characters"),
+    "comments": (
+        answering(b": still here\n\n", is_endless=True),
+        "it sent nothing new for .*; gave up",
+    ),
     "silent": (pause_after("a", 60), "it sent nothing new for .*; gave up"),
     "protocol": (nonsense, "gave up after"),
-    "packed": (packed, "decompressing data.*gave up after"),
-    "nested": (nested_refusal, r"it answered 500: \[{300}"),
+    "packed": (
+        answering(b"data: [DONE]\n\n", content_encoding="gzip"),
+        "decompressing data.*gave up after",
+    ),
+    "nested": (answering(b"[" * 60_000, code=500), r"it answered 500: \[{300}"),
     "verbose": (raw({"error": {"code": 404, "message": "x" * 1000}}), "it broke off: x{300}"),
     "cut": (cut_after("CUT"), "its stream ended before|incomplete.*gave up after"),
 }
