@@ -147,7 +147,7 @@ def test_the_tables_are_readable_without_a_terminal(worker: Worker, redis_url: s
         code, out, err = run(redis_url, *command)
         assert code == 0, err
         assert worker.name in out
-        assert "batch size" in out
+        assert "waiting here" in out
         assert "jobs waiting in the broker" in out
         assert " \n" not in out
 
@@ -197,7 +197,7 @@ def test_a_success_is_explained_by_its_batch(worker: Worker, redis_url: str) -> 
     code, found = explain(redis_url, task_id)
     assert (code, found["state"]) == (0, "SUCCESS")
     assert found["batch"]["device"] == "cpu"
-    assert f"batch {found['batch']['id']} of {found['batch']['size']} item" in found["text"]
+    assert f"id {found['batch']['id']}, size {found['batch']['size']}" in found["text"]
     code, out, _ = run(redis_url, "batchery", "explain", task_id, "-A", "apps.shop")
     assert (code, out) == (0, f"SUCCESS: {found['text']}\n")
 

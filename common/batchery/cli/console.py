@@ -1,7 +1,7 @@
-"""What commands have in common: signals, a broker that is away, and tables as text."""
+"""What commands have in common: signals, a broker that is away, tables and figures as text."""
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 
 #: What a broker that is away raises.
 AWAY = (OperationalError, RedisError, OSError)
+
+
+#: How a figure ends -> by what it is multiplied, and the unit behind it.
+UNITS = {
+    "_per_s": (1, "/s"),
+    "_ms": (1, " ms"),
+    "_us": (1, " µs"),
+    "_s": (1, " s"),
+    "_kib": (2**-10, " MiB"),
+    "_bytes": (2**-20, " MiB"),
+    "bytes": (2**-20, " MiB"),
+    **dict.fromkeys(("padding", "padding_waste", "hit_rate", "error"), (100, " %")),
+}
+
+#: Texts that need no name in front of them.
+NAMELESS = ("state", "error", "why")
 
 
 @contextmanager
@@ -105,3 +121,27 @@ def render(drawing: "RenderableType", least_width: int = 0) -> str:
         console.print(drawing)
     # Tables are padded with spaces, which are a nuisance in a file or a mail.
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def describe(thing: Any, names: Sequence[str], nothing: str = "") -> str:
+    """Some figures of a thing, each with its name and unit; without those that are 0 or unknown."""
+    values = {name: read(thing, name) for name in names}
+    return ", ".join(_spell(*each) for each in values.items() if each[1]) or nothing
+
+
+def read(thing: Any, path: str) -> Any:
+    """An attribute, or an entry, by its path; None where there is none."""
+    for name in path.split("."):
+        thing = thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+    return thing
+
+
+def _spell(path: str, value: Any) -> str:
+    name = path.rpartition(".")[2].removeprefix("mean_")
+    if isinstance(value, str) or name == "pid":
+        return str(value) if name in NAMELESS else f"{name.replace('_', ' ')} {value}"
+    unit = next((each for each in UNITS if name.endswith(each)), "")
+    scale, shown = UNITS.get(unit, (1, ""))
+    number = f"{value:,}" if isinstance(value, int) and scale == 1 else f"{value * scale:,.1f}"
+    label = name.removesuffix(unit) if unit.startswith("_") else name
+    return f"{label.replace('_', ' ')} {number}{shown}"

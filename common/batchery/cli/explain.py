@@ -11,7 +11,7 @@ from celery import Celery
 from celery.app.control import flatten_reply
 
 from batchery.cli.app import check_backend, check_broker, timeout_option, with_app
-from batchery.cli.console import AWAY, broker_errors, printable
+from batchery.cli.console import AWAY, broker_errors, describe, printable
 from batchery.cli.survey import (
     DISCOVERY_S,
     PATIENCE_S,
@@ -19,7 +19,7 @@ from batchery.cli.survey import (
     find_workers,
     registered_workers,
 )
-from batchery.errors import StartError, counted
+from batchery.errors import StartError
 from batchery.transport.dead_letters import DeadLetters
 
 #: Exit codes of `batchery explain`.
@@ -35,6 +35,13 @@ IN_WORKER = {
     "scheduled": "waits for its time in",
     "ready": "has ended in",
 }
+
+
+#: What is said of the batch of a job.
+FACTS = (
+    *("waited_ms", "id", "size", "padding", "prepare_ms", "queued_ms", "forward_ms"),
+    *("device", "version"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
     batch = stored.get("batch")
     result = stored.get("result")
     error = format_error(result) if isinstance(result, BaseException) else None
-    known = describe_batch(batch) if batch else "no facts of a batch are stored with its result"
+    known = describe(batch, FACTS) if batch else "no facts of a batch are stored with its result"
     return JobStatus(
         task_id,
         state,
@@ -103,31 +110,6 @@ def from_workers(task_id: str, answers: Mapping[str, Any]) -> JobStatus:
         who = f"worker {next(iter(answers))} does not have it"
     text = f"no result, and {who}: still in its queue, expired, or never sent"
     return JobStatus(task_id, "UNKNOWN", text, UNKNOWN)
-
-
-def describe_batch(batch: Mapping[str, Any]) -> str:
-    """The facts of a batch in words; missing facts are left out."""
-    size = batch.get("size")
-    device = f" on {batch['device']}" if batch.get("device") else ""
-    waited, padding = batch.get("waited_ms"), batch.get("padding")
-    prepare, queued, forward = (batch.get(f"{key}_ms") for key in ("prepare", "queued", "forward"))
-    parts = [
-        f"waited {duration(waited)}" if waited is not None else "",
-        f"batch {batch.get('id', '?')} of {counted(size, 'item')}" if size else "",
-        f"{100 * padding:.0f} % padding" if padding is not None else "",
-        f"{duration(prepare)} to prepare" if prepare is not None else "",
-        f"{duration(queued)} between stages" if queued is not None else "",
-        f"{duration(forward)} forward{device}" if forward is not None else "",
-        f"version {batch['version']}" if batch.get("version") else "",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def duration(milliseconds: float) -> str:
-    """Formats a time with few digits."""
-    if milliseconds >= 10_000:
-        return f"{milliseconds / 1e3:.1f} s"
-    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
 def format_error(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
-from batchery.cli.console import Interrupt, broker_errors, render
+from batchery.cli.console import Interrupt, broker_errors, describe, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
     DISCOVERY_S,
@@ -61,18 +61,6 @@ DONE = (
 TIMES = tuple(f"mean_{stage}_ms" for stage in ("waited", "prepare", "queued", "forward", "commit"))
 COSTS = ("pass_ms", "item_us", "error", "batches")
 CACHE = ("hit_rate", "items", "hits", "deduplicated", "results", "bytes", "errors", "error")
-
-#: How a figure ends -> by what it is multiplied, and the unit behind it.
-UNITS = {
-    "_per_s": (1, "/s"),
-    "_ms": (1, " ms"),
-    "_us": (1, " µs"),
-    "_s": (1, " s"),
-    "_kib": (2**-10, " MiB"),
-    "_bytes": (2**-20, " MiB"),
-    "bytes": (2**-20, " MiB"),
-    **dict.fromkeys(("padding_waste", "hit_rate", "error"), (100, " %")),
-}
 
 #: What to do about the state of a device.
 HINTS = {"drained": ", see `batchery drain`", GIVEN_UP: ", see `batchery drain --undo`"}
@@ -267,29 +255,3 @@ def draw_worker(
 def _count(reasons: Mapping[str, int]) -> str:
     ordered = sorted(reasons.items(), key=lambda each: -each[1])
     return "\n".join(f"{count:,}: {reason}" for reason, count in ordered)
-
-
-def describe(thing: Any, names: Sequence[str], nothing: str = "") -> str:
-    """Some figures of a thing, each with its name and unit; without those that are 0 or unknown."""
-    values = {name: read(thing, name) for name in names}
-    return ", ".join(_spell(*each) for each in values.items() if each[1]) or nothing
-
-
-def read(thing: Any, path: str) -> Any:
-    """An attribute, or an entry, by its path; None where there is none."""
-    for name in path.split("."):
-        thing = thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
-    return thing
-
-
-def _spell(path: str, value: Any) -> str:
-    name = path.rpartition(".")[2].removeprefix("mean_")
-    if isinstance(value, str):
-        return value
-    if name == "pid":
-        return f"pid {value}"
-    unit = next((each for each in UNITS if name.endswith(each)), "")
-    scale, shown = UNITS.get(unit, (1, ""))
-    number = f"{value:,}" if isinstance(value, int) and scale == 1 else f"{value * scale:,.1f}"
-    label = name.removesuffix(unit) if unit.startswith("_") else name
-    return f"{label.replace('_', ' ')} {number}{shown}"

@@ -107,8 +107,8 @@ def test_tables_show_models_costs_reasons_and_caches() -> None:
     text = "\n".join(drawn(survey(one=told)))
     for fact in (
         "ready, resident 2.0 MiB, reserved 6,144.0 MiB, peak 5,120.0 MiB",
-        "max batch tokens 2,048, memory, out of memory 3, pinned",
-        "slots taken 2, slots 8, steps 1,000, step 4.0 ms, v2",
+        "max batch tokens 2,048, chosen by memory, out of memory 3, pinned",
+        "slots taken 2, slots 8, steps 1,000, step 4.0 ms, version v2",
         "not loaded, held 3.0 MiB, loads 2, load 4.1 s",
         "given up, no driver, ",
         ", see `batchery drain --undo`",
