@@ -95,6 +95,8 @@ class Session:
         #: Who is asked why no results come, by what the jobs have in common.
         self._explanations: dict[str, asyncio.Future[str]] = {}
         self._wake = threading.Condition()
+        #: Calls of this turn of the event loop, and those that wait to be sent.
+        self._gathered: list[PendingSend] = []
         self._calls: deque[PendingSend] = deque()
         self._cancelled: deque[str] = deque()
         self._is_ended = False
@@ -135,7 +137,7 @@ class Session:
             explain=partial(self.explain, terms),
         )
         self._streams[task_id] = stream
-        own, job = build_header(0, STREAMED, terms.keep_s), OutgoingJob(task_id, item)
+        own, job = build_headers(terms, 0, STREAMED), OutgoingJob(task_id, item)
         self._send(PendingSend(terms, keywords, own, job, stream))
         return stream
 
@@ -159,7 +161,7 @@ class Session:
         task_id = uuid()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._futures[task_id] = future
-        own = build_header(count, self.collector.headers, terms.keep_s)
+        own = build_headers(terms, count, self.collector.headers)
         self._send(PendingSend(terms, keywords, own, OutgoingJob(task_id, item)))
         try:
             async with asyncio.timeout(terms.timeout_s):
@@ -221,9 +223,7 @@ class Session:
             self.reader.close()
 
     def _send(self, call: PendingSend) -> None:
-        # The trace of this call, as jobs are sent from elsewhere.
-        own = {**trace_headers(), **deadline_header(call.terms.deadline_s), **call.headers}
-        self._calls.append(call._replace(headers=own))
+        self._gathered.append(call)
         self._wake_soon()
 
     def _cancel(self, task_id: str) -> None:
@@ -246,7 +246,9 @@ class Session:
                 self._threads.append(thread)
                 thread.start()
         with self._wake:
+            self._calls.extend(self._gathered)
             self._wake.notify_all()
+        self._gathered.clear()
 
     def _settle(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
         for task_id, answer in answers:
@@ -367,6 +369,12 @@ class Session:
                 with suppress(Exception):  # This thread must go on, and results expire.
                     self.collector.forget([task_id for task_id, _ in answers])
         self.collector.close()
+
+
+def build_headers(terms: Terms, count: int, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Headers of one call: those of `build_header`, its deadline, and its trace."""
+    own = build_header(count, reply, terms.keep_s)
+    return {**trace_headers(), **deadline_header(terms.deadline_s), **own}
 
 
 async def run_aside(
