@@ -173,17 +173,7 @@ def test_errors_are_those_of_the_worker_and_reach_one_caller(play: Scene) -> Non
     assert str(bad) == "no good"
 
 
-def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        shout = client.task(f"{APP}.shout", queue=QUEUE)
-        return await asyncio.gather(shout("a"), shout(object()), shout("b"), return_exceptions=True)
-
-    first, odd, last = play(scene)
-    assert (first, last) == ("A", "B")
-    assert isinstance(odd, EncodeError)
-
-
-def test_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
+def test_items_and_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
     """Those whose keys cannot be sorted are JSON; nobody needs them sorted."""
     ring: list[Any] = []
     ring.append(ring)
@@ -191,14 +181,14 @@ def test_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
     async def scene(client: AsyncClient) -> Any:
         shout = client.task(f"{APP}.shout", queue=QUEUE, timeout_s=60)
         read_batch = client.task(f"{APP}.read_batch", queue=QUEUE, timeout_s=60)
-        odd = [shout("b", mark={(1, 2): 3}), shout("c", mark=ring)]
+        odd = [shout("b", mark={(1, 2): 3}), shout("c", mark=ring), shout(object())]
         mixed = read_batch("d", tag={1: "e", "f": 2})
         found = await asyncio.gather(shout("a"), *odd, mixed, return_exceptions=True)
         return *found, await shout("later")
 
     first, *odd, mixed, later = play(scene)
     assert (first, later) == ("A", "LATER")
-    assert [type(each) for each in odd] == [EncodeError, EncodeError]
+    assert [type(each) for each in odd] == [EncodeError] * 3
     assert mixed["tag"] == {"1": "e", "f": 2}
 
 

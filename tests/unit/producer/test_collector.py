@@ -322,13 +322,6 @@ def test_result_has_the_facts_of_its_batch(scene: Scene, is_plain: bool) -> None
     assert (answer.batch.id, answer.batch.size, answer.batch.device) == ("b7", 3, "cuda:0")
 
 
-def test_result_that_celery_has_stored_is_read_as_celery_reads_it(scene: Scene) -> None:
-    meta = {"status": "SUCCESS", "result": 7, "traceback": None, "task_id": "a"}
-    scene.client.results = {"a": json.dumps(meta).encode(), "b": b'{"status": "STARTED"}'}
-    scene.collector.expect(["a", "b"])
-    assert scene.collect() == {"a": Answer(value=7)}
-
-
 @pytest.mark.parametrize(("is_spent", "removed"), [(False, 1), (True, 0)])
 def test_stream_is_removed_at_the_end_unless_redis_was_away_for_too_long(
     monkeypatch: pytest.MonkeyPatch, is_spent: bool, removed: int
