@@ -250,17 +250,6 @@ def test_worker_whose_task_was_made_before_its_messages_were_to_be_signed_is_ref
         check_is_accepted(app, task)
 
 
-def test_a_task_of_an_app_that_signs_its_messages_signs_its_own() -> None:
-    app = Celery("signing", set_as_current=False)
-    app.conf.task_serializer = "auth"
-
-    @app.task(base=BatchTask, shared=False, lazy=False)
-    def shout(texts: list[str]) -> list[str]:
-        return texts
-
-    assert (shout.serializer, BatchTask.serializer) == ("auth", "json")
-
-
 def test_results_that_no_caller_would_read_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     app = Celery("unread", set_as_current=False)
     warn_of_unread_results(app)

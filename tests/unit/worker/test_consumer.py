@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import redis
-from celery import Celery
 from celery.exceptions import InvalidTaskError, Reject
 from kombu import compression
 from kombu.exceptions import ContentDisallowed, DecodeError
@@ -16,7 +15,6 @@ from kombu.message import Message
 from batchery import InvalidItem
 from batchery.transport import dead_letters
 from batchery_worker.consumer import (
-    GuardedConsumer,
     OutageLog,
     bound_decompression,
     check,
@@ -152,27 +150,3 @@ def test_wrong_password_is_logged_with_what_to_set(caplog: pytest.LogCaptureFixt
     OutageLog("redis://one//")(redis.AuthenticationError("invalid password"), 1.0)
     [line] = caplog.messages
     assert "invalid password; set its user and password in broker_url" in line
-
-
-class Broker:
-    """A connection that says how it was asked to connect."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def as_uri(self) -> str:
-        return "redis://one//"
-
-    def ensure_connection(self, errback: Any, max_retries: Any, **options: Any) -> "Broker":
-        self.asked.append((max_retries, options.get("interval_max")))
-        return self
-
-
-def test_worker_without_a_limit_of_tries_is_back_within_seconds() -> None:
-    consumer = GuardedConsumer.__new__(GuardedConsumer)
-    consumer.app = Celery("away", broker="memory://", set_as_current=False)
-    broker = Broker()
-    for limit in (100, None):
-        consumer.app.conf.broker_connection_max_retries = limit
-        assert consumer.ensure_connected(broker) is broker
-    assert broker.asked == [(100, None), (None, 4.0)]

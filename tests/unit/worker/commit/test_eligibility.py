@@ -1,13 +1,11 @@
 """What a device is told, so that it may commit: for which jobs, and how little."""
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.app import trace
 from celery.backends.redis import RedisBackend
 
 from batchery import BatchTask, install
@@ -16,7 +14,7 @@ from batchery_worker.commit.eligibility import FIXES, NO_LEASE, CommitEligibilit
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import BatchKey, Job, Limits
-from batchery_worker.request import BatchRequest, LeaseHandle
+from batchery_worker.request import LeaseHandle
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
 app = install(Celery("eligibility", broker=URL, backend=URL, set_as_current=False))
@@ -95,22 +93,6 @@ def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall
     assert context.jobs == [("8", 0.0, {}), None]
 
 
-def test_job_with_an_unpicklable_header_is_left_to_the_tracer() -> None:
-    deep: Any = []
-    for _ in range(600):
-        deep = [deep]
-    context = CommitEligibility(app, Listeners()).context(
-        TASK,
-        [
-            job(LeaseHandle(lease_store, "7"), group=deep),
-            job(LeaseHandle(lease_store, "8"), group="g"),
-        ],
-        10.0,
-    )
-    assert context is not None
-    assert context.jobs == [None, ("8", 0.0, {"group_id": "g"})]
-
-
 def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
     chained, bare = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]}), job(None)
     assert CommitEligibility(app, Listeners()).context(TASK, [chained, bare], 10.0) is None
@@ -132,15 +114,6 @@ def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
     assert leased.payload.tracer_reason == reason
 
 
-def test_device_sends_the_results_that_something_listens_to() -> None:
-    hooked = make_task(app, "hooked", on_success=lambda *_: None)
-    for task, wanted in ((TASK, False), (hooked, True)):
-        leased = job(LeaseHandle(lease_store, "7"))
-        context = CommitEligibility(app, Listeners()).context(task, [leased], 10.0)
-        assert context is not None
-        assert context.is_listened == wanted
-
-
 def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
     extended = install(Celery("extended", broker=URL, backend=URL, set_as_current=False))
     extended.conf.result_extended = True
@@ -152,77 +125,3 @@ def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
         )
         is None
     )
-
-
-@pytest.mark.parametrize(
-    ("enabled", "groups", "wanted"),
-    [(True, set(), True), (True, {"task"}, True), (True, {"worker"}, False), (False, set(), False)],
-)
-def test_result_s_text_is_made_only_if_somebody_reads_it(
-    enabled: bool, groups: Any, wanted: bool
-) -> None:
-    eventer = SimpleNamespace(enabled=enabled, groups=groups)
-    context = CommitEligibility(app, Listeners()).context(
-        TASK, [job(LeaseHandle(lease_store, "7"), eventer=eventer)], 10.0
-    )
-    assert context is not None
-    assert context.text_chars == (TASK.resultrepr_maxsize if wanted else None)
-
-
-def test_log_at_level_info_needs_the_result_s_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace.logger, "isEnabledFor", lambda level: level >= logging.INFO)
-    context = CommitEligibility(app, Listeners()).context(
-        TASK, [job(LeaseHandle(lease_store, "7"))], 10.0
-    )
-    assert context is not None
-    assert context.text_chars == TASK.resultrepr_maxsize
-
-
-def message(tag: str, **channel: Any) -> Any:
-    body: Any = (["x"], {}, {})
-    return SimpleNamespace(
-        headers={"id": "t1", "task": "plain", "lang": "py"},
-        properties={},
-        delivery_info={},
-        delivery_tag=tag,
-        body=b"",
-        payload=body,
-        content_type="application/json",
-        content_encoding="utf-8",
-        channel=SimpleNamespace(**channel),
-    )
-
-
-@pytest.mark.parametrize(
-    ("made", "acks_late", "acknowledged", "token"),
-    [
-        (message("17", lease_store=lease_store), True, False, "17"),
-        (message("17", lease_store=lease_store), False, False, None),
-        (message("17", lease_store=lease_store), True, True, None),
-        (message("17", lease_store=None), True, False, None),
-        (message("17"), True, False, None),
-        (message("0c4b-uuid", lease_store=lease_store), True, False, None),
-    ],
-)
-def test_a_request_knows_its_lease(
-    made: Any, acks_late: bool, acknowledged: bool, token: str | None, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(TASK, "acks_late", acks_late)
-    request = BatchRequest(made, app=app, task=TASK)
-    request.acknowledged = acknowledged
-    assert request.lease == (token and LeaseHandle(lease_store, token))
-    assert request.embed == {}
-
-
-def test_context_has_the_jobs_of_each_completion_stream() -> None:
-    header = {"v": 1, "reply": "mine"}
-    jobs = [
-        job(LeaseHandle(lease_store, "7"), batchery=header),
-        job(LeaseHandle(lease_store, "8"), batchery={"v": 1, "n": 1}),
-        job(LeaseHandle(lease_store, "8"), batchery={**header, "reply": "a key:"}),
-        job(LeaseHandle(lease_store, "8"), batchery={**header, "keep_s": 60}),
-    ]
-    context = CommitEligibility(app, Listeners()).context(TASK, jobs, 10.0)
-    assert context is not None
-    assert context.completion_streams == {"mine": [0, 3]}
-    assert context.keep_s == {3: 60}

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, current_task, signals
-from celery.fixups import django
 
 from batchery import BatchTask, install
-from batchery_worker.commit.listeners import Listeners, Stacks, listening_to
+from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.in_flight import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
@@ -141,64 +140,6 @@ def test_what_before_start_raises_is_kept() -> None:
     task, call = make_task(before_start=before_start), call_of()
     before(Listeners(), task, call)
     assert repr(call.listened.error) == "LookupError('not this one')"
-
-
-@pytest.mark.parametrize(
-    ("hook", "before", "after"),
-    [
-        ("before_start", True, False),
-        ("on_success", False, True),
-        ("after_return", False, True),
-        ("on_failure", False, False),
-        ("on_retry", False, False),
-    ],
-)
-def test_hook_is_a_listener_of_its_part(hook: str, before: bool, after: bool) -> None:
-    options: dict[str, Any] = {hook: lambda *_: None}
-    listening = listening_to(make_task(**options))
-    assert (listening.before, listening.after) == (before, after)
-
-
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("task_prerun", True, False),
-        ("task_success", False, True),
-        ("task_postrun", False, True),
-        ("task_failure", False, False),
-    ],
-)
-def test_receiver_is_a_listener_of_its_part_as_long_as_it_is_connected(
-    name: str, before: bool, after: bool
-) -> None:
-    task, listeners = make_task(), Listeners()
-
-    def listen(**_: Any) -> None:
-        """Whatever it does."""
-
-    def of(task: Any) -> tuple[bool, bool]:
-        listening = listeners.of(task)
-        return listening.before, listening.after
-
-    assert of(task) == (False, False)
-    with connected(name, listen):
-        assert of(task) == (before, after)
-    with connected(name, listen, sender=make_task()):
-        assert of(task) == (False, False)
-    assert of(task) == (False, False)
-
-
-def test_celery_s_receivers_for_django_are_no_listeners() -> None:
-    # Its constructor imports Django, which need not be here.
-    made: Any = django
-    fixup = made.DjangoWorkerFixup.__new__(made.DjangoWorkerFixup)
-    with (
-        connected("task_prerun", fixup.on_task_prerun),
-        connected("task_postrun", fixup.on_task_postrun),
-    ):
-        listening = listening_to(make_task())
-    assert not listening.before
-    assert not listening.after
 
 
 def test_success_is_logged_between_the_receivers_of_success_and_postrun(

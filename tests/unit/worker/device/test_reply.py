@@ -51,46 +51,6 @@ def context(text_chars: int | None = None) -> CommitContext:
     return CommitContext("w", "workers", "leases", 0, [("1", 0.0, {})] * 3, text_chars)
 
 
-def test_batch_without_commit_context_is_not_committed() -> None:
-    judge = Judge()
-    done = answer(computed(None, 1, 2, 3, 4), "cpu", judge, backend)
-    assert not judge.asked
-    assert done.jobs == [
-        ("needs tracer", ("value", 1)),
-        ("needs tracer", ("value", [{"ok": 2}, {"ok": 3}])),
-        ("needs tracer", ("value", 4)),
-    ]
-    assert (done.id, done.forward_ms, done.tokens, done.computed_tokens) == (5, 1.5, 8, 10)
-    assert (done.prepare_ms, done.queued_ms) == (0.5, 0.25)
-    assert done.commit_ms >= 0
-
-
-def test_only_outcomes_for_the_tracer_are_sent() -> None:
-    judge = Judge(CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER, CommitStatus.FENCED)
-    done = answer(computed(context(), 1, 2, Failed("no"), 4), "cpu", judge, backend)
-    assert [status for status, _ in done.jobs] == ["committed", "needs tracer", "fenced"]
-    assert [len(rest) for _, rest in done.jobs] == [0, 2, 0]
-    ((jobs, _, info),) = judge.asked
-    assert [job.task_id for job in jobs] == ["t1", "t2", "t3"]
-    assert info == {
-        "id": "b5",
-        "size": 4,
-        "padding": 0.2,
-        "prepare_ms": 0.5,
-        "queued_ms": 0.25,
-        "forward_ms": 1.5,
-        "device": "cpu",
-    }
-
-
-def test_text_of_a_result_is_cut() -> None:
-    judge = Judge(CommitStatus.COMMITTED, CommitStatus.COMMITTED, CommitStatus.FENCED)
-    done = answer(computed(context(20), "x" * 100, 2, 3, 4), "cpu", judge, backend)
-    assert [len(rest) for _, rest in done.jobs] == [1, 1, 0]
-    assert done.jobs[0][1][0].startswith("'xxxx")
-    assert len(done.jobs[0][1][0]) < 30
-
-
 Plain = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

@@ -1,8 +1,6 @@
 """From calls to jobs, and to refusals that fail one job."""
 
 import math
-from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from celery import Celery
 from batchery import BatchArgumentError, BatchTask, InvalidItem, Settings
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import Work, dump_message, load_context
 from batchery_worker.job import Job, Lane, Limits
 
 app = Celery("admission", broker="memory://", set_as_current=False)
@@ -57,19 +54,6 @@ def admission() -> Admission:
 
 def admit(admission: Admission, **message: Any) -> Job[TaskCall]:
     return admission.job(call(**message), own, (None, None), 1.0)
-
-
-def test_a_job_carries_its_item_its_key_and_its_limits(admission: Admission) -> None:
-    given = call(args=["text"], kwargs={"tag": "x"})
-    job = admission.job(given, own, (1.0, 2.0), 7.5)
-    assert (job.id, job.items, job.arrived_s, job.deaths) == ("id-1", 1, 7.5, 0)
-    assert (job.key.task, job.key.keywords, job.key.time_limits) == (
-        own.name,
-        '{"tag": "x"}',
-        (1.0, 2.0),
-    )
-    assert job.payload is given
-    assert (given.items, given.is_multi_item) == (["text"], False)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +126,6 @@ def test_a_tenant_that_is_no_name_fails_its_job(admission: Admission, tenant: An
         admit(admission, args=[1], batchery_tenant=tenant)
 
 
-@pytest.mark.parametrize("kwargs", [None, {}])
-def test_missing_and_empty_keywords_share_a_key(admission: Admission, kwargs: Any) -> None:
-    assert admit(admission, args=[1], kwargs=kwargs).key == admit(admission, args=[1]).key
-
-
-def test_keywords_that_only_celery_can_spell_are_admitted(admission: Admission) -> None:
-    job = admit(admission, args=[1], kwargs={"at": datetime(2026, 1, 2, tzinfo=UTC)})
-    assert "2026" in job.key.keywords
-
-
 @pytest.mark.parametrize("depth", [700, 50_000])
 def test_an_item_nested_too_deeply_for_the_pipe_fails_the_job_alone(
     admission: Admission, depth: int
@@ -166,20 +140,6 @@ def test_an_item_nested_too_deeply_for_the_pipe_fails_the_job_alone(
         admit(admission, args=["x"], kwargs={"a": deep})
     while deep:
         deep = deep.pop()
-
-
-def test_every_admitted_job_can_be_pickled_in_a_batch(admission: Admission) -> None:
-    deep: Any = []
-    admitted = 0
-    for depth in range(1, 800):
-        deep = [deep]
-        try:
-            job = admit(admission, args=[deep])
-        except InvalidItem:
-            continue
-        admitted = depth
-        dump_message(Work(1, own.name, {}, [(job.id, job.payload.items, False)], 8, None))
-    assert admitted > 200
 
 
 def test_keywords_that_cannot_be_spelled_fail_the_job_alone(admission: Admission) -> None:
@@ -204,43 +164,12 @@ def test_a_packed_message_counts_its_items(admission: Admission) -> None:
     assert (job.items, job.payload.items, job.payload.is_multi_item) == (3, ["a", "b", "c"], True)
 
 
-def test_context_of_a_bound_function_travels_with_its_job(admission: Admission) -> None:
-    given = call(args=["text"], kwargs={}, id="id-1", retries=2, tenant="x", properties={"a": 1})
-    admission.job(given, looking, (None, None), 1.0)
-    assert load_context(given.context) == {"id": "id-1", "retries": 2, "tenant": "x"}
-    admission.job(given := call(args=["text"], id="id-1"), own, (None, None), 1.0)
-    assert given.context == b""
-
-
-@pytest.mark.parametrize(
-    ("embed", "expected"),
-    [
-        ({"chain": ["next"], "chord": None}, {"chain": ["next"]}),
-        ({"chain": None, "chord": None}, {}),
-        (None, {}),
-    ],
-)
-def test_context_has_what_follows_a_job(
-    admission: Admission, embed: Any, expected: dict[str, Any]
-) -> None:
-    given = call(args=["text"], id="id-1")
-    request: Any = SimpleNamespace(embed=embed)
-    given.request = request
-    admission.job(given, looking, (None, None), 1.0)
-    assert load_context(given.context) == {"id": "id-1", **expected}
-
-
 def test_headers_that_cannot_travel_fail_the_job_alone(admission: Admission) -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]
     with pytest.raises(InvalidItem, match="headers cannot be handed to a device"):
         admission.job(call(args=["text"], tenant=nested), looking, (None, None), 1.0)
-
-
-def test_a_list_without_the_header_is_one_item(admission: Admission) -> None:
-    job = admit(admission, args=[["a", "b"]])
-    assert (job.items, job.payload.items) == (1, [["a", "b"]])
 
 
 def test_a_malformed_header_is_refused(admission: Admission) -> None:

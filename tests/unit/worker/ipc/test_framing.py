@@ -53,18 +53,6 @@ def test_frames_survive_any_fragmentation(frames: list[bytes], cuts: list[int]) 
 
 @settings(max_examples=30)
 @given(frames=Frames)
-def test_frames_that_the_device_writes_arrive_whole_and_in_order(frames: list[bytes]) -> None:
-    ours, theirs = socket.socketpair()
-    link = Link(ours)
-    with theirs:
-        for frame in frames:
-            write_frame(theirs, frame)
-        assert received(link, len(frames)) == frames
-    link.close()
-
-
-@settings(max_examples=30)
-@given(frames=Frames)
 def test_frames_that_the_parent_sends_arrive_whole_and_in_order(frames: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
     link = Link(ours)
@@ -75,15 +63,6 @@ def test_frames_that_the_parent_sends_arrive_whole_and_in_order(frames: list[byt
             assert read_frame(theirs) == frame
             link.flush()
     link.close()
-
-
-def test_nothing_to_receive_is_an_empty_list(pair: tuple[Link, socket.socket]) -> None:
-    link, theirs = pair
-    assert link.receive() == []
-    theirs.sendall(struct.pack(">Q", 3) + b"ab")
-    assert link.receive() == []
-    theirs.sendall(b"c")
-    assert link.receive() == [b"abc"]
 
 
 def test_a_full_pipe_does_not_block_and_is_flushed_later(
@@ -134,25 +113,3 @@ def test_frames_for_a_dead_process_are_dropped(pair: tuple[Link, socket.socket])
     assert link.send(b"more")
     with pytest.raises(EOFError):
         link.receive()
-
-
-def test_the_device_reads_the_end_at_a_frame_border_and_within_one(
-    pair: tuple[Link, socket.socket],
-) -> None:
-    link, theirs = pair
-    link.close()
-    with pytest.raises(EOFError):
-        read_frame(theirs)
-    ours, other = socket.socketpair()
-    with ours, other:
-        ours.sendall(struct.pack(">Q", 10) + b"half")
-        ours.shutdown(socket.SHUT_WR)
-        with pytest.raises(EOFError):
-            read_frame(other)
-
-
-def test_reader_and_writer_of_a_link_have_different_descriptors(
-    pair: tuple[Link, socket.socket],
-) -> None:
-    link, _ = pair
-    assert link.reader != link.writer
