@@ -1,4 +1,4 @@
-"""Reloads and drains while jobs come all the time, and devices that die in the midst of them."""
+"""Reloads while jobs come all the time, and devices that die in the midst of them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from apps import reloaded
-from batchery.cli.control import drain, reload
+from batchery.cli.control import reload
 from batchery.cli.explain import explain
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.transport.live_workers import LiveWorkers
 from conftest import StartGateway, StartWorker
-from support.harness import Worker, kill_all, open_redis, queue_length, wait_for
+from support.harness import Worker, kill_all, open_redis, wait_for
 from support.patience import patient
 from support.steady_callers import SteadyCallers
 
@@ -111,49 +111,6 @@ def test_devices_with_different_versions_are_reported(
     assert {reloaded.text.delay(n).get(timeout=TIMEOUT_S) for n in range(9)} == {"v1"}
 
 
-def test_a_device_is_drained_under_load_and_comes_back(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
-    with SteadyCallers(call) as callers:
-        for device in ("cpu:0", "cpu:1"):
-            done = run(drain, device)
-            assert (done.exit_code, done.output) == (0, f"{worker.name}: {device} is drained\n")
-            assert len(worker.devices()) == 1
-            callers.wait_more()
-            done = run(drain, device, "--undo")
-            assert (done.exit_code, done.output) == (0, f"{worker.name}: {device} is ready\n")
-    assert len(worker.devices()) == 2
-    assert "died" not in worker.log
-    done = run(drain, "cuda:7")
-    assert (done.exit_code, done.output) == (
-        *(1, "no worker has a device 'cuda:7'; there are cpu:0, cpu:1\n"),
-    )
-
-
-def test_jobs_of_the_only_device_wait_in_redis_until_it_is_back(
-    start_worker: StartWorker, tmp_path: Path, redis_url: str
-) -> None:
-    worker = start(start_worker, tmp_path)
-    # Enough for some to be on the device, and others to be held for it.
-    jobs = [reloaded.text.delay(number, pause_s=0.6) for number in range(160)]
-    jobs[0].get(timeout=TIMEOUT_S)
-    assert run(drain, "cpu").exit_code == 0
-    jobs += [reloaded.text.delay(number) for number in range(20)]
-    assert reloaded.double.delay(21).get(timeout=TIMEOUT_S) == 42
-
-    def waiting() -> int:
-        return sum(not job.ready() for job in jobs)
-
-    wait_for(lambda: queue_length(redis_url, "text") == waiting(), "they wait in Redis", TIMEOUT_S)
-    assert waiting() > 20
-    assert worker.devices() == []
-    wait_for(lambda: list_served(redis_url) == {"celery"}, "senders know", TIMEOUT_S)
-    assert run(drain, "cpu", "--undo").exit_code == 0
-    assert {job.get(timeout=TIMEOUT_S) for job in jobs} == {"v0"}
-    wait_for(lambda: list_served(redis_url) == {"celery", "text"}, "senders know", TIMEOUT_S)
-
-
 def list_served(redis_url: str) -> set[str]:
     """The queues of which Redis says that they are served."""
     with open_redis(redis_url) as client:
@@ -170,9 +127,8 @@ def test_workers_that_cannot_answer_hold_nothing_up(
     wait_for(lambda: JOBS_QUEUE in list_served(redis_url), "the worker beside is there", TIMEOUT_S)
     (tmp_path / "version").write_text("v1")
     began_s = time.monotonic()
-    for command, *arguments in ((reload, "text"), (drain, "cpu"), (drain, "cpu", "--undo")):
-        done = run(command, *arguments)
-        assert (done.exit_code, len(done.output.splitlines())) == (0, 2), done.output
+    done = run(reload, "text")
+    assert (done.exit_code, len(done.output.splitlines())) == (0, 2), done.output
     assert time.monotonic() - began_s < patient(30)
     # One that nobody knows to be dead yet.
     killed.kill()

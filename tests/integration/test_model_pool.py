@@ -13,7 +13,7 @@ from celery.exceptions import TimeoutError as NoAnswer
 from click.testing import CliRunner, Result
 
 from apps import swapping
-from batchery.cli.control import drain, reload
+from batchery.cli.control import reload
 from batchery.errors import ModelLoadError
 from conftest import StartWorker
 from support.harness import Worker, wait_for
@@ -217,7 +217,7 @@ def test_placement_that_is_impossible_ends_the_start(
     assert text in lines[0]
 
 
-def test_a_device_that_was_given_up_is_started_again(
+def test_a_device_that_is_given_up_keeps_no_other_from_its_jobs(
     start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
 ) -> None:
     places = {"BATCHERY_DEVICES": "cpu:0,cpu:1", "SWAP_DEVICES_TWO": "cpu:0,cpu:1"}
@@ -232,26 +232,9 @@ def test_a_device_that_was_given_up_is_started_again(
     assert {job.get(timeout=TIMEOUT_S)["model"] for job in jobs} == {"two"}
     state = find_devices(worker, client)["cpu:1"]
     assert (state["state"], "no such device" in state["error"]) == ("given up", True)
-    assert drain_device("cpu:1", redis_url).exit_code == 0
-    done = drain_device("cpu:1", redis_url, "--undo")
-    assert done.exit_code == 1
-    assert "cpu:1 is given up: " in done.output
-    assert "no such device" in done.output
-    assert worker.log.count("device cpu:1 is given up") == 2
-    broken.unlink()
-    done = drain_device("cpu:1", redis_url, "--undo")
-    assert (done.exit_code, "cpu:1 is ready" in done.output) == (0, True)
-    drain_device("cpu:0", redis_url)
-    assert send(client, "two", 0).get(timeout=TIMEOUT_S)["device"] == "cpu:1"
 
 
 def find_devices(worker: Worker, client: Celery) -> dict[str, Any]:
     """What a worker says of its devices, by name."""
     found: dict[str, Any] = worker.inspect(client, "stats")["pool"]["devices"]
     return found
-
-
-def drain_device(device: str, redis_url: str, *options: str) -> Result:
-    """Runs `batchery drain`."""
-    swapping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return CliRunner().invoke(drain, [device, *options, "-A", "apps.swapping", *LOOK])

@@ -186,13 +186,6 @@ class LateBinding:
         is_limited = kinds.batch and (self._ordinary_prefetch or not kinds.ordinary)
         return (frozenset(kinds.batch), kinds.ordinary) if is_limited else None
 
-    def serves(self, queue: str) -> bool:
-        """Whether jobs of a queue begin here, now or later; from any thread."""
-        kinds, batches = self._kinds.get(queue), self._batches
-        if kinds is None or kinds.ordinary or batches is None:
-            return True
-        return not all(map(batches.is_stranded, kinds.batch))
-
     def limit_for(self, queue: str, level: int) -> int | None:
         """How many more jobs of a queue and of the class that begins at a priority to take.
 
@@ -237,8 +230,6 @@ class LateBinding:
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""
         self._planned = None
-        if self._batches is not None:
-            self._batches.offer_stranded(self._give_back)
         before_s = monotonic() - HELD_S
         held = [
             (is_batch, backlog, oldest_s)
@@ -264,18 +255,7 @@ class LateBinding:
         }
         jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
         given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
-        return _forget(given, "another worker waits")
-
-    def _give_back(self, requests: Sequence[Any]) -> Collection[Any]:
-        """Gives jobs back to the front of their queues, where only batch jobs come by these."""
-        by_token = {
-            token: request
-            for token, request in self._find_tokens(requests).items()
-            # The next message of such a queue may be an ordinary job, so this one is fetched again.
-            if self.find_kinds(str(request.delivery_info.get("routing_key"))) == 1
-        }
-        self._channel.lease_store.requeue(list(by_token), first=True)
-        return _forget(list(by_token.values()), "their devices are drained")
+        return _forget(given)
 
     def _find_tokens(self, requests: Sequence[Any]) -> dict[str, Any]:
         """The leases that may end, and their requests."""
@@ -290,12 +270,12 @@ class LateBinding:
         return by_token
 
 
-def _forget(given: Collection[Any], why: str) -> Collection[Any]:
+def _forget(given: Collection[Any]) -> Collection[Any]:
     """Has Celery forget requests whose messages went back; returns them."""
     for request in given:
         # Celery must not settle it any more.
         request.acknowledged = True
         worker_state.task_ready(request)
     if given:
-        logger.info("%d jobs go back to their queue: %s", len(given), why)
+        logger.info("%d jobs go back to their queue: another worker waits", len(given))
     return given

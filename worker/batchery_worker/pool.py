@@ -231,18 +231,6 @@ class HybridPool:
         self._on_loop(partial(control.reload, number, task, **options))
         return control.report(number)
 
-    def drain(self, number: str, device: str, *, undo: bool) -> dict[str, Any] | None:
-        """Lets a device leave, or starts it again; for `DeviceControl`.
-
-        Returns:
-            How devices are, and why some were given up; None before the start and after the end.
-        """
-        if self._dispatcher is None:
-            return None
-        control = self._dispatcher.control
-        self._on_loop(partial(control.drain, number, device, undo=undo))
-        return {"devices": control.states(), "errors": control.errors()}
-
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now; returns when the results are stored.
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from celery.worker.control import control_command, inspect_command
 
-from batchery.protocol.commands import DRAIN, FIGURES, RELOAD
+from batchery.protocol.commands import FIGURES, RELOAD
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
@@ -43,17 +43,6 @@ def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]
     """Loads another version of a model; asked again, it says how far that is."""
     order = getattr(state.consumer.pool, "reload", None)
     return NO_DEVICE if order is None else order(number, task, **options) or NO_DEVICE
-
-
-@control_command(name=DRAIN)
-def drain(state: Any, number: str, device: str, *, undo: bool = False) -> dict[str, Any]:
-    """Lets a device leave, or starts it again; asked again, it says how far that is."""
-    order = getattr(state.consumer.pool, "drain", None)
-    states = None if order is None else order(number, device, undo=undo)
-    binding = getattr(state.consumer.controller, "late_binding", None)
-    if binding is not None:
-        binding.plan_look()
-    return states or NO_DEVICE
 
 
 def _queues(consumer: Any) -> list[str]:

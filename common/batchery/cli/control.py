@@ -1,4 +1,4 @@
-"""`batchery reload` and `batchery drain`: orders to workers that run, and what became of them."""
+"""`batchery reload`: an order to workers that run, and what became of it."""
 
 import time
 import uuid
@@ -13,8 +13,7 @@ from batchery.cli.app import check_broker, timeout_option, with_app
 from batchery.cli.console import broker_errors
 from batchery.cli.survey import PATIENCE_S, ask_workers, find_workers, registered_workers
 from batchery.errors import StartError
-from batchery.protocol.commands import DRAIN, RELOAD
-from batchery.protocol.figures import GIVEN_UP
+from batchery.protocol.commands import RELOAD
 
 #: Pause between two looks, in seconds.
 PAUSE_S = 0.1
@@ -80,71 +79,6 @@ def reload(
     for line in lines:
         click.echo(line)
     context.exit(0 if is_done else NOT_DONE)
-
-
-@click.command()
-@click.argument("device")
-@click.option("--undo", is_flag=True, help="Start it again.")
-@worker_option
-@with_app
-@timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
-@click.pass_context
-def drain(
-    context: click.Context,
-    *,
-    device: str,
-    undo: bool,
-    worker: str | None,
-    app: Celery,
-    timeout_s: float,
-) -> None:
-    """Empty a device: it finishes what it has, gets no more, and frees its memory.
-
-    Where the last device of a task is drained, the worker takes no more of its jobs. DEVICE is a
-    name that `batchery stats` shows; `cuda:0` stands for `cuda:0/chat`, too. With --undo, a device
-    that was given up is started once more, too, as after the repair of a driver.
-
-    \b
-    Exit codes:
-      0    the device is drained, or ready again
-      1    no worker has such a device, it does not start, or it stopped answering
-      2    could not start: no such app, or its broker does not answer
-      130  interrupted; the workers go on
-    """  # noqa: D301 (click looks for this character)
-    # What was given up holds nothing of its device.
-    ends = {"ready" if undo else "drained", GIVEN_UP}
-
-    def is_over(answer: Mapping[str, Any]) -> bool:
-        return ends.issuperset(choose(answer["devices"], device).values())
-
-    order = {"number": uuid.uuid4().hex, "device": device, "undo": undo}
-    answers = follow(app, worker, timeout_s, is_over, DRAIN, **order)
-    lines, is_done = describe_drain(device, answers)
-    there = sorted({each for answer in answers.values() for each in answer.get("devices", {})})
-    for line in lines or [f"no worker has a device {device!r}; there are {', '.join(there)}"]:
-        click.echo(line)
-    silent = _describe_silent(answers)
-    for line in silent:
-        click.echo(line)
-    context.exit(0 if lines and not silent and (is_done or not undo) else NOT_DONE)
-
-
-def describe_drain(device: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
-    """How the devices are that a name stands for, a line each; and whether none is given up."""
-    lines, given_up = list[str](), 0
-    for worker, answer in sorted(answers.items()):
-        for each, state in choose(answer.get("devices", {}), device).items():
-            why = answer.get("errors", {}).get(each)
-            lines.append(f"{worker}: {each} is {state}" + (f": {why}" if why else ""))
-            given_up += state == GIVEN_UP
-    return lines, not given_up
-
-
-def choose(devices: Mapping[str, str], name: str) -> dict[str, str]:
-    """The states of those devices that a name stands for: itself, or all processes of a card."""
-    return {
-        each: state for each, state in devices.items() if name in (each, each.partition("/")[0])
-    }
 
 
 def follow(

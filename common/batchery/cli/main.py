@@ -28,7 +28,7 @@ GROUP = "batchery.commands"
 SECTIONS = {
     "Run": ("up", "serve", "submit"),
     "See what it does": ("stats", "explain", "doctor", "dead"),
-    "Operate": ("reload", "drain", "tune", "key", "acl", "exporter", "health"),
+    "Operate": ("reload", "tune", "key", "acl", "exporter", "health"),
 }
 
 #: Exit code of an interrupted command, as in every shell.

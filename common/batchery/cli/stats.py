@@ -63,7 +63,7 @@ COSTS = ("pass_ms", "item_us", "error", "batches")
 CACHE = ("hit_rate", "items", "hits", "deduplicated", "results", "bytes", "errors", "error")
 
 #: What to do about the state of a device.
-HINTS = {"drained": ", see `batchery drain`", GIVEN_UP: ", see `batchery drain --undo`"}
+HINTS = {GIVEN_UP: ", restart its worker when it is mended"}
 
 NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
 

@@ -6,5 +6,5 @@ So it is as quick with Batchery as without.
 #: Asks for the figures.
 FIGURES = "batchery"
 
-#: Reload a model; drain a device, or undo that.
-RELOAD, DRAIN = "batchery_reload", "batchery_drain"
+#: Reload a model.
+RELOAD = "batchery_reload"

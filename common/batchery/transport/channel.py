@@ -275,9 +275,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
     @property
     def served_queues(self) -> list[str]:
-        """The queues that are consumed, unless their devices are drained; from any thread."""
-        workload, queues = self.workload, sorted(self.active_queues)
-        return [queue for queue in queues if workload is None or workload.serves(queue)]
+        """The queues that are consumed; from any thread."""
+        return sorted(self.active_queues)
 
     def _purge(self, queue: str) -> int:
         """Removes all messages that wait in a queue; returns how many."""

@@ -100,9 +100,6 @@ class Workload(Protocol):
     def find_kinds(self, queue: str) -> int:
         """Which jobs come by a queue: 1 for batch jobs, 2 for ordinary ones, 3 for both."""
 
-    def serves(self, queue: str) -> bool:
-        """Whether jobs of a queue begin here, now or later; from any thread."""
-
     def limit_for(self, queue: str, level: int) -> int | None:
         """How many more jobs of a queue and priority class to take.
 

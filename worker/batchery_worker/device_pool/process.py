@@ -128,8 +128,6 @@ class State(Enum):
     #: It was told to leave, and holds no batch.
     LEAVING = auto()
     DEAD = auto()
-    #: It was drained, and has no process until that is undone.
-    DRAINED = auto()
     #: It failed to start too often, and has no process until an operator starts it again.
     GIVEN_UP = auto()
 
@@ -175,8 +173,6 @@ class DeviceProcess:
     models: DeviceModels | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
-    #: Whether it shall finish what it has, and then have no process.
-    is_drained: bool = False
     #: As in `Ready`.
     resumes: bool = True
     #: Number of slots that its jobs have, or will have next.
@@ -264,9 +260,8 @@ class DeviceProcess:
 
     def figures(self) -> dict[str, Any]:
         """The device's figures in `celery inspect batchery`."""
-        is_leaving = self.is_drained and self.state is not State.DRAINED
         return {
-            "state": "draining" if is_leaving else self.state.name.lower().replace("_", " "),
+            "state": self.state.name.lower().replace("_", " "),
             "error": self.error,
             "pid": self.pid,
             "load_s": round(self.load_s, 3),

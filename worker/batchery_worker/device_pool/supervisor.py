@@ -96,7 +96,7 @@ class DeviceSupervisor:
         self._refusals: dict[str, NotReady] = {}
         self._first_start = FirstStart(self.devices)
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
-        #: process has died, or it is drained.
+        #: process has died.
         self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
 
     @property
@@ -204,25 +204,6 @@ class DeviceSupervisor:
         device.recycle_due = True
         self._recycle_next()
 
-    def drain(self, device: DeviceProcess, *, undo: bool = False) -> None:
-        """Ends the process of a device once it has finished what it has, or starts a fresh one."""
-        if device.is_drained is not undo:
-            return
-        device.is_drained = not undo
-        logger.info("device %s %s", device.name, "is started again" if undo else "is drained")
-        if device.state in (State.DEAD, State.DRAINED):
-            self._spawn(device)
-        self._recycle_next()
-
-    def start_again(self, device: DeviceProcess) -> None:
-        """Starts a device that was given up; if that fails, it is given up at once."""
-        logger.info("device %s was given up, and is started again", device.name)
-        self.given_up.remove(device)
-        self.devices.append(device)
-        device.state, device.error, device.is_drained = State.DEAD, "", False
-        device.failed_starts = MAX_FAILED_STARTS - 1
-        self._spawn(device)
-
     def recycle(self, modules: Sequence[str]) -> None:
         """Recycles the processes of all devices, one after the other, each when it is idle.
 
@@ -257,14 +238,6 @@ class DeviceSupervisor:
 
     def _spawn(self, device: DeviceProcess) -> None:
         if self._stopping or device.link is not None or device not in self.devices:
-            return
-        if device.is_drained:
-            if device.state is State.DRAINED:
-                return
-            device.state, device.pid, device.reported = State.DRAINED, 0, {}
-            logger.info("device %s has left, and is drained", device.name)
-            self.on_change(device, None)
-            self._recycle_next()
             return
         try:
             device.spawn()
@@ -517,18 +490,14 @@ class DeviceSupervisor:
         """Recycles the next process that is due, if all devices are ready."""
         if self._stopping:
             return
-        for device in self.devices:
-            if device.is_drained and device.state is State.READY:
-                device.state = State.RECYCLING
-        if all(device.state in (State.READY, State.DRAINED) for device in self.devices):
+        if all(device.state is State.READY for device in self.devices):
             for device in self.devices:
                 if device.recycle_due and device.state is State.READY:
                     device.state = State.RECYCLING
                     break
         for device in self.devices:
             if device.state is State.RECYCLING and not device.batches:
-                if not device.is_drained:
-                    logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
+                logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
                 device.leave()
                 self._hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
 
@@ -572,8 +541,8 @@ class DeviceSupervisor:
         device.state, device.pid, device.reported = State.GIVEN_UP, 0, {}
         device.error = refusal.text if refusal else how
         logger.critical(
-            "device %s is given up after %d starts: %s; `batchery drain %s --undo` starts it again",
-            *(device.name, device.failed_starts, device.error, device.name),
+            "device %s is given up after %d starts: %s; mend that, and restart the worker",
+            *(device.name, device.failed_starts, device.error),
         )
         self.on_change(device, None)
         # The other devices need not wait for it any longer.

@@ -1,4 +1,4 @@
-"""What people order while a worker runs: other versions of its models, and devices that leave.
+"""What people order while a worker runs: other versions of its models.
 
 Everything is on the event loop's thread. Whoever ordered it asks again until it is over.
 """
@@ -80,45 +80,13 @@ class DeviceControl:
         self._supervisor = supervisor
         supervisor.on_change = self._on_change
         self._orders: dict[str, ReloadOrder] = {}
-        #: The last order by which a device that was given up was started again, by its name.
-        self._undone: dict[str, str] = {}
         #: Differences between devices that the log has.
         self._told: set[frozenset[str]] = set()
-
-    # Devices that leave
-
-    def drain(self, number: str, device: str, *, undo: bool) -> None:
-        """Lets a device leave once it has finished what it has, or starts it again.
-
-        Args:
-            number: As for `reload`; what was given up is started once by each order.
-            device: Its name; that of a card stands for all of its processes.
-            undo: Whether it is started again.
-        """
-        for each in self._all_devices:
-            if device not in (each.name, each.setup.device):
-                continue
-            if each.state is not State.GIVEN_UP:
-                self._supervisor.drain(each, undo=undo)
-            elif undo and self._undone.get(each.name) != number:
-                self._supervisor.start_again(each)
-            if undo:
-                self._undone[each.name] = number
-
-    def states(self) -> dict[str, str]:
-        """How each device is, as `batchery stats` calls it."""
-        return {each.name: each.figures()["state"] for each in self._all_devices}
-
-    def errors(self) -> dict[str, str]:
-        """Why devices were given up."""
-        return {each.name: each.error for each in self._supervisor.given_up}
 
     @property
     def _all_devices(self) -> list[DeviceProcess]:
         """Those that were given up among them."""
         return [*self._supervisor.devices, *self._supervisor.given_up]
-
-    # Other versions of models
 
     def reload(self, number: str, task: str, **options: Any) -> None:
         """Begins an order, unless it has begun.
@@ -206,11 +174,11 @@ class DeviceControl:
                 return
             if any(each.state == "failed" for each in order.devices.values()):
                 _fail(order, name, "not tried, as another device failed")
-            elif device.state in (State.DRAINED, State.GIVEN_UP):
+            elif device.state is State.GIVEN_UP:
                 device.setup = _with_version(device.setup, order.task, order.settings)
                 step.state = "reloaded"
             else:
-                if device.state is State.READY and not device.is_drained:
+                if device.state is State.READY:
                     self._begin(order, device)
                 return
 
@@ -268,8 +236,6 @@ class DeviceControl:
             device.setup = _with_version(device.setup, order.task, step.previous)
             text = "its fresh process ended while it started"
             _fail(order, device.name, reply.text if isinstance(reply, NotReady) else text)
-        elif device.state is State.DRAINED:
-            _succeed(order, device, "", 0.0)
         elif isinstance(reply, Ready) and device.spawned_s != step.spawned_s:
             _succeed(order, device, _read_versions(device).get(order.task, ""), reply.load_s)
 

@@ -141,23 +141,6 @@ class BatchDemand:
             ]
         return self._give(old, give)
 
-    def offer_stranded(self, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs whose devices are all drained, suspects too; returns how many went."""
-        if not any(device.is_drained for device in self._supervisor.devices):
-            return 0
-        held = [job for job in self._scheduler if job.payload.request is not None]
-        tasks = set(filter(self.is_stranded, {job.key.task for job in held}))
-        return self._give([job for job in held if job.key.task in tasks], give)
-
-    def is_stranded(self, task: str) -> bool:
-        """Whether all devices for a task's jobs are drained; from any thread."""
-        kind = task if task in self._scheduler.slotted else ""
-        return all(
-            device.is_drained
-            for device in tuple(self._supervisor.devices)
-            if device.setup.task == kind and device.serves(task)
-        )
-
     def _give(
         self,
         jobs: Sequence[Job[TaskCall]],
@@ -201,9 +184,7 @@ class BatchDemand:
         return sum(each > own for each in ranks) or int(min(ranks, default=own) < own)
 
     def _may_begin(self, device: DeviceProcess) -> bool:
-        """Whether it is not drained, and no suspects wait or run that keep other jobs from it."""
-        if device.is_drained:
-            return False
+        """Whether no suspects wait or run that keep other jobs from it."""
         if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task, device):
             return False
         return not self._supervisor.is_reserved

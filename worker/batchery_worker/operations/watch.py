@@ -58,8 +58,6 @@ class WorkerWatch:
         sights = None
         if devices is not None:
             now_s = monotonic()
-            # One that is drained is missed only where no other is left.
-            devices = [each for each in devices if not each.is_drained] or devices
             sights = [
                 DeviceSight(
                     *(each.name, each.state is State.READY, each.silent_s(now_s), each.is_hung)

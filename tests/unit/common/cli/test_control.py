@@ -1,4 +1,4 @@
-"""What `batchery reload` and `batchery drain` say of the answers."""
+"""What `batchery reload` says of the answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from batchery.cli.control import (
-    choose,
-    describe_drain,
     describe_reload,
 )
 
@@ -52,19 +50,3 @@ def test_each_device_has_a_line() -> None:
 )
 def test_what_was_not_done_is_said(answers: Answers, line: str) -> None:
     assert describe_reload("embed", answers) == ([line], False)
-
-
-def test_a_card_stands_for_all_of_its_processes() -> None:
-    states = {"cuda:0": "ready", "cuda:0/chat": "drained", "cuda:1": "ready"}
-    assert choose(states, "cuda:0") == {"cuda:0": "ready", "cuda:0/chat": "drained"}
-    assert choose(states, "cuda:0/chat") == {"cuda:0/chat": "drained"}
-    assert choose(states, "cuda") == {}
-
-
-def test_a_device_that_is_given_up_says_why() -> None:
-    states = {"cuda:0": "given up", "cuda:0/chat": "ready", "cuda:1": "ready"}
-    errors = {"cuda:0": "no driver"}
-    answers: Answers = {"a": {"devices": states, "errors": errors}, "b": {"silent": True}}
-    lines = ["a: cuda:0 is given up: no driver", "a: cuda:0/chat is ready"]
-    assert describe_drain("cuda:0", answers) == (lines, False)
-    assert describe_drain("cuda:1", answers) == (["a: cuda:1 is ready"], True)

@@ -111,7 +111,7 @@ def test_tables_show_models_costs_reasons_and_caches() -> None:
         "slots taken 2, slots 8, steps 1,000, step 4.0 ms, version v2",
         "not loaded, held 3.0 MiB, loads 2, load 4.1 s",
         "given up, no driver, ",
-        ", see `batchery drain --undo`",
+        ", restart its worker when it is mended",
         "pass 3.1 ms, item 512.2 µs, error 8.2 %, batches 2,048",
         "hit rate 90.0 %, items 1,000, hits 850, deduplicated 50, results 1,234, bytes 3.0 MiB,",
         "errors 2, OOM",
