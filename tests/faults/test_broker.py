@@ -1,9 +1,6 @@
 """Cuts the connection to the broker, and takes the broker away, under a worker that is busy."""
 
-import contextlib
 import signal
-import socket
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +12,7 @@ import pytest
 
 from apps import ledger
 from apps.ledger import executions
+from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
 from support.harness import Worker, ask, queue_length, wait_for
 from support.patience import patient
@@ -23,58 +21,12 @@ TIMEOUT_S = patient(60)
 JOBS = 2000
 
 
-class Proxy:
-    """Passes TCP connections on to a server, and cuts them when told to."""
-
-    def __init__(self, port: int) -> None:
-        self._target = ("127.0.0.1", port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                with self._lock:
-                    self._pairs.append((near, far))
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
-
-    def cut(self) -> int:
-        """Cuts every connection; returns how many there were."""
-        with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-        return len(pairs)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.fixture
 def proxy(redis_url: str) -> Iterator[Proxy]:
     port = urlsplit(redis_url).port
     assert port
-    made = Proxy(port)
-    yield made
-    made.close()
+    with Proxy(port) as made:
+        yield made
 
 
 @pytest.fixture

@@ -93,24 +93,6 @@ def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
     assert max(Counter(begun(tmp_path)).values()) <= 2
 
 
-def waits_for_batches(bare: Any) -> bool:
-    return any(json.loads(entry)[0] for entry in bare.hvals(KEYS.waiting))
-
-
-def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
-    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
-) -> None:
-    start_worker("apps.leases", *OPTIONS)
-    idle = start_worker("apps.leases", *OPTIONS)
-    wait_for(lambda: bare.hlen(KEYS.waiting) == 2, "both wait for work")
-    idle.kill()
-    jobs = send(redis_url, tmp_path)
-    # The entry of the dead one goes; the living one may still wait for ordinary jobs.
-    wait_for(lambda: not waits_for_batches(bare), "nobody waits for them", TIMEOUT_S)
-    finish(redis_url, bare, tmp_path, jobs)
-    assert max(Counter(begun(tmp_path)).values()) == 1
-
-
 def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:

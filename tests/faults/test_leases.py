@@ -12,18 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from celery import Celery
-from redis import Redis
 
 from apps.leases import EXPIRY_S
 from apps.ledger import executions
-from batchery.transport.redis_schema import Keys
 from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
 from support.harness import Worker, open_redis, wait_for
-from support.own_redis import OwnRedis
 from support.patience import patient
 
-KEYS = Keys()
 TIMEOUT_S = patient(60.0)
 
 #: Serves no queue in which there is anything; it looks after the others.
@@ -190,12 +186,6 @@ def test_job_that_runs_while_the_connection_breaks_runs_once(
     assert "its leases were handed on" not in worker.log
 
 
-def notes(bare: Any) -> list[bytes]:
-    """What the worker has noted of the batches that it runs."""
-    (key,) = bare.keys("batchery:running:*") or ("none",)
-    return [note for name, note in bare.hgetall(key).items() if name != b"delivery"]
-
-
 def has_executed(book: Path, times: int) -> bool:
     return len(executions(book)) >= times
 
@@ -287,42 +277,6 @@ def test_each_kind_of_worker_serves_while_the_other_is_busy(
     assert ours.log.count("received") <= 2
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
-
-
-def test_a_lonely_job_of_a_killed_worker_is_a_suspect(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
-) -> None:
-    first = start_worker("apps.leases")
-    jobs = send(redis_url, "batch", ["odd"], book=book, gate=gate)
-    wait_for(partial(has_executed, book, 1), "it runs")
-    wait_for(partial(notes, bare), "the note arrives, for which nobody waits")
-    first.kill()
-    start_worker("apps.leases", *IDLE)
-    wait_for(lambda: bare.hkeys(KEYS.suspects) == [jobs[0].encode()], "it is a suspect")
-    gate.touch()
-    start_worker("apps.leases")
-    wait_for(partial(have_results, bare, jobs), "it is answered")
-
-
-def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
-    start_worker: StartWorker, own_redis: OwnRedis, book: Path
-) -> None:
-    env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
-    worker = start_worker("apps.leases", "-c", "2", env=env)
-    jobs: list[str] = []
-    for restarts in (1, 2):
-        for task in ("late", "batch"):
-            jobs += send(own_redis.url, task, list(range(150)), book=book)
-        seen = 300 * (restarts - 1) + 50
-        wait_for(partial(has_executed, book, seen), "jobs are done")
-        own_redis.kill()
-        wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
-        own_redis.start()
-    with Redis.from_url(own_redis.url) as bare:
-        wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
-        assert results(bare, jobs) == 4 * list(range(150))
-        wait_for(lambda: held(bare) == 0, "all are acknowledged")
-        assert bare.llen("celery") == 0
 
 
 def test_no_job_is_lost_where_a_worker_is_killed_that_has_sorted_its_queue_by_tenant(

@@ -31,16 +31,6 @@ def test_the_soft_limit_is_raised_in_the_function(worker: Worker, task: BatchTas
     assert task.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
 
 
-def test_the_hard_limit_kills_the_device_and_fails_one_job(worker: Worker) -> None:
-    device = wait_for(worker.devices, "a device")[0]
-    jobs = shop.stubborn.submit_many([0.0, 60.0, 0.0, 0.0])
-    with pytest.raises(TimeLimitExceeded):
-        jobs[1].get(timeout=TIMEOUT_S)
-    assert [jobs[n].get(timeout=TIMEOUT_S) for n in (0, 2, 3)] == [0.0] * 3
-    wait_for(lambda: {each.pid for each in worker.devices()} - {device.pid}, "a new device")
-    assert shop.stubborn.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
-
-
 def test_a_job_alone_in_its_batch_runs_once_until_its_hard_limit(worker: Worker) -> None:
     kills = worker.log.count("Hard time limit")
     job = shop.stubborn.delay(60.0)

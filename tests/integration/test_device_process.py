@@ -17,12 +17,12 @@ from batchery import (
     InvalidItem,
     Model,
     ModelLoadError,
-    OutOfMemory,
     install,
     register,
 )
 from batchery.execution.bisect_failures import has_run_out
-from batchery_worker.device.loading import check_device, import_app, load_model
+from batchery_worker.device.loading import check_device, load_model
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     Done,
@@ -119,27 +119,6 @@ def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
     assert outcomes[2] == [4, 1]
     assert outcomes[3] == [1, 2]
     assert (done.tokens, done.computed_tokens) == (7, 4 + 2 * 2)
-
-
-def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budget() -> None:
-    with started(setup(load=["narrow"])) as process:
-        ready = process.read()
-        assert isinstance(ready, Ready)
-        assert ready.figures is not None
-        (model,) = ready.figures["models"].values()
-        assert model["max_batch_tokens"] == 1024
-        assert (model["chosen_by"], model["out_of_memory"]) == ("default", 0)
-        jobs = [(str(at), ["x" * 10], False) for at in range(63)]
-        done, outcomes = process.run("narrow", [("long", ["x" * 101], False), *jobs])
-        assert isinstance(outcomes[0], Failed)
-        assert isinstance(outcomes[0].exception, OutOfMemory)
-        assert [length for length, _ in outcomes[1:]] == [10] * 63
-        assert done.figures is not None
-        model = done.figures["models"]["narrow"]
-        assert (model["chosen_by"], model["max_batch_tokens"] <= 100) == ("memory", True)
-        assert model["out_of_memory"] >= 1
-        _, outcomes = process.run("narrow", jobs)
-        assert max(shared for _, shared in outcomes) <= 10
 
 
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
@@ -277,15 +256,28 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         check_device("cuda:99")
 
 
-def test_the_app_is_imported_as_the_worker_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = (
-        "import sys; from batchery_worker.device.loading import import_app;"
-        " from batchery_worker.ipc.messages import Setup;"
-        f" path = ({TESTS!r}, *sys.path);"
-        " app = import_app(Setup('cpu', path, 'apps.device_app:app', [], [], {}));"
-        " from celery import current_app;"
-        " assert app.finalized and current_app.main == 'apps.device_app';"
-        " assert 'lengths' in app.tasks"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-    assert callable(import_app)
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 3", ""),
+        ("echo Traceback >&2; echo 'ImportError: libcudart' >&2; exit 1", "ImportError: libcudart"),
+        ("echo a greeting", "invalid literal for int"),
+    ],
+)
+def test_that_the_cpu_computes_beside_a_gpu_is_logged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    why: str,
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("batchery_worker.device_pool.startup.Path", lambda _: tmp_path)
+    monkeypatch.setattr(sys, "executable", str(python))
+    devices = choose_devices("auto")
+    assert devices == (["cpu"] if why else ["cuda:0", "cuda:1", "cuda:2"])
+    assert why in caplog.text
+    assert ("this worker computes on the CPU" in caplog.text) == bool(why)

@@ -4,18 +4,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from celery import Celery
 
-from apps import tally
 from conftest import StartWorker
-from support.harness import open_redis, unsettled, wait_for
-
-#: Items of a batch of `tally`.
-BATCH = 32
-
-#: What two workers run in one pass.
-PASS = 2 * BATCH
+from support.harness import open_redis, wait_for
 
 
 def send(url: str, tenant: str, task: str, texts: list[str], **keywords: Any) -> list[str]:
@@ -34,50 +26,6 @@ def begun(path: Path) -> list[str]:
 
 def numbers(count: int) -> list[str]:
     return [str(number) for number in range(count)]
-
-
-@pytest.fixture
-def start_two(start_worker: StartWorker) -> Any:
-    """Starts two workers with one device each."""
-
-    def start() -> None:
-        for worker in [start_worker("apps.tally", "-c", "1") for _ in range(2)]:
-            worker.wait_ready()
-
-    return start
-
-
-def test_a_lone_job_begins_within_three_passes_of_thousands_of_another_tenant(
-    start_two: Any, redis_url: str, tmp_path: Path
-) -> None:
-    path, task = tmp_path / "computed", tally.tally.name
-    keywords = {"path": str(path), "pause_s": 0.2}
-    send(redis_url, "bulk", task, numbers(5000), **keywords)
-    send(redis_url, "early", task, ["job"], **keywords)
-    start_two()
-    wait_for(lambda: "early job" in begun(path), "the job that was there before the workers runs")
-    # Each worker had taken what its device runs and what comes next.
-    assert begun(path).index("early job") < 3 * PASS + PASS
-    ahead = len(begun(path))
-    send(redis_url, "late", task, ["job"], **keywords)
-    wait_for(lambda: "late job" in begun(path), "the job that came later runs")
-    assert begun(path).index("late job") < ahead + 3 * PASS + PASS
-
-
-def test_two_tenants_with_many_jobs_each_share_the_workers(
-    start_two: Any, redis_url: str, tmp_path: Path
-) -> None:
-    path, task = tmp_path / "computed", tally.tally.name
-    keywords = {"path": str(path), "pause_s": 0.05}
-    for tenant in "ab":
-        send(redis_url, tenant, task, numbers(900), **keywords)
-    start_two()
-    wait_for(lambda: len(begun(path)) >= 1000, "many have run", 60)
-    halves = Counter(line.split()[0] for line in begun(path)[:1000])
-    # But for what was taken before anybody knew of two tenants.
-    assert abs(halves["a"] - halves["b"]) <= 4 * PASS
-    wait_for(lambda: unsettled(redis_url) == 0, "all have run", 60)
-    assert len(set(begun(path))) == len(begun(path)) == 1800
 
 
 def test_ordinary_jobs_of_two_tenants_take_turns_and_stock_workers_help(

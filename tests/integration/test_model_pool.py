@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 
 from apps import swapping
 from batchery.cli.control import reload
-from batchery.errors import ModelLoadError
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -117,23 +116,6 @@ def test_kill_in_the_middle_of_a_swap_loses_no_job(
     for name, job in jobs:
         assert job.get(timeout=TIMEOUT_S)["model"] == name
     assert len({pid for _, _, pid in read_book(book)}) == 2
-
-
-def test_model_that_can_never_fit_fails_its_jobs_with_the_sums(
-    start_worker: StartWorker, client: Celery, tmp_path: Path
-) -> None:
-    start_swapping(start_worker, tmp_path, SWAP_PINNED="one")
-    text = (
-        "model 'large': needs 3.0 MiB on cpu, and its models may have 2.0 MiB, of which pinned"
-        " models hold 1.0 MiB; raise model_memory_bytes, or give it other devices"
-    )
-    for _ in range(2):
-        job = send(client, "large", 1)
-        with pytest.raises(ModelLoadError) as raised:
-            job.get(timeout=TIMEOUT_S)
-        assert str(raised.value) == text
-    for name in swapping.NAMES:
-        assert send(client, name, 1).get(timeout=TIMEOUT_S)["model"] == name
 
 
 def order(name: str) -> Result:

@@ -51,31 +51,6 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
     assert order.index("tenant") <= 1 + 4 * BATCH
 
 
-def test_jobs_of_one_class_do_not_wait_in_redis_behind_those_taken_of_another(
-    start_worker: StartWorker, redis_url: str, tmp_path: Path
-) -> None:
-    worker = start_worker("apps.tally")
-    path, gate = tmp_path / "computed", tmp_path / "go"
-    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
-
-        def send(text: str, priority: int) -> Any:
-            keywords = {"path": str(path)}
-            return app.send_task(tally.tally.name, [text], keywords, priority=priority)
-
-        jobs = [send(str(gate), 9)]
-        wait_for(path.exists, "a batch runs")
-        jobs += [send(f"bulk {number}", 9) for number in range(20 * BATCH)]
-        live, soon = send("live", 0), send("soon", 4)
-        jobs += [live, soon]
-        wait_for(lambda: live.id in str(worker.inspect(app, "active")), "it is on the device")
-        gate.touch()
-        assert len([job.get(timeout=TIMEOUT_S) for job in jobs]) == 20 * BATCH + 3
-    order = path.read_text().splitlines()
-    assert order.index("live") == 1
-    # One batch at a time goes before others; this is the next, and batches are short here.
-    assert order.index("soon") <= 2 + 3 * BATCH
-
-
 def test_late_job_is_shed_before_it_costs_anything(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:

@@ -79,23 +79,6 @@ def test_a_lone_job_goes_before_thousands_of_another_tenant(
     assert waiting(bare) + len(consumer.messages) == 5002
 
 
-def test_a_queue_is_sorted_from_the_first_look_at_two_tenants(
-    consume: StartConsumer, bare: Any
-) -> None:
-    push(bare, None, numbers(3000))
-    push(bare, "lone", ["job"])
-    consumer = consume("q", prefetch=PREFETCH)
-    assert "lone job" in complete(consumer, 3 * PREFETCH)
-
-
-def test_the_fetch_that_sees_two_tenants_brings_both(consume: StartConsumer, bare: Any) -> None:
-    push(bare, None, numbers(500))
-    push(bare, "lone", ["job"])
-    consumer = consume("q", prefetch=3 * PREFETCH)
-    consumer.get(3 * PREFETCH)
-    assert "lone job" in consumer.texts
-
-
 def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
     consume: StartConsumer, bare: Any
 ) -> None:
@@ -137,23 +120,6 @@ def test_jobs_of_one_tenant_or_of_none_stay_where_they_are(
         consumer.close()
 
 
-def test_more_newcomers_than_can_be_sorted_at_once_keep_their_order(
-    consume: StartConsumer, bare: Any
-) -> None:
-    push(bare, "a", numbers(500))
-    push(bare, "b", numbers(500))
-    consumer = consume("q", prefetch=PREFETCH)
-    complete(consumer, 100)
-    push(bare, "a", numbers(6000, 500))
-    push(bare, "c", numbers(10))
-    texts = complete(consumer, 300)
-    assert waiting(bare) + len(consumer.messages) == 7010
-    assert not bare.hexists(KEYS.tenants, "q\0")
-    assert len(of(texts[:250], "c")) == 10
-    for tenant in "ab":
-        assert of(texts, tenant) == [f"{tenant} {at}" for at in range(len(of(texts, tenant)))]
-
-
 def test_what_a_worker_gives_back_goes_first(consume: StartConsumer, bare: Any) -> None:
     push(bare, "a", numbers(500))
     push(bare, "b", numbers(500))
@@ -166,17 +132,6 @@ def test_what_a_worker_gives_back_goes_first(consume: StartConsumer, bare: Any) 
     texts = complete(second, 900)
     assert texts[: len(held)] == held
     assert len(set(texts + first.texts[:100])) == 1000
-
-
-def test_messages_of_any_size_are_sorted(consume: StartConsumer, bare: Any) -> None:
-    large = "x" * 1_000_000
-    push(bare, "a", [f"{number}{large}" for number in range(10)])
-    push(bare, "b", numbers(10))
-    consumer = consume("q", prefetch=4)
-    complete(consumer, 8)
-    push(bare, "b", [f"{number}{large}" for number in range(10, 20)])
-    texts = complete(consumer, 30)
-    assert [text[:4].strip("x") for text in of(texts, "b")] == [f"b {at}" for at in range(20)]
 
 
 def test_a_stock_consumer_loses_nothing_and_gets_no_message_twice(
@@ -244,11 +199,3 @@ def test_a_full_redis_gives_jobs_in_turn(consume: StartConsumer, bare: Any) -> N
     assert len(set(texts)) == 3000
     halves = Counter(text.split()[0] for text in texts[:1000])
     assert abs(halves["a"] - halves["b"]) <= 2 * PREFETCH
-
-
-def test_a_key_of_another_type_stops_nobody(consume: StartConsumer, bare: Any) -> None:
-    bare.hset(KEYS.tenants, "q", 3)
-    consumer = consume("q", "other", prefetch=PREFETCH)
-    bare.set("q", "no list")
-    push(bare, "a", ["1"], "other")
-    assert complete(consumer, 1) == ["a 1"]

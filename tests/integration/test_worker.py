@@ -87,11 +87,6 @@ def test_an_app_without_batch_tasks_starts_no_device(start_worker: StartWorker) 
     assert worker.devices() == []
 
 
-def test_the_prefetch_has_room_for_full_batches(start_worker: StartWorker) -> None:
-    worker = start_worker("apps.shop", "-c", "1")
-    assert worker.inspect(shop.app, "stats")["prefetch_count"] >= 2 * 64
-
-
 def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     program = (
@@ -146,15 +141,6 @@ def test_a_missing_gpu_is_one_line_and_exit_code_2(
     line = refusal(start_worker("batchery.app", ready=False))
     assert "cuda:7" in line
     assert "cpu" in line
-
-
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    (tmp_path / "batchery.toml").write_text(
-        '[models.embed]\nkind = "embedding"\nmodel = "./no-such-folder"\n'
-    )
-    assert "no-such-folder" in refusal(start_worker("batchery.app", ready=False))
 
 
 def test_an_app_that_lives_in_main_is_one_line(tmp_path: Path, redis_url: str) -> None:

@@ -92,35 +92,6 @@ def _nowhere() -> redis.ConnectionPool:
     return redis.ConnectionPool(host="127.0.0.1", port=1)
 
 
-def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
-    lease_store = LeaseStore(bare, "", EXPIRY_S)
-    lease_store.open()
-    tokens = fetch(lease_store, owner, "1", "2", "3", "4")
-    bare.lpush("queue", "5")
-    lease_store.ack(tokens[1])
-    lease_store.close()
-    lease_store.close()
-    assert waiting(bare) == ["1", "3", "4", "5"]
-    assert not bare.zcard(KEYS.workers)
-    assert not bare.hlen(KEYS.worker_info)
-
-
-def test_reconcile_redelivers_waiting_messages_and_counts_running_ones(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    waits, runs, done = fetch(lease_store, owner, "waits", "runs", "done")
-    lease_store.leases.abandon(owner)
-    lease_store.client.hdel(lease_store.lease_key, done)
-    after = Owner()
-    assert lease_store.reconcile(after, active=[runs]) == [(waits, "queue", b"waits")]
-    assert after.adopted == [runs]
-    assert not lease_store.holds(done)
-    # Of the channel before, whose request still has the message.
-    lease_store.ack(runs)
-    assert after.forgotten == [runs]
-    assert owner.forgotten == []
-
-
 def test_message_acknowledged_meanwhile_is_not_redelivered(
     lease_store: LeaseStore, owner: Owner
 ) -> None:

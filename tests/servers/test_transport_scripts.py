@@ -21,7 +21,6 @@ class Redis:
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self.unsorted = ""
         self.scripts = transport_scripts(client)
         self.register()
 
@@ -36,17 +35,15 @@ class Redis:
         *queues: str,
         wanted: int = 100,
         room: int = PLENTY,
-        limits: list[int] | None = None,
         steps: int = 1,
-        parts: list[int] | None = None,
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
         fixed += [KEYS.running(ME), KEYS.tenants]
         count = len(queues) // steps
-        # Without a number for each list, all lists of a queue are one part.
-        parts = parts or [1 + at % count for at in range(len(queues))]
-        limits = limits or [wanted] * max(parts)
+        # All lists of a queue are one part.
+        parts = [1 + at % count for at in range(len(queues))]
+        limits = [wanted] * count
         answer = self.scripts.run(
             "fetch",
             [*fixed, *queues],
@@ -54,8 +51,6 @@ class Redis:
         )
         if not answer:
             return answer
-        if len(answer) % 2:
-            self.unsorted = answer.pop().decode()
         tokens = range(answer[1], answer[1] + len(answer) // 2 - 1)
         keys = [queues[index] for index in answer[2::2]]
         return list(zip(tokens, keys, [each.decode() for each in answer[3::2]], strict=True))
@@ -115,41 +110,11 @@ def test_fetch_serves_all_queues_of_a_step_before_the_next(there: Redis) -> None
     assert not there.client.exists("a", "b", "a:3", "b:3")
 
 
-def test_fetch_leaves_room_for_each_class(there: Redis) -> None:
-    for queue in ("a", "b", "a:3", "a:6", "a:9"):
-        push(there.client, queue, *(f"{queue} {number}" for number in range(9)))
-    lists = ("a", "b", "a:3", "b:3", "a:6", "b:6", "a:9", "b:9")
-    fetched = there.fetch(*lists, steps=4, parts=[1, 2, 3, 2, 4, 2, 4, 2], limits=[2, 3, 1, 10])
-    taken = [key for _, key, _ in fetched]
-    assert taken == ["a"] * 2 + ["b"] * 3 + ["a:3"] + ["a:6"] * 9 + ["a:9"]
-
-
-def test_fetch_of_empty_queues_gives_nothing(there: Redis) -> None:
-    assert there.fetch("a", "b") == []
-    assert not there.client.exists(KEYS.token)
-
-
-def test_fetch_takes_what_is_wanted_and_leaves_the_rest_in_order(there: Redis) -> None:
-    push(there.client, "a", *[str(number) for number in range(100)])
-    assert len(there.fetch("a", wanted=37)) == 37
-    assert there.queue("a") == [str(number) for number in range(37, 100)]
-
-
 def test_fetch_of_thousands(there: Redis) -> None:
     push(there.client, "a", *[str(number) for number in range(5000)])
     fetched = there.fetch("a", wanted=5000)
     assert [message for _, _, message in fetched] == [str(number) for number in range(5000)]
     assert len(there.leases()) == 5000
-
-
-def test_fetch_heeds_the_limit_of_each_queue_over_all_its_steps(there: Redis) -> None:
-    push(there.client, "a", "1", "2", "3")
-    push(there.client, "a:3", "4")
-    push(there.client, "b", "5", "6", "7")
-    fetched = there.fetch("a", "b", "a:3", "b:3", limits=[2, 100], steps=2)
-    assert [message for _, _, message in fetched] == ["1", "2", "5", "6", "7"]
-    assert there.queue("a") == ["3"]
-    assert there.queue("a:3") == ["4"]
 
 
 def test_fetch_stops_at_its_bytes(there: Redis) -> None:
@@ -165,29 +130,12 @@ def test_a_message_larger_than_the_bytes_is_taken_alone(there: Redis) -> None:
     assert len(there.fetch("b", room=10)) == 1
 
 
-def test_a_key_that_is_no_list_loses_nothing(there: Redis) -> None:
-    push(there.client, "a", "1")
-    there.client.set("b", "no list")
-    push(there.client, "c", "2")
-    assert [message for _, _, message in there.fetch("a", "b", "c")] == ["1", "2"]
-    assert len(there.leases()) == 2
-
-
 def test_unregistered_worker_gets_nothing(there: Redis) -> None:
     push(there.client, "a", "1")
     there.recover()
     assert there.fetch("a") is None
     assert there.renew() is None
     assert there.queue("a") == ["1"]
-
-
-def test_fetch_tells_how_many_suspects_there_are(there: Redis) -> None:
-    push(there.client, "a", "1")
-    there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
-    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 1, 1, 1)
-    assert answer == [2, 1, 0, b"1"]
 
 
 def fill(client: Any) -> None:
@@ -220,22 +168,6 @@ def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> 
     there.wait_for("other", 8, 0, a=1)
     fill(there.client)
     assert FULL[script](there)
-
-
-def test_requeue_to_the_front_keeps_the_order(there: Redis) -> None:
-    push(there.client, "a", "1", "2", "3", "4")
-    there.fetch("a", wanted=3)
-    given = there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 3, 2, 1, 99)
-    assert given == 3
-    assert there.queue("a") == ["1", "2", "3", "4"]
-    assert there.leases() == {}
-
-
-def test_requeue_to_the_end(there: Redis) -> None:
-    push(there.client, "a", "1", "2", "3")
-    there.fetch("a", wanted=1)
-    there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", 1)
-    assert there.queue("a") == ["2", "3", "1"]
 
 
 def kombu_message(**changes: Any) -> dict[str, Any]:
@@ -415,23 +347,6 @@ def test_recover_blames_nobody_for_a_message_without_an_id(there: Redis, message
     assert len(there.queue("a")) == 1
 
 
-def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:
-    push(there.client, "a", "1", "2")
-    there.fetch("a")
-    there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
-    there.client.hdel(KEYS.lease(ME), "1")
-    assert there.recover(beat=there.beat(), counts=1) == [1, 1]
-    assert blamed(there.client) == {"two": 0}
-
-
-def test_recovery_after_an_outage_makes_no_suspects(there: Redis) -> None:
-    push(there.client, "a", "1")
-    there.fetch("a")
-    there.client.hset(KEYS.running(ME), "1", "alone 1 one")
-    there.recover(beat=there.beat(), counts=0)
-    assert blamed(there.client) == {}
-
-
 def test_dead_letter_script_moves_a_message_once_or_not_at_all(there: Redis) -> None:
     push(there.client, "a", "broken")
     there.fetch("a")
@@ -502,15 +417,3 @@ def test_jobs_next_in_turn_that_do_not_say_when_they_were_sent_have_their_ids(th
     there.client.lpush("d", f'{{"properties": {{"correlation_id":"{"x" * 1000}"}}}}')
     keys = [KEYS.tenants, "a", "b", "c", "d"]
     assert there.scripts.run("count_waiting", keys) == [6, b"", b"a1", b"b1", b"x" * 100]
-
-
-def test_renew_returns_all_heartbeats(there: Redis) -> None:
-    there.register("another")
-    names = [name.decode() for name in there.renew()[::2]]
-    assert sorted(names) == ["another", ME]
-
-
-def test_a_script_is_loaded_again_where_redis_forgot_it(there: Redis) -> None:
-    there.renew()
-    there.client.script_flush()
-    assert there.renew()
