@@ -34,11 +34,11 @@ DECIDED_BY_FILE = {
 #: Where a model is: options that its task has, too.
 PLACE_OPTIONS = ("devices", "replicas", "pinned")
 
-#: Settings of a model that are options of its task, by the same name: limits of its batches, and of
-#: what is kept of their results.
+#: Settings of a model that are options of its task, by the same name: limits of its batches, and
+#: how long their results are kept.
 TASK_OPTIONS = (
     *("max_batch_size", "max_batch_tokens", "max_wait_ms", "target_latency_ms"),
-    *("cache_ttl_s", "cache_max_bytes"),
+    "cache_ttl_s",
 )
 
 #: Of a setting that there is for all, too.
@@ -111,7 +111,6 @@ class ModelSettings(BaseModel):
         False, description="Compute equal texts once, and keep their results for a while."
     )
     cache_ttl_s: PositiveFloat | None = Field(None, description=ALONE)
-    cache_max_bytes: PositiveInt | None = Field(None, description=ALONE)
     pooling: Literal["auto", "mean", "cls", "last"] = Field(
         "auto", description="Embedding: how token vectors become one; auto asks the model's files."
     )

@@ -203,9 +203,6 @@ class Settings(BaseSettings):
     cache_ttl_s: PositiveFloat = Field(
         86_400, description="How long a result is kept for equal items, in seconds."
     )
-    cache_max_bytes: PositiveInt = Field(
-        268_435_456, description="Maximum memory of Redis for such results, per task."
-    )
     stream_max_pieces: PositiveInt = Field(
         10_000, description="Maximum partial results of a job that Redis keeps."
     )

@@ -166,9 +166,8 @@ class BatchTask(_Task):
     #: Version of its results. If it is set, equal items are computed once, and their results kept.
     #: Different versions share nothing.
     cache: str | None = None
-    #: How long such a result is kept, in seconds; and maximum size of all of them.
+    #: How long such a result is kept, in seconds.
     cache_ttl_s: float | None = None
-    cache_max_bytes: int | None = None
     #: What `pydantic=True` makes of items and outcomes; None without it.
     item_models: ItemModels | None = None
 

@@ -38,18 +38,6 @@ def versioned(texts: list[str], *, path: str) -> list[str]:
     return [f"{text} {os.environ.get('VERSION')}" for text in texts]
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1", cache_ttl_s=1)
-def brief(texts: list[str], *, path: str) -> list[str]:
-    note(path, texts)
-    return texts
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1", cache_max_bytes=40_000)
-def small(sizes: list[int], *, path: str) -> list[str]:
-    note(path, sizes)
-    return ["x" * size for size in sizes]
-
-
 @app.task(
     shared=False,
     base=BatchTask,

@@ -10,7 +10,6 @@ from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
-from batchery_worker.result_cache import OVERHEAD_BYTES
 from conftest import StartWorker
 from support.cached_jobs import TIMEOUT_S, answers, computed, send
 from support.harness import Worker, unsettled, wait_for
@@ -55,8 +54,6 @@ def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_compute
     assert found["computed"] + found["hits"] + found["deduplicated"] == found["items"]
     assert found["hits"] >= 10
     assert found["hit_rate"] >= 0.8
-    assert found["results"] >= 100
-    assert found["bytes"] >= 100 * OVERHEAD_BYTES
     assert found["errors"] == 0
     wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
 
@@ -103,38 +100,6 @@ def test_cached_result_is_stored_byte_for_byte(
     first, second = ({**each, "task_id": 0, "date_done": 0, "batch": 0} for each in stored)
     assert first == second
     assert set(stored[0]["batch"]) == set(stored[1]["batch"])
-
-
-def test_a_result_is_kept_no_longer_than_its_time_to_live(
-    worker: Worker, client: Celery, log: Path
-) -> None:
-    assert answers(send(client, "brief", "soon gone", path=str(log))) == ["soon gone"]
-
-    def again() -> bool:
-        answers(send(client, "brief", "soon gone", path=str(log)))
-        return log.read_text().count("soon gone") > 1
-
-    wait_for(again, "it is computed again")
-
-
-def test_cache_keeps_within_its_limit(
-    worker: Worker, client: Celery, log: Path, store: Any
-) -> None:
-    sizes = list(range(10_000, 10_010))
-    for size in sizes:
-        (text,) = answers(send(client, "small", size, path=str(log)))
-        assert len(text) == size
-    wait_for(lambda: figures(worker, client, "small").get("items") == len(sizes), "all are counted")
-    kept = store.keys("batchery:cache:apps.cached.small:*")
-    assert len(kept) == 3
-    assert sum(store.strlen(key) + OVERHEAD_BYTES for key in kept) <= 40_000
-    found = figures(worker, client, "small")
-    assert (found["results"], found["evicted"]) == (3, 7)
-    # The newest ones have stayed.
-    answers(send(client, "small", *sizes[-3:], path=str(log)))
-    assert computed(log) == {str(size): 1 for size in sizes}
-    answers(send(client, "small", sizes[0], path=str(log)))
-    assert computed(log)[str(sizes[0])] == 2
 
 
 def gated(tmp_path: Path) -> tuple[Path, Path]:

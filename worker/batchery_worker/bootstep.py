@@ -337,7 +337,6 @@ def check_options(task: BatchTask) -> None:
         ("max_wait_ms", (int, float), 0),
         ("target_latency_ms", (int, float), 0.001),
         ("cache_ttl_s", (int, float), 1),
-        ("cache_max_bytes", (int,), 1),
     ):
         value = getattr(task, name)
         if value is None:

@@ -111,8 +111,7 @@ class Metrics(BatchFigures):
         """Counts how the items of one batch of a task with a cache got their outcomes."""
         cache = self.caches.setdefault(task, CacheFigures())
         for name, value in reused.items():
-            is_last = name in ("results", "bytes", "error")
-            setattr(cache, name, value if is_last else getattr(cache, name) + value)
+            setattr(cache, name, value if name == "error" else getattr(cache, name) + value)
 
     def snapshot(self) -> Any:
         """The sums and the means; means are None before the first batch.

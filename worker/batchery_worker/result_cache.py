@@ -8,7 +8,7 @@ Only values are shared. If the outcome of an item is anything else, a failure or
 its duplicates is computed separately: it may succeed, and each job counts its own retries.
 
 A failing cache must not fail anything else. A result that cannot be read counts as missing, and one
-that cannot be written is computed again. Such errors are counted, and the cache pauses for a while.
+that cannot be written is computed again. Errors are counted; while Redis is away the cache pauses.
 """
 
 import hashlib
@@ -17,17 +17,15 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
+
+from redis import ResponseError
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
-from batchery.redis_scripts import cut_into_parts
-from batchery_worker.ipc.messages import CachePolicy, Work
+from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
-
-T = TypeVar("T")
 
 logger = logging.getLogger("batchery.device")
 
@@ -40,24 +38,13 @@ DIGEST_BYTES = 20
 #: Version of keys and stored results; it changes whenever their form does.
 KEY_FORMAT = 1
 
-REMEMBER_LUA = Path(__file__).parent / "lua" / "remember.lua"
-
-#: Maximum number of results in one command, and number of bytes after which no further result is
-#: added to it: Redis serves nobody else meanwhile.
-MAX_RESULTS_PER_COMMAND = 512
-MAX_BYTES_PER_COMMAND = 4 << 20
-
-#: Memory that Redis needs for a result in addition to its JSON, in bytes: its key, and two entries
-#: with its age and size. Redis 6.2 takes 350 to 410.
-OVERHEAD_BYTES = 400
-
 #: Length of the checksum before each JSON, in bytes. It detects values that are foreign or broken.
 CHECKSUM_BYTES = 4
 
 #: How long an answer may take, in seconds, while a batch waits for it.
 ANSWER_TIMEOUT_S = 5.0
 
-#: How long nothing is read after a failed read, or written after a failed write, in seconds.
+#: How long nothing is read or written after Redis did not answer, in seconds.
 FAILURE_PAUSE_S = 5.0
 
 
@@ -92,17 +79,10 @@ def digests(
         return [None] * len(items)
     # The length separates the parts: the end of one cannot look like the start of the next.
     head = json.dumps([KEY_FORMAT, *version, len(shared)]).encode() + shared
-    start = hashlib.blake2b(head, digest_size=DIGEST_BYTES)
-    return [_digest(start, canonical(item)) for item in items]
-
-
-def _digest(start: Any, item: bytes | None) -> bytes | None:
-    if item is None:
-        return None
-    own = start.copy()
-    own.update(item)
-    digest: bytes = own.digest()
-    return digest
+    return [
+        None if item is None else hashlib.blake2b(head + item, digest_size=DIGEST_BYTES).digest()
+        for item in map(canonical, items)
+    ]
 
 
 class DedupedBatch:
@@ -115,30 +95,22 @@ class DedupedBatch:
             keys: The cache key of each item; None for an item that is equal to no other.
             found: Encoded results that the cache has, by key.
         """
-        self._keys = keys
-        self._known: dict[bytes, Any] = {key: Encoded(json) for key, json in found.items()}
+        self._keys = [object() if key is None else key for key in keys]
+        #: Values from elsewhere, by key.
+        self._known: dict[Any, Any] = {key: Encoded(json) for key, json in found.items()}
         #: Values that were computed here, by key: for the cache, and for the next batch.
-        self.computed_values: dict[bytes, Any] = {}
+        self.computed_values: dict[Any, Any] = {}
         #: Outcomes that are not shared, by position of the item.
         self._unshared: dict[int, Any] = {}
-        #: Position of an item that is computed -> positions of its duplicates.
-        self._duplicates: dict[int, list[int]] = {}
+        self._hits = sum(key in self._known for key in self._keys)
+        self._computed = 0
+        first: dict[Any, int] = {}
+        for at, key in enumerate(self._keys):
+            first.setdefault(key, at)
         #: Positions of the items that must be computed, in order.
-        self.positions: list[int] = []
-        self.hits = self.computed = 0
-        first: dict[bytes, int] = {}
-        for position, key in enumerate(keys):
-            if key in self._known:
-                self.hits += 1
-            elif key is not None and key in first:
-                self._duplicates[first[key]].append(position)
-            else:
-                self.positions.append(position)
-                if key is not None:
-                    first[key] = position
-                    self._duplicates[position] = []
+        self.positions = [at for key, at in first.items() if key not in self._known]
 
-    def run(self, chosen: Sequence[Any], before: Mapping[bytes, Any], run: Run) -> list[Any]:
+    def run(self, chosen: Sequence[Any], before: Mapping[Any, Any], run: Run) -> list[Any]:
         """Computes the items that must be computed.
 
         Args:
@@ -149,76 +121,55 @@ class DedupedBatch:
         Returns:
             One outcome per item of the batch, in order.
         """
-        left = [
-            (position, item)
-            for position, item in zip(self.positions, chosen, strict=True)
-            if not self._recall(position, before)
-        ]
-        without = self._compute(left, run)
-        again = [
-            (each, item)
-            for position, item in without
-            for each in self._duplicates.get(position, ())
-        ]
-        self._compute(again, run)
+        items = dict(zip(self.positions, chosen, strict=True))
+        self._known |= {key: before[key] for key in self._keys if key in before}
+        self._compute({at: item for at, item in items.items() if self._keys[at] not in before}, run)
+        failed = {self._keys[at]: items[at] for at in self._unshared}
+        duplicates = [at for at, key in enumerate(self._keys) if key in failed and at not in items]
+        self._compute({at: failed[self._keys[at]] for at in duplicates}, run)
         return self._outcomes()
 
     def encode(self) -> list[Any]:
         """Encodes each value once; returns the outcomes anew, in order."""
-        for known in (self.computed_values, self._known):
-            for key, outcome in known.items():
-                if not isinstance(outcome, Encoded):
-                    known[key] = encoded(outcome) or outcome
-        # Duplicates that were computed one by one may differ; any of their values will do.
-        self._known.update(self.computed_values)
+        for values in (self.computed_values, self._known):
+            for key, value in values.items():
+                if not isinstance(value, Encoded):
+                    values[key] = encoded(value) or value
         return self._outcomes()
 
     def fresh(self) -> dict[bytes, bytes]:
         """The encoded results that the cache does not have; call `encode` first."""
         return {
-            key: outcome.json
-            for key, outcome in self.computed_values.items()
-            if isinstance(outcome, Encoded)
+            key: value.json
+            for key, value in self.computed_values.items()
+            if isinstance(key, bytes) and isinstance(value, Encoded)
         }
 
     def counts(self) -> dict[str, int]:
         """The number of items, and how many of them got their outcomes in which way."""
-        items = len(self._keys)
+        items, known = len(self._keys), self._hits + self._computed
         return {
             "items": items,
-            "hits": self.hits,
-            "deduplicated": items - self.hits - self.computed,
-            "computed": self.computed,
+            "hits": self._hits,
+            "deduplicated": items - known,
+            "computed": self._computed,
         }
 
-    def _recall(self, position: int, before: Mapping[bytes, Any]) -> bool:
-        key = self._keys[position]
-        if key is None or key not in before:
-            return False
-        self._known[key] = before[key]
-        return True
-
-    def _compute(self, part: Sequence[tuple[int, Any]], run: Run) -> list[tuple[int, Any]]:
-        """Computes some items; returns those whose outcome is not a value to share."""
-        if not part:
-            return []
-        self.computed += len(part)
-        without = []
-        outcomes = run([item for _, item in part])
-        for (position, item), outcome in zip(part, outcomes, strict=True):
-            key = self._keys[position]
-            if key is None or isinstance(outcome, NON_VALUES):
-                self._unshared[position] = outcome
-                without.append((position, item))
+    def _compute(self, items: Mapping[int, Any], run: Run) -> None:
+        """Computes items, by position."""
+        if not items:
+            return
+        self._computed += len(items)
+        for at, outcome in zip(items, run(list(items.values())), strict=True):
+            if isinstance(outcome, NON_VALUES):
+                self._unshared[at] = outcome
             else:
-                self.computed_values[key] = self._known[key] = outcome
-        return without
+                self.computed_values[self._keys[at]] = outcome
 
     def _outcomes(self) -> list[Any]:
-        return [
-            self._unshared[position] if position in self._unshared else self._known[key]  # type: ignore[index]
-            for position, key in enumerate(self._keys)
-        ]
+        # Duplicates that were computed one by one may differ; any of their values will do.
+        values = {**self._known, **self.computed_values}
+        return [self._unshared.get(at, values.get(key)) for at, key in enumerate(self._keys)]
 
 
 class ResultCache:
@@ -227,122 +178,75 @@ class ResultCache:
     def __init__(self, backend: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Does not connect yet; the backend is Celery's for Redis."""
         self._backend = backend
-        self._reads = _Direction("read", clock)
-        self._writes = _Direction("written", clock)
+        self._clock = clock
+        self._paused_until_s = float("-inf")
+        self._errors = 0
+        self._error = ""
 
     def get(self, task: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """The JSON of the results that are there, by digest."""
-        found: dict[bytes, bytes] = {}
-        prefix = self._key("cache", task) + b":"
-        for start in range(0, len(digests), MAX_RESULTS_PER_COMMAND):
-            part = digests[start : start + MAX_RESULTS_PER_COMMAND]
-            keys = [prefix + digest for digest in part]
-            values: list[bytes | None] | None = self._reads.attempt(
-                partial(self._client.mget, keys)
-            )
-            if values is None:
-                break
-            found.update(
-                (digest, value[CHECKSUM_BYTES:])
-                for digest, value in zip(part, values, strict=True)
-                if value is not None and value[:CHECKSUM_BYTES] == _sum(value[CHECKSUM_BYTES:])
-            )
-        return found
+        if not digests:
+            return {}
+        values = self._attempt(self._client.mget, [self._key(task, each) for each in digests])
+        return {
+            digest: value[CHECKSUM_BYTES:]
+            for digest, value in zip(digests, values or (), strict=False)
+            if value is not None and value[:CHECKSUM_BYTES] == _sum(value[CHECKSUM_BYTES:])
+        }
 
-    def put(self, task: str, results: Mapping[bytes, bytes], policy: CachePolicy) -> dict[str, int]:
-        """Stores results; the oldest ones are evicted if the cache is full.
+    def put(self, task: str, results: Mapping[bytes, bytes], ttl_s: float) -> None:
+        """Stores results for a time.
 
         Args:
             task: Name of the task.
             results: Their JSON, by digest.
-            policy: How long results are kept, and how many bytes of them.
-
-        Returns:
-            The number of `results` and `bytes` in the cache now, and how many results were
-            `evicted`; empty if nothing was stored.
+            ttl_s: How long they are kept, in seconds.
         """
-        counts: dict[str, int] = {}
-        small = [
-            (digest, _sum(json) + json)
-            for digest, json in results.items()
-            if CHECKSUM_BYTES + len(json) + OVERHEAD_BYTES <= policy.max_bytes
-        ]
-        for part in cut_into_parts(
-            small, lambda each: len(each[1]), MAX_BYTES_PER_COMMAND, MAX_RESULTS_PER_COMMAND
-        ):
-            answer = self._writes.attempt(partial(self._remember, task, part, policy))
-            if answer is None:
-                break
-            size, count, evicted = answer
-            counts = {
-                "bytes": size,
-                "results": count,
-                "evicted": counts.get("evicted", 0) + evicted,
-            }
-        return counts
+        values = {self._key(task, each): _sum(json) + json for each, json in results.items()}
+        self._attempt(self._write, values, int(ttl_s * 1000))
 
     def take_errors(self) -> dict[str, Any]:
         """The number of `errors` since the last call, and the last `error`; usually empty."""
-        failed = [each for each in (self._reads, self._writes) if each.errors]
-        if not failed:
-            return {}
-        counts = {"errors": sum(each.errors for each in failed), "error": failed[-1].error}
-        for each in failed:
-            each.errors = 0
-        return counts
+        errors, self._errors = self._errors, 0
+        return {"errors": errors, "error": self._error} if errors else {}
 
-    def _key(self, what: str, task: str) -> bytes:
-        return backend_prefix(self._backend) + f"batchery:{what}:{task}".encode()
+    def _key(self, task: str, digest: bytes) -> bytes:
+        """Key of a STRING: CRC-32 of the result's JSON, 4 bytes, then the JSON."""
+        return backend_prefix(self._backend) + f"batchery:cache:{task}:".encode() + digest
 
-    def _remember(
-        self, task: str, part: Sequence[tuple[bytes, bytes]], policy: CachePolicy
-    ) -> tuple[int, int, int]:
-        prefix = self._key("cache", task) + b":"
-        keys = [self._key("cache-ages", task), self._key("cache-sizes", task)]
-        keys += [prefix + digest for digest, _ in part]
-        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, OVERHEAD_BYTES]
-        for pair in part:
-            args += pair
-        size, count, evicted = self._script(keys=keys, args=args)
-        return int(size), int(count), int(evicted)
+    def _write(self, values: Mapping[bytes, bytes], ttl_ms: int) -> None:
+        with self._client.pipeline(transaction=False) as pipe:
+            for key, value in values.items():
+                pipe.set(key, value, px=ttl_ms)
+            # The client's own exception would quote the result.
+            answers = pipe.execute(raise_on_error=False)
+        for error in answers:
+            if isinstance(error, Exception):
+                raise error
+
+    def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The answer of a call; None if it fails, or Redis did not answer a moment ago."""
+        if self._clock() < self._paused_until_s:
+            return None
+        try:
+            return call(*args)
+        except Exception as error:  # noqa: BLE001 - no error of the cache may end the device
+            if str(error) != self._error:
+                logger.warning("the result cache cannot be used: %s", error)
+            self._error = str(error)
+            self._errors += 1
+            # A full Redis refuses writes at once, and can still be read.
+            if not isinstance(error, ResponseError):
+                self._paused_until_s = self._clock() + FAILURE_PAUSE_S
+            return None
 
     @cached_property
     def _client(self) -> Any:
         # Not the backend's client, which may wait for minutes, and may decode bytes into text.
-        own: dict[str, Any] = {"socket_timeout": ANSWER_TIMEOUT_S, "decode_responses": False}
-        if "socket_connect_timeout" in self._backend.connparams:
-            own["socket_connect_timeout"] = ANSWER_TIMEOUT_S
-        return self._backend._create_client(**{**self._backend.connparams, **own})
-
-    @cached_property
-    def _script(self) -> Any:
-        return self._client.register_script(REMEMBER_LUA.read_text())
-
-
-class _Direction:
-    """Reads or writes; pauses after a failure."""
-
-    def __init__(self, verb: str, clock: Callable[[], float]) -> None:
-        self._verb = verb
-        self._clock = clock
-        self._paused_until_s = float("-inf")
-        self.errors = 0
-        self.error = ""
-
-    def attempt(self, call: Callable[[], T]) -> T | None:
-        """The answer of a call; None if it fails, or the last one failed a moment ago."""
-        if self._clock() < self._paused_until_s:
-            return None
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - no error of the cache may end the device
-            text = f"cannot be {self._verb}: {error}"
-            if text != self.error:
-                logger.warning("the result cache %s", text)
-            self.error = text
-            self.errors += 1
-            self._paused_until_s = self._clock() + FAILURE_PAUSE_S
-            return None
+        options = {**self._backend.connparams, "decode_responses": False}
+        # A Unix socket has but one of them.
+        timeouts = {"socket_timeout", "socket_connect_timeout"} & options.keys()
+        return self._backend._create_client(**options | dict.fromkeys(timeouts, ANSWER_TIMEOUT_S))
 
 
 def _sum(json: bytes) -> bytes:
@@ -356,7 +260,7 @@ class SingleFlight:
         self._cache = cache
         #: Values of the previous batch. Older ones are in Redis, because a device holds at most two
         #: batches, and stores their results before it answers.
-        self._before: Mapping[bytes, Any] = {}
+        self._before: Mapping[Any, Any] = {}
 
     def begin(self, work: Work, items: Sequence[Any], identity: str) -> DedupedBatch | None:
         """Finds the items of a batch that must be computed; the previous batch may still run.
@@ -386,5 +290,5 @@ class SingleFlight:
     def keep(self, deduped: DedupedBatch, work: Work) -> dict[str, Any]:
         """Stores the encoded results, before the batch is answered; returns figures of it."""
         assert work.cache is not None
-        counts = self._cache.put(work.task, deduped.fresh(), work.cache)
-        return {**deduped.counts(), **counts, **self._cache.take_errors()}
+        self._cache.put(work.task, deduped.fresh(), work.cache.ttl_s)
+        return {**deduped.counts(), **self._cache.take_errors()}

@@ -25,7 +25,6 @@ UNITS = {
     "_s": (1, " s"),
     "_kib": (2**-10, " MiB"),
     "_bytes": (2**-20, " MiB"),
-    "bytes": (2**-20, " MiB"),
     **dict.fromkeys(("padding", "padding_waste", "hit_rate", "error"), (100, " %")),
 }
 

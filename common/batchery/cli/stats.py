@@ -60,7 +60,7 @@ DONE = (
 )
 TIMES = tuple(f"mean_{stage}_ms" for stage in ("waited", "prepare", "queued", "forward", "commit"))
 COSTS = ("pass_ms", "item_us", "error", "batches")
-CACHE = ("hit_rate", "items", "hits", "deduplicated", "results", "bytes", "errors", "error")
+CACHE = ("hit_rate", "items", "hits", "deduplicated", "errors", "error")
 
 #: What to do about the state of a device.
 HINTS = {GIVEN_UP: ", restart its worker when it is mended"}

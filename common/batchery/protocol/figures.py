@@ -105,14 +105,9 @@ class CacheFigures:
     #: Items that shared the result of an equal item in the same or the previous batch.
     deduplicated: int = 0
     computed: int = 0
-    #: Results that this worker evicted because the cache was full.
-    evicted: int = 0
     #: Number of failed reads and writes, and the last error.
     errors: int = 0
     error: str = ""
-    #: Size of the cache when something was last put into it.
-    results: int = 0
-    bytes: int = 0
 
     #: Share of the items that were not computed.
     hit_rate = Ratio("saved", "items", 4)

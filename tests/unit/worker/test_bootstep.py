@@ -150,7 +150,6 @@ def test_a_wrong_model_setting_found_at_finalize_ends_the_worker(
         {"cache": ""},
         {"cache": 1},
         {"cache_ttl_s": 0},
-        {"cache_max_bytes": 0.5},
     ],
 )
 def test_an_impossible_task_option_ends_the_worker(
@@ -199,7 +198,7 @@ def test_a_cache_without_redis_ends_the_worker(
 def test_a_cache_in_redis_is_fine() -> None:
     app = make_app()
     app.conf.update(result_backend="redis://localhost:1/0")
-    add_function(app, same, cache="1", cache_ttl_s=60, cache_max_bytes=1)
+    add_function(app, same, cache="1", cache_ttl_s=60)
     prepare(Worker(app))
 
 

@@ -54,11 +54,7 @@ class Admission:
         # An item in slots shares each step with others, and has no batch that could be smaller.
         target_ms = None if task.slots else task.target_latency_ms or settings.target_latency_ms
         wait_ms = settings.max_wait_ms if task.max_wait_ms is None else task.max_wait_ms
-        cache = task.cache and CachePolicy(
-            version=task.cache,
-            ttl_s=task.cache_ttl_s or settings.cache_ttl_s,
-            max_bytes=task.cache_max_bytes or settings.cache_max_bytes,
-        )
+        ttl_s = task.cache_ttl_s or settings.cache_ttl_s
         self._options[task.name] = found = TaskOptions(
             limits=Limits(
                 max_batch_size=task.max_batch_size or settings.max_batch_size,
@@ -66,7 +62,7 @@ class Admission:
                 target_s=target_ms and target_ms / 1e3,
             ),
             max_batch_tokens=task.max_batch_tokens or settings.max_batch_tokens,
-            cache=cache or None,
+            cache=CachePolicy(task.cache, ttl_s) if task.cache else None,
             needs_context=task.sees_request or bool(task.track_started),
         )
         return found

@@ -44,8 +44,6 @@ class CachePolicy(NamedTuple):
     version: str
     #: How long a result is kept, in seconds.
     ttl_s: float
-    #: Maximum number of bytes of all results of the task.
-    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

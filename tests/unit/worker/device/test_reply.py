@@ -87,9 +87,8 @@ class Memory:
     def __init__(self) -> None:
         self.kept: dict[bytes, bytes] = {}
 
-    def put(self, _: str, results: Mapping[bytes, bytes], __: CachePolicy) -> dict[str, int]:
+    def put(self, _: str, results: Mapping[bytes, bytes], __: float) -> None:
         self.kept.update(results)
-        return {"results": len(self.kept)}
 
     def take_errors(self) -> dict[str, Any]:
         return {}
@@ -99,7 +98,7 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> D
     """A batch of `a`, packed `a` and `b`, and `d`: each outcome computed, or found."""
     items = ["a", "a", "b", "d"]
     jobs = [("t1", ["a"], False), ("t2", ["a", "b"], True), ("t3", ["d"], False)]
-    cache = CachePolicy("1", 60, 10_000)
+    cache = CachePolicy("1", 60)
     work = Work(5, "task", {}, jobs, 8, None, commit=context(100), cache=cache)
     deduped = DedupedBatch([item.encode() for item in items], found)
     chosen = [items[place] for place in deduped.positions]
@@ -123,7 +122,7 @@ def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
         "'stored'",
     ]
     assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
-    assert done.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2, "results": 2}
+    assert done.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2}
 
 
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:

@@ -29,7 +29,7 @@ def kept(items: list[Any]) -> list[Any]:
     return items
 
 
-@app.task(base=BatchTask, shared=False, cache="8", cache_ttl_s=5, cache_max_bytes=99)
+@app.task(base=BatchTask, shared=False, cache="8", cache_ttl_s=5)
 def briefly(items: list[Any]) -> list[Any]:
     return items
 
@@ -177,11 +177,11 @@ def test_a_malformed_header_is_refused(admission: Admission) -> None:
         admit(admission, args=[["a"]], batchery={"v": 1, "n": 4})
 
 
-def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> None:
-    admission = Admission(Settings(cache_ttl_s=60, cache_max_bytes=1_000))
+def test_a_cache_has_the_time_of_its_task_or_else_that_of_the_settings() -> None:
+    admission = Admission(Settings(cache_ttl_s=60))
     assert admission.options(own).cache is None
-    assert admission.options(kept).cache == ("7", 60, 1_000)
-    assert admission.options(briefly).cache == ("8", 5, 99)
+    assert admission.options(kept).cache == ("7", 60)
+    assert admission.options(briefly).cache == ("8", 5)
 
 
 def test_a_deadline_is_converted_to_the_clock_of_the_worker() -> None:

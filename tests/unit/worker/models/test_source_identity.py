@@ -20,7 +20,6 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "target_latency_ms": 100,
     "cache": True,
     "cache_ttl_s": 60,
-    "cache_max_bytes": 10_000,
     "devices": ["cpu"],
     "replicas": 1,
     "pinned": True,
