@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 
 from conftest import StartWorker
-from support.harness import open_redis, wait_for
+from support.harness import open_redis, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
 
@@ -30,6 +30,20 @@ def client(broker: str, results: str) -> Iterator[Celery]:
 def stored(url: str, job_id: str) -> Any:
     with open_redis(url) as redis:
         return redis.get(f"celery-task-meta-{job_id}")
+
+
+def test_callbacks_and_failures_where_results_are_on_another_server(
+    start_worker: StartWorker, redis_url: str, own_redis: OwnRedis, tmp_path: Path
+) -> None:
+    start_worker("apps.commits", env={"CELERY_RESULT_BACKEND": own_redis.url})
+    with client(redis_url, own_redis.url) as app:
+        link = app.signature("apps.commits.remember", (str(tmp_path / "linked"),))
+        linked: Any = app.send_task("apps.commits.shout", ("link",), link=link)
+        bad: Any = app.send_task("apps.commits.shout", ("bad",))
+        assert linked.get(timeout=TIMEOUT_S)[:4] == "LINK"
+        assert "LookupError" in repr(bad.get(timeout=TIMEOUT_S, propagate=False))
+        wait_for((tmp_path / "linked").exists, "the callback has run")
+        wait_for(lambda: unsettled(redis_url) == 0, "no lease is left")
 
 
 def test_a_time_limit_does_not_count_while_results_wait_for_redis(

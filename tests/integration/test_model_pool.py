@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from apps import swapping
 from batchery.cli.control import reload
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, queue_length, wait_for
 from support.patience import patient
 from support.placed import list_placed
 from support.steady_callers import SteadyCallers
@@ -199,7 +199,7 @@ def test_placement_that_is_impossible_ends_the_start(
     assert text in lines[0]
 
 
-def test_a_device_that_is_given_up_keeps_no_other_from_its_jobs(
+def test_a_device_is_given_up_without_harm_to_others_and_the_last_one_ends_its_worker(
     start_worker: StartWorker, client: Celery, redis_url: str, tmp_path: Path
 ) -> None:
     places = {"BATCHERY_DEVICES": "cpu:0,cpu:1", "SWAP_DEVICES_TWO": "cpu:0,cpu:1"}
@@ -214,6 +214,12 @@ def test_a_device_that_is_given_up_keeps_no_other_from_its_jobs(
     assert {job.get(timeout=TIMEOUT_S)["model"] for job in jobs} == {"two"}
     state = find_devices(worker, client)["cpu:1"]
     assert (state["state"], "no such device" in state["error"]) == ("given up", True)
+    (tmp_path / "gate-broken-cpu:0").touch()
+    os.kill(find_devices(worker, client)["cpu:0"]["pid"], signal.SIGKILL)
+    send(client, "two", 0)
+    assert worker.wait_exit(TIMEOUT_S) == 2
+    assert queue_length(redis_url, "two") == 1
+    assert "no device is left, the last one was cpu:0" in worker.log
 
 
 def find_devices(worker: Worker, client: Celery) -> dict[str, Any]:
