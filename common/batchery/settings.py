@@ -201,7 +201,7 @@ class Settings(BaseSettings):
         " `memory_fraction` leaves of a CUDA device, and no limit on others.",
     )
     cache_ttl_s: PositiveFloat = Field(
-        86_400, description="How long a result is kept for equal items, in seconds."
+        3_600, description="How long a result is kept for equal items, in seconds."
     )
     stream_max_pieces: PositiveInt = Field(
         10_000, description="Maximum partial results of a job that Redis keeps."

@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import Celery
 
-from batchery import BatchTask, Failed, install
+from batchery import BatchTask, install
 from support.patience import patient
 
 app = install(Celery("cached", set_as_current=False))
@@ -36,28 +36,6 @@ def shout(texts: list[str], *, path: str, gate: str = "", mark: str = "") -> lis
 def versioned(texts: list[str], *, path: str) -> list[str]:
     note(path, texts)
     return [f"{text} {os.environ.get('VERSION')}" for text in texts]
-
-
-@app.task(
-    shared=False,
-    base=BatchTask,
-    max_batch_size=32,
-    cache="1",
-    autoretry_for=(ConnectionError,),
-    retry_kwargs={"countdown": 0.01, "max_retries": 1},
-)
-def once_bitten(texts: list[str], *, path: str) -> list[Any]:
-    """The first computation of each text fails; of `bad`, all of them."""
-    outcomes: list[Any] = []
-    for text in texts:
-        with open(path, "a+") as file:
-            file.seek(0)
-            known = file.read().split()
-            file.write(f"{text}\n")
-        good = text in known and not text.startswith("bad")
-        error = LookupError(text) if text.startswith("bad") else ConnectionError(text)
-        outcomes.append(text.upper() if good else Failed(error))
-    return outcomes
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1")
