@@ -17,7 +17,7 @@ from langchain_openai import OpenAIEmbeddings
 
 from conftest import StartGateway, StartWorker
 from support.gateway import GatewayProcess
-from support.tiny_models import save_model
+from support.tiny_models import save_model, write_json
 
 QUERY = "what do cats do"
 
@@ -32,9 +32,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder: Path = tmp_path_factory.mktemp("models")
     save_model(folder / "rerank", "bert", labels=("relevance",))
     save_model(folder / "embed", "bert")
-    save_model(folder / "prompted", "bert")
+    prompted = folder / "prompted"
+    save_model(prompted, "bert")
     prompts = {"prompts": {"query": "the cat ", "clustering": "a dog "}}
-    (folder / "prompted" / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    write_json(prompted, "config_sentence_transformers.json", prompts)
+    pooling = {"pooling_mode": "mean", "embedding_dimension": 32}
+    write_json(prompted, "1_Pooling/config.json", pooling)
+    modules = {"": "Transformer", "1_Pooling": "Pooling"}
+    listed = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate(modules.items())
+    ]
+    write_json(prompted, "modules.json", listed)
     return {
         "rerank": {"kind": "rerank", "model": str(folder / "rerank"), "aliases": ["rerank-v3.5"]},
         "embed": {
@@ -274,7 +283,7 @@ def test_prompts_that_the_gateway_cannot_read_are_asked_for(start_gateway: Start
     answer = gateway.post("/v1/embeddings", body)
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
-    assert message.startswith("input_type: model 'embed': the gateway cannot read config_sentence_")
+    assert message.startswith("input_type: model 'embed': the gateway cannot read config.json")
     assert "or name its prompts in the setting prompts" in message
     # This one it knows; no worker has the model.
     body = {"input": "a", "input_type": "query"}

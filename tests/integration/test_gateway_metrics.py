@@ -123,8 +123,12 @@ def children(gateway: GatewayProcess) -> list[psutil.Process]:
 
 
 def metrics_folder(gateway: GatewayProcess) -> Path:
-    (serving, *_) = children(gateway)
-    return Path(serving.environ()["PROMETHEUS_MULTIPROC_DIR"])
+    name = "PROMETHEUS_MULTIPROC_DIR"
+    # A process that has just been started may show none yet.
+    serving = wait_for(
+        lambda: [each for each in children(gateway) if name in each.environ()], "a process serves"
+    )
+    return Path(serving[0].environ()[name])
 
 
 def in_flight(gateway: GatewayProcess) -> float:

@@ -202,12 +202,14 @@ UNKNOWN = ModelInfo()
 def read_info(model: ServedModel) -> ModelInfo:
     """Reads the files of a model."""
     files = ModelFiles(model)
-    prompts = files.read("config_sentence_transformers.json").get("prompts") or {}
     config = files.read("config.json")
+    # sentence-transformers reads its other files only where this one names its modules.
+    own = files.read if files.read("modules.json") else lambda _: {}
+    prompts = own("config_sentence_transformers.json").get("prompts") or {}
     limits = [
         config.get("max_position_embeddings"),
         files.read("tokenizer_config.json").get("model_max_length"),
-        files.read("sentence_bert_config.json").get("max_seq_length"),
+        own("sentence_bert_config.json").get("max_seq_length"),
     ]
     stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
     labels = config.get("id2label") or {}

@@ -119,6 +119,14 @@ class TaskRecord:
     is_sent: bool = True
 
 
+def _encode(record: TaskRecord) -> str:
+    """As a gateway of the version before reads it, unless the request has an idempotency key."""
+    fields = asdict(record)
+    if not record.digest:
+        del fields["digest"], fields["is_sent"]
+    return json.dumps(fields)
+
+
 class TaskError(TypedDict):
     """Why a task or an item failed: what its worker raised."""
 
@@ -177,7 +185,7 @@ class TaskRecords:
         Raises:
             Problem: Redis is away.
         """
-        key, value = self._key(record.id), json.dumps(asdict(record))
+        key, value = self._key(record.id), _encode(record)
         await self._store.run(lambda client: client.set(key, value, ex=self._lifetime_s))
 
     async def claim(self, record: TaskRecord) -> TaskRecord | None:
@@ -186,7 +194,7 @@ class TaskRecords:
         Raises:
             Problem: Redis is away.
         """
-        key, value = self._key(record.id), json.dumps(asdict(record))
+        key, value = self._key(record.id), _encode(record)
         if await self._store.run(lambda client: client.set(key, value, nx=True, ex=SENDING_S)):
             return None
         return await asyncio.to_thread(self.read, record.id)

@@ -42,6 +42,9 @@ def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
     assert read_info(served(tmp_path)) == ModelInfo({0: "no", 1: "yes"}, 512)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    # The library reads that one only beside this one.
+    assert read_info(served(tmp_path)).max_tokens == 512
+    (tmp_path / "modules.json").write_text('[{"path": ""}]')
     assert read_info(served(tmp_path)).max_tokens == 256
 
 
