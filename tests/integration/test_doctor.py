@@ -54,11 +54,12 @@ def test_bad_redis_without_a_worker_and_a_misspelt_queue_are_found(
 ) -> None:
     settings = {"appendonly": "no", "maxmemory_policy": "allkeys-lru", "maxmemory": "40mb"}
     url = start_redis(**settings).url
-    with Celery(broker=url, set_as_current=False) as caller:
-        caller.send_task(shop.shout.name, ["a"], queue="embde")
     with Redis.from_url(url) as client:
         for number in range(32):
             client.set(f"large {number}", "x" * 2**20)
+    # Last, as this Redis throws away what was used least recently.
+    with Celery(broker=url, set_as_current=False) as caller:
+        caller.send_task(shop.shout.name, ["a"], queue="embde")
     report = diagnose(url, "-A", "apps.shop", cwd=tmp_path)
     assert report["exit_code"] == 2
     assert {
