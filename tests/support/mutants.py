@@ -36,7 +36,6 @@ ROOMS = (
     "common/batchery/execution",
     "common/batchery/protocol/figures.py",
     "common/batchery/protocol/headers.py",
-    "common/batchery/transport/leases.py",
     "common/batchery/transport/worker_registry.py",
     "producer/batchery_producer/answers.py",
     "producer/batchery_producer/collector.py",
@@ -46,7 +45,10 @@ ROOMS = (
     "worker/batchery_worker/commit/listeners.py",
     "worker/batchery_worker/dispatch/admission.py",
     "worker/batchery_worker/inprocess",
-    "worker/batchery_worker/ipc",
+    "worker/batchery_worker/ipc/exceptions.py",
+    "worker/batchery_worker/ipc/framing.py",
+    "worker/batchery_worker/ipc/messages.py",
+    "worker/batchery_worker/ipc/values.py",
 )
 
 SWAPPED: dict[type[ast.AST], Any] = {

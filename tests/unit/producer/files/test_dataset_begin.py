@@ -75,6 +75,11 @@ def test_reading_does_not_begin_without_a_row_or_when_asked_to_stop(tmp_path: Pa
     ("name", "content", "why"),
     [
         ("b.jsonl", b'{"one": "a", "two": "b"}\n', "no field 'text' in the first row"),
+        (
+            "b.jsonl",
+            b'{"custom_id": "a", "url": "/v1", "body": {}}\n',
+            "takes OpenAI's batch files",
+        ),
         ("b.csv", b"id,id\n1,2\n", "names a column twice"),
         ("b.csv", "id,text\n".encode("utf-16"), "UTF-16"),
         ("b.parquet", b"no table at all, but long enough to be one", "cannot be read"),

@@ -67,6 +67,18 @@ def test_a_key_that_still_waits_to_grow_is_not_passed_over() -> None:
     assert scheduler.next_batch(1, False, 61.0) is None
 
 
+def test_of_keys_that_are_equal_the_one_that_came_first_goes_first() -> None:
+    scheduler = admitted(job(0, KEYS[1]), job(1))
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["0"]
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["1"]
+
+
+def test_a_key_behind_an_equal_one_is_not_passed_over() -> None:
+    scheduler = admitted(*(job(number) for number in range(4)), job(4, KEYS[1]))
+    assert ids(scheduler.next_batch(1, False, 0.0)) == ["0", "1", "2", "3"]
+    assert scheduler.next_batch(1, False, 0.0) is None
+
+
 def recovered(number: int) -> Job[None]:
     return replace(job(number), recovered=True)
 

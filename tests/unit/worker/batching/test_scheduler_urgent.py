@@ -217,3 +217,11 @@ def test_nothing_is_urgent_whose_model_must_be_loaded_first() -> None:
     assert scheduler.urgent_batch([running], 1000.0, models=models) is None
     live(scheduler, "warm")
     assert names_of(scheduler.urgent_batch([running], 1000.0, models=models)) == ["warm"]
+
+
+def test_suspects_of_other_devices_keep_nothing_from_being_urgent() -> None:
+    scheduler, running = urgent_scene()
+    models = DeviceModels(elsewhere=frozenset({LABEL.task}))
+    scheduler.quarantine(Job("suspect", LABEL, Limits(10), 1, 0.0, None, HIGH))
+    live(scheduler, "live")
+    assert names_of(scheduler.urgent_batch([running], 0.0, models=models)) == ["live"]
