@@ -77,7 +77,7 @@ def test_reading_does_not_begin_without_a_row_or_when_asked_to_stop(tmp_path: Pa
         ("b.jsonl", b'{"one": "a", "two": "b"}\n', "no field 'text' in the first row"),
         (
             "b.jsonl",
-            b'{"custom_id": "a", "url": "/v1", "body": {}}\n',
+            b'{"custom_id": "a", "url": "/v1", "method": "POST", "body": {}}\n',
             "takes OpenAI's batch files",
         ),
         ("b.csv", b"id,id\n1,2\n", "names a column twice"),
