@@ -33,7 +33,8 @@ NOISE: tuple[dict[str, Any], ...] = (
 )
 
 #: A step of this many tokens, each of so many numbers, needs more than this room.
-LONG_STEP_TOKENS, WIDE = 4096, {"hidden_size": 256, "intermediate_size": 512}
+LONG_STEP_TOKENS = 4096
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 ROOM_BYTES = 4 << 20
 
 Load = Callable[..., tuple[Any, PlainWriter]]

@@ -48,7 +48,8 @@ SCHEMA = {
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # vLLM's attention needs heads of at least 32 numbers.
     folder = tmp_path_factory.mktemp("llama")
-    return save_writer(folder, hidden_size=128, intermediate_size=128, initializer_range=0.3)
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+    return save_writer(folder, **sizes, initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
