@@ -23,6 +23,11 @@ ScriptCall = tuple[Sequence[Any], Sequence[Any]]
 _INCLUDE = re.compile(r"^-- include (\w+)\.lua$", re.MULTILINE)
 
 
+def get_database(pool: Any) -> int:
+    """The number of the database of a pool's connections."""
+    return int(pool.connection_kwargs.get("db") or 0)
+
+
 @cache
 def script_text(folder: Path, name: str) -> str:
     """The text of a script, behind the texts of the files that it includes.

@@ -247,35 +247,20 @@ class LateBinding:
             self.plan_look()
 
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
-        # A suspect may have been begun elsewhere, and must be looked at by one worker.
-        by_token = {
-            token: request
-            for token, request in self._find_tokens(requests).items()
-            if self._channel.lease_store.deaths(token) is None
-        }
-        jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
-        given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
-        return _forget(given)
-
-    def _find_tokens(self, requests: Sequence[Any]) -> dict[str, Any]:
-        """The leases that may end, and their requests."""
-        by_token = {}
+        by_token, store = {}, self._channel.lease_store
         for request in requests:
             lease = get_lease(request.message)
-            if lease is None or lease.store is not self._channel.lease_store:
+            if lease is None or lease.store is not store or not store.holds(lease.token):
                 continue
-            # A suspect has begun, and so may be acknowledged.
-            if lease.store.holds(lease.token):
+            # A suspect may have been begun elsewhere, and must be looked at by one worker.
+            if store.deaths(lease.token) is None:
                 by_token[lease.token] = request
-        return by_token
-
-
-def _forget(given: Collection[Any]) -> Collection[Any]:
-    """Has Celery forget requests whose messages went back; returns them."""
-    for request in given:
-        # Celery must not settle it any more.
-        request.acknowledged = True
-        worker_state.task_ready(request)
-    if given:
-        logger.info("%d jobs go back to their queue: another worker waits", len(given))
-    return given
+        jobs = [HeldJob(token, is_batch) for token in sorted(by_token, key=int)]
+        given = [by_token[token] for token in self._channel.give_to_waiting(jobs)] if jobs else []
+        for request in given:
+            # Celery must not settle it any more.
+            request.acknowledged = True
+            worker_state.task_ready(request)
+        if given:
+            logger.info("%d jobs go back to their queue: another worker waits", len(given))
+        return given

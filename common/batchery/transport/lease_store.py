@@ -19,6 +19,7 @@ from typing import Any
 
 import redis
 
+from batchery.redis_scripts import get_database
 from batchery.transport.leases import Deaths, HeldJob, Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
@@ -58,7 +59,7 @@ class LeaseStore:
         self.keys = Keys(prefix)
         self.expiry_s = expiry_s
         self.scripts = transport_scripts(client)
-        self.db = int(client.connection_pool.connection_kwargs.get("db") or 0)
+        self.db = get_database(client.connection_pool)
         #: When the last heartbeat was answered, on the monotonic clock; None before the first one.
         self.beat_s: float | None = None
         #: Whether the last one was not answered.

@@ -10,6 +10,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from batchery.redis_scripts import get_database
 from batchery.transport import Transport
 from batchery.transport.channel import LeasingChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
@@ -68,7 +69,7 @@ class LiveWorkers:
         self._client = client
         self._keys = Keys(prefix)
         self._unacked = f"{prefix}{unacked}"
-        self._db = b"%d" % int(client.connection_pool.connection_kwargs.get("db") or 0)
+        self._db = b"%d" % get_database(client.connection_pool)
 
     @classmethod
     def of(cls, connection: Any, timeout_s: float) -> Self | None:

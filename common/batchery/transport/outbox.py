@@ -9,7 +9,7 @@ import redis
 
 from batchery.completion import HeldMessage, Lease, LeaseHolder, current_completion
 from batchery.errors import InvalidItem
-from batchery.redis_scripts import RedisScripts
+from batchery.redis_scripts import RedisScripts, get_database
 from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
 from batchery.transport.dead_letters import check_size
 from batchery.transport.redis_schema import OWN_NAMES, Keys, transport_scripts
@@ -87,7 +87,7 @@ def _place(pool: Any) -> tuple[Any, ...]:
     """The server and the database of a pool's connections; a Sentinel's by the name it goes by."""
     given = pool.connection_kwargs
     server = (getattr(pool, "service_name", None), *map(given.get, ("host", "port", "path")))
-    return *server, int(given.get("db") or 0)
+    return *server, get_database(pool)
 
 
 @contextmanager

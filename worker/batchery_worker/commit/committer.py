@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchery.protocol.headers import expires_s, stream_key
-from batchery.redis_scripts import RedisScripts, cut_into_parts
+from batchery.redis_scripts import RedisScripts, cut_into_parts, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
@@ -58,11 +58,6 @@ def make_results_client(backend: Any) -> "redis.Redis":
     options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
     client: redis.Redis = backend._create_client(**{**given, **options})
     return client
-
-
-def get_database(client: Any) -> int:
-    """The number of a client's database."""
-    return int(client.connection_pool.connection_kwargs.get("db") or 0)
 
 
 def broker_client(app: Celery) -> Any:
@@ -467,7 +462,7 @@ class RedisCommitter:
         keys: list[Any] = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
             context.worker,
-            get_database(self._results.client),
+            get_database(self._results.client.connection_pool),
             "" if broker_db is None else broker_db,
             self._expiries(part, context.keep_s),
             len(context.completion_streams),

@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from batchery.completion import Outbox
-from batchery.redis_scripts import RedisScripts, ScriptCall
+from batchery.redis_scripts import RedisScripts, ScriptCall, get_database
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import (
     COMMIT_STATUSES,
     CommitStatus,
-    get_database,
     result_scripts,
 )
 from batchery_worker.completion.backend import DeadlineRetry
@@ -155,7 +154,7 @@ class AtomicFinisher:
 
     @cached_property
     def _db(self) -> int:
-        return get_database(self._backend.client)
+        return get_database(self._backend.client.connection_pool)
 
     @cached_property
     def _scripts(self) -> RedisScripts:

@@ -32,11 +32,11 @@ from batchery.protocol.pieces import (
     piece_number,
     pieces_key,
 )
+from batchery.redis_scripts import get_database
 from batchery_worker.commit.committer import (
     MAX_BYTES_PER_SCRIPT,
     CommitStatus,
     RetryingRedis,
-    get_database,
     make_results_client,
 )
 from batchery_worker.ipc.messages import PieceContext, Work
@@ -410,7 +410,7 @@ class PieceWriter:
         keys = context.workers_key, context.lease_key, *(job.key for job in taken)
         args = (
             context.worker,
-            get_database(self._results.client),
+            get_database(self._results.client.connection_pool),
             "" if broker_db is None else broker_db,
             context.max_pieces,
             int((READER_S - context.grace_s) * 1000) if looks else "",

@@ -175,8 +175,7 @@ class DeviceControl:
             if any(each.state == "failed" for each in order.devices.values()):
                 _fail(order, name, "not tried, as another device failed")
             elif device.state is State.GIVEN_UP:
-                device.setup = _with_version(device.setup, order.task, order.settings)
-                step.state = "reloaded"
+                step.state = "reloaded"  # It never starts again.
             else:
                 if device.state is State.READY:
                     self._begin(order, device)
