@@ -27,8 +27,10 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 @pytest.fixture
 def redis(redis_url: str, worker: Worker) -> Iterator[Any]:
     commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    wait_for(lambda: not worker.inspect(commits.app, "active"), "earlier jobs are counted")
     with open_redis(redis_url) as opened:
+        # A retry of an earlier test waits in the queue, or under a lease, and is not active.
+        wait_for(lambda: not (opened.llen("celery") or leases(opened)), "earlier jobs have ended")
+        wait_for(lambda: not worker.inspect(commits.app, "active"), "earlier jobs are counted")
         yield opened
 
 
@@ -184,6 +186,7 @@ def test_the_event_of_a_retry_tells_its_reason(worker: Worker, redis: Any, tmp_p
         job = commits.second_time.delay(str(tmp_path / "tried"))
         told = events.of(job.id, last="task-retried")
     assert told["task-retried"]["exception"] == "ConnectionError('away')"
+    assert job.get(timeout=TIMEOUT_S) == "done"
 
 
 def test_the_events_of_a_batch_leave_in_one_message(
