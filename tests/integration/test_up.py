@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,8 +132,11 @@ class Up:
         """What Flower or the gateway answer."""
         url = f"{self.urls[name]}{path}"
         request = urllib.request.Request(url, body, {"Content-Type": kind})
-        with urllib.request.urlopen(request, timeout=patient(60)) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request, timeout=patient(60)) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{error}: {error.read().decode()}\n{self.log}") from None
 
     def ended(self) -> int:
         """Waits for its end and that of everything it has started; returns its exit code."""

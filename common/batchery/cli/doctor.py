@@ -6,11 +6,13 @@ says in its own log.
 
 import json
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import click
 import redis
@@ -40,15 +42,20 @@ from batchery.cli.survey import (
     registered_workers,
     survey,
 )
-from batchery.errors import SettingsError, StartError, counted
+from batchery.errors import RedisUnavailable, SettingsError, StartError, counted
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import Installation, get_installation
 from batchery.queue_limits import find_destination
 from batchery.settings import nearest_name
 from batchery.task import BatchTask
 
+T = TypeVar("T")
+
 #: Share of Redis's memory beyond which a burst of jobs may fill it, so that publishing is refused.
 MAX_MEMORY_SHARE = 0.75
+
+#: How long Redis may take for what is asked of workers, in seconds, beside their own time.
+MAX_REDIS_S = 3 * TIMEOUT_S
 
 #: Difference of two clocks, in seconds, by which deadlines, ETAs and expiries may be off.
 MAX_SKEW_S = 1.0
@@ -114,13 +121,29 @@ class Deployment:
         known = {*app_queues(self.app), JOBS_QUEUE}
         self.asked_s = time.time()
         strays = StrayQueues(self.app).look(known, ALL_CALLS)
-        return survey(self.app, self._timeout_s, {*known, *strays})
+        return self._ask_workers(lambda: survey(self.app, self._timeout_s, {*known, *strays}))
 
     @cached_property
     def consumed(self) -> Mapping[str, set[str]]:
         """Names of the queues that each worker consumes, by what it answers or has registered."""
         registered = {each.name or "": set(each.queues or ()) for each in self.registered}
-        return consumed_queues(self.app) | registered
+        return self._ask_workers(lambda: consumed_queues(self.app)) | registered
+
+    def _ask_workers(self, ask: Callable[[], T]) -> T:
+        """Asks on a thread that may be left behind: kombu repeats for ever what Redis owes."""
+        answer = Future[T]()
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:  # noqa: BLE001 (the caller raises it)
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        limit_s = self._timeout_s + MAX_REDIS_S
+        if not wait([answer], limit_s).done:
+            raise RedisUnavailable(f"Redis did not pass on what workers are asked in {limit_s:g} s")
+        return answer.result()
 
     @property
     def installation(self) -> Installation | None:

@@ -104,8 +104,8 @@ class Stack:
 
         Raises:
             RedisUnavailable: No Redis answers at the URL, or none can be started.
-            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if the
-                worker's was 2, which means that the worker has logged the reason; else 1.
+            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if that of
+                the process was 2, which means that it has logged the reason; else 1.
         """
         try:
             self._start_redis()
@@ -114,10 +114,11 @@ class Stack:
             self._run("worker", WORKER, "-A", self.app, *options, *self.worker_arguments)
             if self.flower and self._is_installed("flower"):
                 self._start_flower()
-            if self.gateway and self._is_installed("gateway"):
-                self._start_gateway()
             worker = self.processes["worker"]
             self._wait_for("worker", lambda: READY in worker.tail(), deadline_s)
+            # Not before: it would find that a model which takes long to load has no worker.
+            if self.gateway and self._is_installed("gateway"):
+                self._start_gateway()
             self._wait_for("flower", self._is_flower_ready, deadline_s)
             self._wait_for("gateway", self._is_gateway_ready, deadline_s)
         except BaseException:
@@ -252,5 +253,5 @@ def _ended(name: str, code: int, log: str) -> StartError:
     how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
     last_words = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     error = StartError(f"{name} ended with {how}: {last_words}")
-    error.exit_code = 2 if name == "worker" and code == 2 else 1
+    error.exit_code = 2 if code == 2 else 1
     return error
