@@ -1,8 +1,6 @@
 """An app whose leases expire soon, with tasks of every kind that note each execution in a file."""
 
-import ctypes
 import os
-import signal
 import time
 from collections.abc import Sequence
 from itertools import chain, repeat
@@ -43,24 +41,6 @@ def note(book: str, items: Sequence[Any], gate: str | None) -> None:
 @app.task(shared=False, base=BatchTask, max_batch_size=8)
 def batch(items: list[Any], *, book: str, gate: str | None = None) -> list[Any]:
     note(book, items, gate)
-    return items
-
-
-@app.task(shared=False, base=BatchTask)
-def hold_interpreter(items: list[float], *, book: str) -> list[float]:
-    """Lets no other thread of its process run for some seconds, as a slow C extension does."""
-    note(book, items, None)
-    # Unlike other foreign functions, those of a PyDLL keep the interpreter's lock.
-    ctypes.PyDLL(None).usleep(round(max(items) * 1e6))
-    return items
-
-
-@app.task(shared=False, base=BatchTask)
-def leave_child(items: list[Any], *, book: str, gate: str) -> list[Any]:
-    """Forks a process that outlives its parents, with all that it inherits from them."""
-    if (child := os.fork()) == 0:
-        signal.pause()
-    note(book, [child], gate)
     return items
 
 

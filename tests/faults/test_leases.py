@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from celery import Celery
 
@@ -18,7 +17,7 @@ from apps.leases import EXPIRY_S
 from apps.ledger import executions
 from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
-from support.harness import Worker, open_redis, wait_ended, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60.0)
@@ -138,41 +137,6 @@ def test_a_worker_that_was_stopped_for_too_long_is_fenced_and_goes_on(
     # What waited in the worker may begin before it knows; Redis refuses those results, too.
     assert Counter(executions(book))["4"] == 1
     assert first.stop() == 0
-
-
-def test_a_function_that_holds_the_interpreter_keeps_its_leases(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
-) -> None:
-    worker = start_worker("apps.leases", "-c", "1")
-    start_worker("apps.leases", *IDLE)
-    held_s = 3 * EXPIRY_S
-    jobs = send(redis_url, "hold_interpreter", [held_s], book=book)
-    jobs += send(redis_url, "batch", ["after"], book=book)
-    wait_for(partial(have_results, bare, jobs), "all are answered", held_s + TIMEOUT_S)
-    assert Counter(executions(book)) == {str(held_s): 1, "after": 1}
-    assert "its leases were handed on" not in worker.log
-
-
-def test_a_process_that_a_job_left_behind_keeps_no_lease_alive(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
-) -> None:
-    first = start_worker("apps.leases", "-c", "1")
-    (device,) = first.devices()
-    second = start_worker("apps.leases", *IDLE)
-    jobs = send(redis_url, "leave_child", ["it"], book=book, gate=gate)
-    wait_for(lambda: have_run(book, 0), "the job runs")
-    child = psutil.Process(int(executions(book)[0]))
-    with contextlib.ExitStack() as stack:
-        stack.callback(child.kill)
-        first.process.kill()
-        wait_ended([device])
-        assert child.is_running()
-        gate.touch()
-        serve(redis_url, second)
-        wait_for(partial(have_results, bare, jobs), "another worker has it", TIMEOUT_S)
-        for each in executions(book)[1:]:
-            stack.callback(psutil.Process(int(each)).kill)
-    assert len(executions(book)) == 2
 
 
 def test_worker_survives_a_flushall(
