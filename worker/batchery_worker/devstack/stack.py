@@ -104,8 +104,8 @@ class Stack:
 
         Raises:
             RedisUnavailable: No Redis answers at the URL, or none can be started.
-            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if that of
-                the process was 2, which means that it has logged the reason; else 1.
+            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if the
+                worker's was 2, which means that the worker has logged the reason; else 1.
         """
         try:
             self._start_redis()
@@ -253,5 +253,5 @@ def _ended(name: str, code: int, log: str) -> StartError:
     how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
     last_words = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     error = StartError(f"{name} ended with {how}: {last_words}")
-    error.exit_code = 2 if code == 2 else 1
+    error.exit_code = 2 if name == "worker" and code == 2 else 1
     return error
