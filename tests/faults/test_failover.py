@@ -175,6 +175,7 @@ def test_no_job_is_left_behind_by_a_primary_that_dies_behind_two_sentinels(
             with Redis.from_url(each.replace("sentinel", "redis")) as sentinel:
                 client: Any = sentinel
                 wait_for(lambda: knows_replica(client), "Sentinel knows the replica")  # noqa: B023
+                wait_for(lambda: client.sentinel_sentinels(MASTER), "it knows the other Sentinel")  # noqa: B023
         ids = send(url, [3, 4], options, book=book, gate=gate)
         wait_for(lambda: executions(book).count("3") == 2, "both kinds of jobs run")
         ids += send(url, [5, 6], options, countdown_s=20, book=book)

@@ -121,6 +121,8 @@ def _sentinel(directory: Path, port: int) -> Iterator[int]:
         f"port {own_port}\nbind 127.0.0.1\ndir {directory}\n"
         f"sentinel monitor {MASTER} 127.0.0.1 {port} 1\n"
         f"sentinel down-after-milliseconds {MASTER} 1000\n"
+        # Two that vote for themselves at once try again after twice this time, and not six minutes.
+        f"sentinel failover-timeout {MASTER} 5000\n"
     )
     command = [str(redis_servers()[0]), str(config), "--sentinel"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
