@@ -11,7 +11,7 @@ from redis import Redis
 from apps import published as apps
 from batchery.errors import DeviceDied
 from conftest import StartWorker
-from support.harness import Worker, open_redis, wait_for
+from support.harness import Worker, open_redis, unsettled, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(30)
@@ -26,6 +26,9 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 @pytest.fixture
 def redis(worker: Worker, redis_url: str) -> Iterator[Any]:
     with open_redis(redis_url, decode_responses=True) as client:
+        # Hooks of an earlier test's jobs may come after its results, and so may linked jobs.
+        wait_for(lambda: not (client.llen("published") or unsettled(redis_url)), "all is settled")
+        wait_for(lambda: not worker.inspect(apps.app, "active"), "all hooks have returned")
         client.delete("letters", "audits", apps.MARKS, apps.BEGUN)
         yield client
 
