@@ -13,12 +13,23 @@ from celery import Celery, signals
 from celery.result import allow_join_result
 
 from batchery import BatchTask, install
+from batchery_worker.device_pool import process as device_process
+from batchery_worker.device_pool import supervisor
+from support.patience import patient
 
 app = install(Celery("households", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 
 #: What the receiver of `worker_process_shutdown` does after it has noted its call.
 FAREWELL = os.environ.get("FAREWELL", "")
+
+
+@signals.worker_init.connect
+def wait_for_farewells(**_: Any) -> None:
+    """However long a device stands still, it says farewell before it is killed."""
+    if FAREWELL != "hang":
+        for module in (device_process, supervisor):
+            vars(module)["LEAVE_TIMEOUT_S"] = patient(30)
 
 
 def note(*words: object) -> None:

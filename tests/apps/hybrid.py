@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import billiard.pool
 from celery import Celery
 
 from batchery import BatchTask, install
@@ -16,6 +17,8 @@ app.conf.task_routes = {
     "apps.hybrid.double": {"queue": "devices"},
     "apps.hybrid.device_pid": {"queue": "devices"},
 }
+# After how many looks, ten a second, a child that ends gives up being heard.
+billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = int(patient(300))
 app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 

@@ -15,7 +15,9 @@ from redis import Redis
 from batchery import BatchTask, install
 from support.patience import patient
 
-STOCK = "LISTENED_STOCK" in os.environ
+#: In the names of what is written down.
+OWN = os.environ.get("LISTENED_AS", "batchery")
+STOCK = OWN == "stock"
 URL = os.environ.get("BATCHERY_REDIS_URL", "redis://127.0.0.1:1/0")
 
 app = Celery("listened", broker=URL, backend=URL, set_as_current=False)
@@ -28,8 +30,6 @@ TRACE = "listened:trace:{}:{}"
 SENT = "listened:sentry:{}"
 #: A Redis key: the slow hook waits until it is there.
 GATE = "listened:gate"
-
-OWN = "stock" if STOCK else "batchery"
 
 if os.environ.get("LISTENED_SENTRY"):
     import sentry_sdk
@@ -66,7 +66,7 @@ def heard(kind: str, task_id: str, **info: Any) -> None:
 
 def await_gate() -> None:
     """Waits, but not for ever."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patient(60)
     with Redis.from_url(URL) as redis:
         while not redis.exists(GATE) and time.monotonic() < deadline_s:
             time.sleep(0.02)

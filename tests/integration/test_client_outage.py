@@ -3,9 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-import psutil
 import pytest
 from celery import Celery
 from kombu.exceptions import EncodeError
@@ -23,25 +21,10 @@ TIMEOUT_S = 2.0
 SOON_S = min(patient(30.0), AWAY_S / 2)
 
 
-@contextmanager
-def suspended(own_redis: OwnRedis) -> Iterator[None]:
-    """Has a server accept connections and answer nothing, within the block."""
-    (server,) = [
-        each
-        for each in psutil.Process().children()
-        if any(c.laddr.port == own_redis.port for c in each.net_connections("tcp"))
-    ]
-    server.suspend()
-    try:
-        yield
-    finally:
-        server.resume()
-
-
 @pytest.fixture
 def hung_redis(own_redis: OwnRedis) -> Iterator[OwnRedis]:
     """A server that accepts connections and answers nothing."""
-    with suspended(own_redis):
+    with own_redis.hanging():
         yield own_redis
 
 
@@ -107,8 +90,16 @@ def test_an_async_call_says_that_redis_is_away(own_redis: OwnRedis, call: str) -
     ],
 )
 def test_an_async_call_says_that_redis_hangs(
-    hung_redis: OwnRedis, timeout_s: float, error: type[Exception], text: str
+    hung_redis: OwnRedis,
+    timeout_s: float,
+    error: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if timeout_s < TIMEOUT_S:
+        # So that this process may stand still for longer than the one second that Redis has.
+        monkeypatch.setattr("batchery.retry.MIN_COMMAND_S", patient(30))
+
     async def scene() -> None:
         async with AsyncClient(hung_redis.url) as client:
             await client.task("nobody", timeout_s=timeout_s)("item")
@@ -120,7 +111,7 @@ def test_an_async_call_says_that_redis_hangs(
 def test_a_stream_says_within_its_timeout_that_redis_hangs(own_redis: OwnRedis) -> None:
     client = Client(own_redis.url)
     pieces = client.task("nobody").stream("item", timeout_s=TIMEOUT_S)
-    with suspended(own_redis):
+    with own_redis.hanging():
         began_s = time.monotonic()
         with client, pieces, pytest.raises(GaveUp, match="within 2 s, as Redis does not answer"):
             next(pieces)
@@ -147,7 +138,7 @@ def test_an_async_client_closes_soon_while_redis_hangs(own_redis: OwnRedis, how:
             waits = task.stream("item") if how == "stream" else asyncio.create_task(task("item"))
             while not await asyncio.to_thread(queue_length, own_redis.url, "nobody"):
                 await asyncio.sleep(0.02)
-            with suspended(own_redis):
+            with own_redis.hanging():
                 await client.close()
             del waits
 

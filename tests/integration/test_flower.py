@@ -25,7 +25,8 @@ def stack(redis_url: str) -> Iterator[Stack]:
 
 
 def tasks(stack: Stack) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{stack.flower_url}/api/tasks?limit=10000", timeout=30) as answer:
+    url = f"{stack.flower_url}/api/tasks?limit=10000"
+    with urllib.request.urlopen(url, timeout=patient(60)) as answer:
         listed: dict[str, Any] = json.load(answer)
     return listed
 

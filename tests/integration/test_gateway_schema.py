@@ -13,6 +13,7 @@ import pytest
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import GatewayProcess
+from support.patience import patient
 from support.served_models import save_models
 
 #: Not `unsupported_method`: the files of the page are in no schema, and have a path with others.
@@ -118,6 +119,8 @@ def run_schemathesis(
     program = str(Path(sys.executable).with_name("schemathesis"))
     command = [program, "run", str(path), "--url", gateway.url, "--generation-deterministic"]
     command += ["--no-color", "--phases", "examples,coverage,fuzzing"]
+    # By default an answer may take 10 s, and what makes up requests must be fast.
+    command += ["--request-timeout", str(patient(60)), "--suppress-health-check", "all"]
     done = subprocess.run(
         [*command, "--report-har-path", str(report), *options],
         check=False,

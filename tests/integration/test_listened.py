@@ -34,7 +34,7 @@ FAILURES, JOBS = 20, 400
 def workers(start_module_worker: StartWorker) -> dict[str, Worker]:
     """One of ours and one of Celery's, each on a queue of its own."""
     sentry = {"LISTENED_SENTRY": "0"}
-    stock = {**sentry, "LISTENED_STOCK": "1"}
+    stock = {**sentry, "LISTENED_AS": "stock"}
     return {
         "batchery": start_module_worker("apps.listened", "-Q", "batchery", env=sentry),
         "stock": start_module_worker("apps.listened", "-Q", "stock", "-P", "solo", env=stock),
@@ -87,6 +87,11 @@ def test_listeners_hear_what_they_hear_from_celery(
     assert ours == stock
 
 
+def wait_idle(worker: Worker, client: Celery) -> None:
+    """Waits until what listens to the jobs of earlier tests has returned."""
+    wait_for(lambda: not worker.inspect(client, "active"), "an idle worker")
+
+
 def tracer_jobs(worker: Worker, client: Celery, committed: int) -> dict[str, int]:
     """How many jobs took the tracer, once so many were committed by the device."""
 
@@ -102,8 +107,7 @@ def tracer_jobs(worker: Worker, client: Celery, committed: int) -> dict[str, int
 
 
 def committed_by(worker: Worker, client: Celery) -> int:
-    # Those of earlier tests are counted when what listens to them has returned.
-    wait_for(lambda: not worker.inspect(client, "active"), "an idle worker")
+    wait_idle(worker, client)
     return int(worker.inspect(client, "stats")["pool"]["batches"]["committed_jobs"])
 
 
@@ -132,6 +136,8 @@ def test_slow_hook_holds_up_neither_its_own_job_nor_others(
     assert workers["batchery"].inspect(client, "ping") == {"ok": "pong"}
     assert last() == "on_success"
     redis.set(GATE, "open")
+    # Before another test empties Redis.
+    wait_for(lambda: last() != "on_success", "the slow hook has returned")
 
 
 def sent(redis: Any, system: str) -> list[dict[str, Any]]:
@@ -163,7 +169,9 @@ def grouping(event: dict[str, Any]) -> list[Any]:
 def test_sentry_is_sent_one_event_per_failure_grouped_as_celery_s(
     workers: dict[str, Worker], redis: Any, client: Celery
 ) -> None:
-    for system in workers:
+    for system, worker in workers.items():
+        # What goes wrong in a hook is told when all that listens was called.
+        wait_idle(worker, client)
         sent(redis, system)
     client.send_task(PLAIN, ("fail",), queue="stock").get(timeout=TIMEOUT_S, propagate=False)
     (of_stock,) = wait_for(lambda: sent(redis, "stock"), "an event of Celery's worker")
@@ -188,10 +196,12 @@ def test_sentry_is_sent_one_event_per_failure_grouped_as_celery_s(
 def test_sampled_trace_becomes_a_transaction_around_the_device_s_work(
     start_worker: StartWorker, redis: Any, client: Celery
 ) -> None:
-    worker = start_worker("apps.listened", "-Q", "traced", env={"LISTENED_SENTRY": "1"})
+    # A list of its own: the module's worker may still tell of an earlier test.
+    env = {"LISTENED_SENTRY": "1", "LISTENED_AS": "traced"}
+    worker = start_worker("apps.listened", "-Q", "traced", env=env)
     job = client.send_task(PLAIN, ("nap",), queue="traced")
     assert job.get(timeout=TIMEOUT_S) == "NAP"
-    (found,) = wait_for(lambda: sent(redis, "batchery"), "a transaction")
+    (found,) = wait_for(lambda: sent(redis, "traced"), "a transaction")
     assert found["type"] == "transaction"
     transaction = found["payload"]
     assert transaction["transaction"] == PLAIN

@@ -17,7 +17,7 @@ from batchery_producer.publisher import CHUNK_JOBS, Publisher
 from batchery_producer.template import are_alike
 from support.publishing import assert_equal, bulk_app, sent_by_celery, sent_by_us, take
 
-LATER = datetime.now(UTC) + timedelta(hours=1)
+LATER = datetime.now(UTC) + timedelta(days=1)
 TOPIC = Queue("there", Exchange("topics", type="topic"), "a.#")
 LINK: Any = signature("ordinary", kwargs={"mark": "linked"})
 

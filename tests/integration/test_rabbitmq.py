@@ -60,10 +60,9 @@ def waiting(url: str) -> int:
         return int(channel.queue_declare("apart", passive=True).message_count)
 
 
-@pytest.mark.usefixtures("worker")
-def test_jobs_that_wait_share_a_batch(amqp: Celery) -> None:
-    amqp.send_task("apps.shop.nap", [0.5])
-    jobs = [amqp.send_task("apps.shop.read_batch", [number]) for number in range(100)]
+def test_jobs_that_wait_share_a_batch(amqp: Celery, worker: Worker, tmp_path: Path) -> None:
+    with device_busy(worker, amqp, "apps.shop.until", tmp_path / "gate"):
+        jobs = [amqp.send_task("apps.shop.read_batch", [number]) for number in range(100)]
     results = [job.get(timeout=TIMEOUT_S) for job in jobs]
     assert [result["item"] for result in results] == list(range(100))
     assert max(len(result["mates"]) for result in results) > 1
@@ -114,11 +113,11 @@ def test_a_warm_shutdown_finishes_what_runs_and_gives_back_the_rest(
     assert first.wait_exit() == 0
     assert running.get(timeout=TIMEOUT_S)
     assert not any(job.ready() for job in rest)
-    assert waiting(rabbitmq.url) == 10
+    wait_for(lambda: waiting(rabbitmq.url) == 10, "the broker has them again")
     second = start_worker("apps.stages", "-Q", "apart", **options)
     assert [job.get(timeout=TIMEOUT_S) for job in rest] == [4] * 10
     assert second.stop() == 0
-    assert waiting(rabbitmq.url) == 0
+    wait_for(lambda: waiting(rabbitmq.url) == 0, "none is left")
 
 
 def test_job_that_runs_while_the_connection_breaks_is_executed_once(
@@ -133,5 +132,5 @@ def test_job_that_runs_while_the_connection_breaks_is_executed_once(
     gate.touch()
     assert running.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
     assert worker.stop() == 0
-    assert waiting(rabbitmq.url) == 0
+    wait_for(lambda: waiting(rabbitmq.url) == 0, "none is left")
     assert begun.read_text() == "begun\n"

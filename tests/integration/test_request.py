@@ -130,7 +130,9 @@ def test_a_job_of_a_tracked_task_is_seen_as_started_while_it_runs(batching: Work
 def test_a_device_is_told_to_prepare_itself_like_any_child_process(batching: Worker) -> None:
     (device,) = batching.devices()
     with canvas.redis() as redis:
-        assert redis.sismember(canvas.PREPARED, str(device.pid))
+        wait_for(
+            lambda: redis.sismember(canvas.PREPARED, str(device.pid)), "it has prepared itself"
+        )
         assert not redis.sismember(canvas.PREPARED, str(batching.pid))
 
 

@@ -15,12 +15,12 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from batchery.transport.redis_schema import Keys
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server
 from support.commands import run, run_code
 from support.gateway import GatewayProcess
 from support.harness import PYTHONPATH, Worker, kill_all, open_redis, wait_for
 from support.metrics_port import Exporter
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, find_lasting_port
 from support.patience import patient
 from support.redis_places import make_certificate
 
@@ -71,7 +71,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedRedis]:
     users = folder / "users.acl"
     users.write_text(f"user default on nopass ~* &* +@all\n{lines}")
     certificate = make_certificate(folder)
-    port = free_port()
+    port = find_lasting_port()
     options = {"port": "0", "tls_port": str(port), "tls_auth_clients": "yes", "appendonly": "no"}
     options |= {"aclfile": str(users), "tls_ca_cert_file": str(certificate.authority)}
     options |= {"tls_cert_file": str(certificate.authority), "tls_key_file": str(certificate.key)}
@@ -130,9 +130,9 @@ with Client(app) as client:
     found["client"] = len(list(client.task("apps.roles.shout", queue="loud").map(["x", "y"])))
 tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
+found["stall"] = explain_stall(app, "apps.roles.shout", {"queue": "loud"})[:25]
 shout.apply_async(("e",), countdown=60).revoke()
 found["ping"] = len(app.control.ping(timeout=60, limit=1))
-found["stall"] = explain_stall(app, "apps.roles.shout", {"queue": "loud"})[:25]
 found["inspect"] = len(app.control.inspect(timeout=60, limit=1).active_queues())
 print(json.dumps(found))
 """
@@ -219,7 +219,7 @@ def test_an_operator_looks_at_workers_queues_and_jobs(
         _, out, error = run(url, "batchery", "doctor", "-A", APP, "--json")
         assert not [why for why in json.loads(out)["unchecked"].values() if "refuses" in why], error
         with closing(Exporter(url, app=APP)) as exporter:
-            assert exporter.says("/readyz")[0] == 200
+            wait_for(lambda: exporter.says("/readyz")[0] == 200, "the exporter is ready")
             assert exporter.samples()[("batchery_queue_waiting_jobs", "loud")] == 0
 
 
@@ -266,7 +266,7 @@ def test_a_gateway_answers_with_the_worker_that_it_starts(
 
 
 def test_flower_watches_workers(guarded: GuardedRedis, worker: Worker) -> None:
-    port, url = free_port(), guarded.url("operator")
+    port, url = find_lasting_port(), guarded.url("operator")
     command = ["-A", APP, "flower", f"--port={port}", "--address=127.0.0.1"]
     environment = {**os.environ, "FLOWER_UNAUTHENTICATED_API": "true", "PYTHONPATH": PYTHONPATH}
     with guarded.nothing_refused():
@@ -278,11 +278,12 @@ def test_flower_watches_workers(guarded: GuardedRedis, worker: Worker) -> None:
 
             def workers() -> Any:
                 try:
-                    return httpx2.get(f"http://127.0.0.1:{port}/api/workers?refresh=1").json()
+                    address = f"http://127.0.0.1:{port}/api/workers?refresh=1"
+                    return httpx2.get(address, timeout=patient(20)).json()
                 except (httpx2.HTTPError, ValueError):
                     return {}
 
-            assert worker.name in wait_for(workers, "Flower knows the worker", TIMEOUT_S)
+            wait_for(lambda: worker.name in workers(), "Flower knows the worker", TIMEOUT_S)
         finally:
             kill_all(process)
 

@@ -61,7 +61,7 @@ async def ask():
 
 found.append(asyncio.run(ask()))
 found.append(shout.apply(("c",)).get())
-[figures] = app.control.inspect(timeout=5, limit=1)._request("batchery").values()
+[figures] = app.control.inspect(timeout=60, limit=1)._request("batchery").values()
 found.append(figures["batches"]["tracer_jobs"])
 found.append(chain(shout.s("d"), shout.s())().get(timeout=60))
 print(json.dumps(found))

@@ -90,7 +90,7 @@ def test_worker_outlives_its_redis_with_one_line_in_the_log(
     own_redis.kill()
     wait_for(lambda: worker.has_logged("Cannot connect to", 1), "it is logged")
     own_redis.start()
-    wait_for(lambda: worker.has_logged("Connected to", 2), "it is back", 60)
+    wait_for(lambda: worker.has_logged("Connected to", 2), "it is back", patient(60))
     assert worker.log.count("Cannot connect to") == 1
     assert "Trying again" not in worker.log
 
@@ -104,7 +104,11 @@ def test_wrong_password_is_one_line_that_says_what_to_set(
     # No device loads the model meanwhile.
     queue = ("-Q", "elsewhere")
     worker = start_worker("batchery.app", *queue, ready=False, env=dict.fromkeys(urls, url))
-    wait_for(lambda: worker.has_logged("for batchery.app in BATCHERY_REDIS_URL", 1), "it says", 90)
+    wait_for(
+        lambda: worker.has_logged("for batchery.app in BATCHERY_REDIS_URL", 1),
+        "it says",
+        patient(90),
+    )
     assert worker.log.count("Cannot connect to") == 1
     assert "wrong@" not in worker.log
 

@@ -12,14 +12,14 @@ import pytest
 from celery import Celery
 
 from apps import shop
+from batchery.cli import health
 from batchery.cli.health import ask
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run
 from support.harness import Worker, wait_for
 from support.metrics_port import Samples, read_samples, scrape
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, find_lasting_port
 from support.patience import patient
 
 
@@ -53,13 +53,15 @@ StartWatched = Callable[..., Watched]
 
 def start(start_worker: StartWorker, app: str, **variables: str) -> Watched:
     """Starts a worker with a port, and does not wait until it is ready."""
-    port = free_port()
+    port = find_lasting_port()
     env = {"BATCHERY_METRICS__PORT": str(port), **variables}
     return Watched(start_worker(app, "-c", "1", ready=False, env=env), port)
 
 
 @pytest.fixture(autouse=True)
-def _on_this_redis(redis_url: str) -> None:
+def _on_this_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How long a worker may take to answer.
+    monkeypatch.setattr(health, "TIMEOUT_S", patient(30))
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
@@ -121,8 +123,7 @@ def test_command_for_probes_says_it_by_its_exit_code(watched: Watched, redis_url
     health = ("batchery", "health", "--url", watched.url)
     assert run(redis_url, *health)[:2] == (0, "ok\n")
     assert run(redis_url, *health, "--ready")[:2] == (0, "ok\n")
-    nowhere = f"http://127.0.0.1:{free_port()}"
-    code, _, err = run(redis_url, "batchery", "health", "--url", nowhere)
+    code, _, err = run(redis_url, "batchery", "health", "--url", "http://127.0.0.1:1")
     assert (code, "does not answer" in err) == (1, True)
     code, _, err = run(redis_url, "batchery", "health", "--url", "localhost")
     assert (code, "it is no URL" in err) == (2, True)
@@ -172,8 +173,8 @@ def test_event_loop_that_stands_still_does_not_look_well(
     gate.touch()
     # Its module is not for this process.
     job = shop.app.send_task("apps.stuck.note", [str(gate)], queue="stuck")
-    wait_for(lambda: not watched.is_well("/readyz"), "it is not ready")
-    assert "the event loop has stood still" in watched.says("/readyz")[1]
+    why = "the event loop has stood still"
+    wait_for(lambda: why in watched.says("/readyz")[1], "it is not ready")
     # An ordinary task of the pool `solo` has the loop as long: a restart would end it.
     assert watched.is_well("/livez")
     lag = ("batchery_event_loop_lag_seconds",)
@@ -186,9 +187,11 @@ def test_event_loop_that_stands_still_does_not_look_well(
 @pytest.fixture
 def on_own_redis(tmp_path: Path, own_redis: OwnRedis) -> Iterator[Watched]:
     """A worker on a Redis that the test may stop, with a limit for devices that hang."""
-    port = free_port()
+    port, gate = find_lasting_port(), tmp_path / "gate"
+    gate.touch()
     env = {"BATCHERY_METRICS__PORT": str(port), "BATCHERY_MAX_PASS_S": str(patient(5))}
-    worker = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1", env=env)
+    env["GATE_FOLDER"] = str(tmp_path)
+    worker = Worker(tmp_path, own_redis.url, "apps.slow_start", "-c", "1", env=env)
     try:
         yield Watched(worker.wait_ready(), port)
     finally:
@@ -196,24 +199,25 @@ def on_own_redis(tmp_path: Path, own_redis: OwnRedis) -> Iterator[Watched]:
 
 
 def test_stopped_device_turns_livez_and_its_jobs_go_on(
-    on_own_redis: Watched, own_redis: OwnRedis
+    on_own_redis: Watched, own_redis: OwnRedis, tmp_path: Path
 ) -> None:
-    watched = on_own_redis
+    watched, gate = on_own_redis, tmp_path / "gate"
+    # The replacement of the device waits for it.
+    gate.unlink()
     (device,) = watched.worker.devices()
     device.send_signal(signal.SIGSTOP)
     # It has nothing to do, and so it may be silent.
     assert watched.is_well("/livez")
     with Celery(broker=own_redis.url, backend=own_redis.url, set_as_current=False) as client:
-        job = client.send_task(shop.shout.name, ["a"])
+        job = client.send_task("slow", ["a"], queue="slow")
 
-        def complaints() -> list[str]:
-            """What both say, while its device is neither live nor replaced."""
+        def are_replacing() -> bool:
             said = [watched.says(path) for path in ("/livez", "/readyz")]
-            return [why for status, why in said if status == 503]
+            return all(status == 503 and "hung" in why for status, why in said)
 
-        whys = wait_for(lambda: found if len(found := complaints()) == 2 else [], "it is not live")
-        assert all("hung" in why or "gave no sign" in why for why in whys)
-        assert job.get(timeout=TIMEOUT_S) == "A"
+        wait_for(are_replacing, "it is not live while its device is replaced")
+        gate.touch()
+        assert job.get(timeout=TIMEOUT_S) != device.pid
         backend: Any = client.backend
         backend.result_consumer.stop()
     wait_for(lambda: watched.is_well("/livez") and watched.is_well("/readyz"), "it is well again")
@@ -229,7 +233,7 @@ def test_lost_redis_turns_readyz_and_not_livez(on_own_redis: Watched, own_redis:
             wait_for(lambda: not watched.is_well("/readyz"), "it is not ready")
             assert watched.is_well("/livez")
             # Its figures are the last ones, as its event loop may wait for Redis.
-            assert watched.samples()["batchery_worker_ready",] == 0
+            wait_for(lambda: not watched.samples()["batchery_worker_ready",], "its figures say so")
         wait_for(lambda: watched.is_well("/readyz"), "it is ready again", patient(60))
 
 
@@ -241,7 +245,7 @@ def gone(redis: OwnRedis) -> Iterator[None]:
 
 
 def test_gateways_own_worker_takes_nobody_s_port(start_worker: StartWorker) -> None:
-    env = {"BATCHERY_METRICS__PORT": str(free_port())}
+    env = {"BATCHERY_METRICS__PORT": str(find_lasting_port())}
     worker = start_worker("apps.shop", "-c", "1", "-Q", JOBS_QUEUE, env=env)
     family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
     listening = [

@@ -181,7 +181,7 @@ class Worker:
     def devices(self) -> list[psutil.Process]:
         """The device processes that are alive."""
         children = psutil.Process(self.pid).children()
-        return [each for each in children if "batchery_worker.device" in _command_line(each)]
+        return [each for each in children if "batchery_worker.device" in command_line(each)]
 
     def inspect(self, app: Celery, command: str) -> Any:
         """This worker's answer to a `celery inspect` command."""
@@ -242,7 +242,8 @@ class Worker:
                     each.kill()
 
 
-def _command_line(process: psutil.Process) -> str:
+def command_line(process: psutil.Process) -> str:
+    """How a process was started; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

@@ -10,8 +10,8 @@ import psutil
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
+from support.own_redis import find_lasting_port
 from support.patience import patient
 
 #: Slow machines boot Erlang in half a minute.
@@ -31,10 +31,10 @@ class OwnRabbitMQ:
 
     def __init__(self, directory: Path, program: str) -> None:
         directory.mkdir(exist_ok=True)
-        port = free_port()
+        port = find_lasting_port()
         self.url = f"amqp://guest:guest@127.0.0.1:{port}//"
         self._log = (directory / "rabbitmq.log").open("wb")
-        self._names_port = str(free_port())
+        self._names_port = str(find_lasting_port())
         self._program = program
         self._environment = {
             "PATH": os.environ["PATH"],
@@ -43,7 +43,7 @@ class OwnRabbitMQ:
             "RABBITMQ_NODENAME": f"batchery-{port}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(port),
-            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_DIST_PORT": str(find_lasting_port()),
             "RABBITMQ_MNESIA_BASE": str(directory / "mnesia"),
             "RABBITMQ_LOG_BASE": str(directory / "log"),
             "RABBITMQ_PID_FILE": str(directory / "pid"),
@@ -91,7 +91,7 @@ class OwnRabbitMQ:
     def _answers(self) -> bool:
         assert self._process.poll() is None, "RabbitMQ has ended"
         try:
-            with Connection(self.url, connect_timeout=5) as connection:
+            with Connection(self.url, connect_timeout=patient(20)) as connection:
                 connection.connect()
                 return True
         except (OperationalError, OSError):
