@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 from celery import Celery
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
@@ -24,10 +24,13 @@ from support.plain_kombu import Consumer, StartConsumer
 if TYPE_CHECKING:
     from support.browser import Browser
 
-# An example may take long on a busy machine; pytest's own timeout is generous.
-settings.register_profile("unhurried", deadline=None)
+# An example may take long on a busy machine, and so may drawing it: a second for the first ten is
+# too much for Hypothesis. pytest's own timeout is generous.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # `make test` draws the same examples each time, and few.
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50, database=None)
+settings.register_profile(
+    "fixed", settings.get_profile("unhurried"), derandomize=True, max_examples=50, database=None
+)
 settings.load_profile("unhurried")
 
 # Before tests are collected, which asks for all servers.

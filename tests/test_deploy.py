@@ -22,11 +22,12 @@ import redis
 import yaml
 
 from batchery_producer.gateway.callers import make_key
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server
 from conftest import StartWorker
 from support.deployed import check_environment
 from support.docs_commands import check, check_install, executable, search_path
 from support.harness import PYTHONPATH, TESTS, kill_all, wait_for
+from support.own_redis import find_lasting_port
 from support.patience import patient
 
 ROOT = TESTS.parent
@@ -138,13 +139,14 @@ def test_the_health_check_tells_a_worker_that_lives_from_one_that_does_not(
 
     assert ask(5) != 0
     start_worker("apps.ordinary", "-n", "celery@%h")
-    assert ask(30) == 0
+    # Ready, it may not listen yet.
+    wait_for(lambda: ask(30) == 0, "it answers", patient(90))
 
 
 @contextlib.contextmanager
 def redis_of_the_example(directory: Path) -> Iterator[Any]:
     """A server with deploy/redis.conf, which ends by kill -9."""
-    port = free_port()
+    port = find_lasting_port()
     command = [str(find_redis_server()), str(DEPLOY / "redis.conf"), "--port", str(port)]
     with running([*command, "--bind", "127.0.0.1"], directory) as log:
         client = redis.Redis(port=port)
@@ -225,7 +227,7 @@ def refuses(url: str) -> bool:
 def test_flower_asks_for_the_password_and_says_that_it_lives(
     tmp_path: Path, redis_url: str
 ) -> None:
-    port = free_port()
+    port = find_lasting_port()
     login = {"FLOWER_BASIC_AUTH": "user:password", "BATCHERY_REDIS_URL": redis_url}
     with running(["celery", *here("flower", port, tmp_path)], tmp_path, **login):
         wait_healthy("flower", port)
@@ -234,7 +236,7 @@ def test_flower_asks_for_the_password_and_says_that_it_lives(
 
 
 def test_gateway_asks_for_the_key_and_says_that_it_lives(tmp_path: Path, redis_url: str) -> None:
-    port, (key, hashed) = free_port(), make_key()
+    port, (key, hashed) = find_lasting_port(), make_key()
     shutil.copy(DEPLOY / "batchery.toml", tmp_path)
     settings = yaml.safe_load(VARIABLE.sub(hashed, TEXT))["services"]["gateway"]["environment"]
     environment = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchery.settings import PREFIX
+from conftest import flush
 from support.docs_page import follow
 from support.harness import TESTS
 
@@ -37,6 +38,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_code_block_does_what_the_page_says(
     path: Path, tmp_path: Path, redis_url: str, hub: Path
 ) -> None:
+    # What a page has sent last is still in the queue when its worker ends.
+    flush(redis_url)
     environment = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
     if path.name not in WITHOUT_REDIS:
         for variable in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND", "BATCHERY_REDIS_URL"):

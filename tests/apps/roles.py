@@ -8,7 +8,7 @@ from celery import Celery
 from batchery import BatchTask, Partial, install
 from support.patience import patient
 
-app = install(Celery("roles", set_as_current=False), stream_grace_s=5)
+app = install(Celery("roles", set_as_current=False), stream_grace_s=patient(5))
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 app.conf.task_routes = {"apps.roles.shout": {"queue": "loud"}}

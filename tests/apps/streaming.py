@@ -20,7 +20,9 @@ from batchery import (
 )
 from support.patience import patient
 
-app = install(Celery("streaming", set_as_current=False), stream_grace_s=5, stream_max_pieces=1000)
+app = install(
+    Celery("streaming", set_as_current=False), stream_grace_s=patient(5), stream_max_pieces=1000
+)
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 

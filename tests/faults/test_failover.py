@@ -166,7 +166,7 @@ def test_no_job_is_left_behind_by_a_primary_that_dies_behind_two_sentinels(
 ) -> None:
     first, second = servers
     book, gate = tmp_path / "book", tmp_path / "gate"
-    with behind_sentinel(tmp_path / "sentinel", first.port, sentinels=2) as url:
+    with behind_sentinel(tmp_path / "sentinel", first.port, 2, down_after_s=1) as url:
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url, "MASTER": MASTER}
         worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
         options = {"master_name": MASTER}

@@ -110,7 +110,7 @@ def test_a_job_that_is_revoked_while_it_waits_never_runs(worker: Worker, tmp_pat
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
         revoked, mate = shop.shout.delay("never"), shop.shout.delay("mate")
         wait_for(lambda: {revoked.id, mate.id} <= reserved(worker), "both wait")
-        shop.app.control.revoke(revoked.id, reply=True, timeout=20, limit=1)
+        shop.app.control.revoke(revoked.id, reply=True, timeout=TIMEOUT_S, limit=1)
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
     with pytest.raises(TaskRevokedError):
         revoked.get(timeout=TIMEOUT_S)
@@ -128,7 +128,7 @@ def test_a_job_that_is_terminated_while_it_runs_leaves_its_mates_alone(
         lambda: ids == {each["id"] for each in worker.inspect(shop.app, "active")},
         "the batch runs",
     )
-    shop.app.control.revoke(jobs[1].id, terminate=True, reply=True, timeout=20, limit=1)
+    shop.app.control.revoke(jobs[1].id, terminate=True, reply=True, timeout=TIMEOUT_S, limit=1)
     gate.touch()
     with pytest.raises(TaskRevokedError):
         jobs[1].get(timeout=TIMEOUT_S)

@@ -121,16 +121,17 @@ def test_items_are_read_as_there_is_room_for_them(shop: Client) -> None:
 
 def test_outcomes_of_a_slow_input_come_while_it_is_read(shop: Client) -> None:
     read: list[int] = []
+    count = round(patient(300))
 
     def items() -> Iterator[str]:
-        for number in range(100):
+        for number in range(count):
             read.append(number)
             time.sleep(0.1)
             yield "text"
 
     with closing(shop.task(f"{APP}.shout", queue=QUEUE).as_completed(items())) as outcomes:
         assert next(outcomes).value == "TEXT"
-    assert len(read) < 100
+    assert len(read) < count
 
 
 @pytest.mark.parametrize("per_job", [None, 8])
@@ -153,7 +154,7 @@ def test_a_stream_that_is_closed_revokes_what_was_not_begun(
     shop: Client, worker: Worker, client: Celery, store: Any
 ) -> None:
     before = traces(store)
-    results = shop.task(f"{APP}.shout", queue="nobody").as_completed(range(3), timeout_s=0.3)
+    results = shop.task(f"{APP}.shout", queue="nobody").as_completed(range(3), timeout_s=patient(1))
     with pytest.raises(NoResult, match="3 waiting in queue 'nobody'"):
         next(results)
     ids = [json.loads(raw)["headers"]["id"] for raw in store.lrange("nobody", 0, -1)]
@@ -171,7 +172,7 @@ def test_a_stream_says_once_why_nothing_comes(
     shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("batchery_producer.stream.HINT_S", 0.1)
-    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", 5.0)
+    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", patient(5))
     with pytest.raises(NoResult):
         next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=10.0))
     store.delete("nobody")

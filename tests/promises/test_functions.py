@@ -13,7 +13,7 @@ from celery import Celery
 from apps import shop
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from support.harness import Worker, unsettled, wait_for
+from support.harness import Worker, device_busy, unsettled, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(30)
@@ -39,10 +39,13 @@ def test_every_caller_gets_its_own_result() -> None:
     assert results.get(timeout=TIMEOUT_S) == [text.upper() for text in texts]
 
 
-def test_jobs_that_wait_while_a_batch_runs_share_the_next_one() -> None:
-    shop.read_batch.submit_many(range(1), {"pause_s": 0.5})
-    results = shop.read_batch.submit_many(range(20), {"pause_s": 0.01}).get(timeout=TIMEOUT_S)
-    assert max(len(result["mates"]) for result in results) > 5
+def test_jobs_that_wait_while_a_batch_runs_share_the_next_one(
+    worker: Worker, tmp_path: Path
+) -> None:
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+        jobs = shop.read_batch.submit_many(range(20))
+        wait_for(lambda: len(worker.inspect(shop.app, "reserved")) > 5, "they wait")
+    assert max(len(result["mates"]) for result in jobs.get(timeout=TIMEOUT_S)) > 5
 
 
 def test_jobs_with_different_keywords_never_share_a_batch() -> None:
@@ -215,7 +218,7 @@ def test_inspect_stats_tells_of_batches_and_devices(worker: Worker) -> None:
 
 def test_a_client_that_has_no_batchery_submits_and_reads(redis_url: str) -> None:
     program = textwrap.dedent(
-        """
+        f"""
         import sys
         class Block:
             def find_spec(self, name, path=None, target=None):
@@ -224,7 +227,7 @@ def test_a_client_that_has_no_batchery_submits_and_reads(redis_url: str) -> None
         sys.meta_path.insert(0, Block())
         from celery import Celery
         app = Celery(broker=sys.argv[1], backend=sys.argv[1])
-        print(app.send_task("apps.shop.shout", ["hello"]).get(timeout=30))
+        print(app.send_task("apps.shop.shout", ["hello"]).get(timeout={TIMEOUT_S}))
         """
     )
     done = subprocess.run(

@@ -75,7 +75,7 @@ def test_a_client_without_batchery_gets_the_vector_that_transformers_computes(
 ) -> None:
     text = "Batched inference, one padded forward pass, each caller its own vector."
     program = textwrap.dedent(
-        """
+        f"""
         import json, sys
         class Block:
             def find_spec(self, name, path=None, target=None):
@@ -84,7 +84,8 @@ def test_a_client_without_batchery_gets_the_vector_that_transformers_computes(
         sys.meta_path.insert(0, Block())
         from celery import Celery
         app = Celery(broker=sys.argv[1], backend=sys.argv[1])
-        print(json.dumps(app.send_task("embed", [sys.argv[2]], queue="embed").get(timeout=60)))
+        job = app.send_task("embed", [sys.argv[2]], queue="embed")
+        print(json.dumps(job.get(timeout={TIMEOUT_S})))
         """
     )
     done = subprocess.run(

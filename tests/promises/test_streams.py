@@ -152,7 +152,7 @@ def test_plain_callers_get_the_whole_result_and_redis_no_piece(
     # As the next step of a chain, which inherits headers.
     inherited = client.send_task("apps.streaming.spell", ("three",), headers=STREAMED)
     assert inherited.get(timeout=TIMEOUT_S) == "THREE"
-    assert set(store.keys("batchery-pieces:*")) == before
+    assert set(store.keys("batchery-pieces:*")) <= before
 
 
 def test_cached_results_and_ordinary_tasks_have_no_pieces(caller: Client) -> None:
@@ -318,7 +318,9 @@ def test_results_on_another_server_stream_as_well(
 
 
 def test_eager_tasks_and_their_own_method_stream() -> None:
-    app = install(Celery("eager", broker="memory://", backend="cache+memory://"))
+    app = install(
+        Celery("eager", broker="memory://", backend="cache+memory://", set_as_current=False)
+    )
     app.conf.task_always_eager = True
 
     @app.task(shared=False, base=BatchTask)

@@ -140,7 +140,7 @@ def test_a_stock_client_reads_it(house: House) -> None:
     house.lease(1)
     house.commit(("t1", {"label": "x"}))
     result: Any = AsyncResult("t1", app=house.app)
-    assert result.get(timeout=patient(10)) == {"label": "x"}
+    assert result.get(timeout=patient(30)) == {"label": "x"}
     assert result.successful()
     assert result.children == []
     assert house.stored("t1")["batch"] == {**FACTS, "waited_ms": 0.5}

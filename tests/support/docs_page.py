@@ -47,11 +47,11 @@ FILE_LINE = re.compile(r"# *(?P<name>[\w./-]+\.\w+)\n")
 COMMAND_S = patient(60.0)
 
 #: Commands that may be too early: a caller may have a result before the worker's line about it is
-#: in the log, and a worker may be too busy to answer in time.
-LATER = ("grep ", "batchery stats ", "celery -A tasks inspect ")
+#: in the log, or it is counted, and a worker may be too busy to answer in time.
+LATER = ("grep ", "curl ", "batchery health ", "batchery stats ", "celery -A tasks inspect ")
 
 #: How long they may take to print what they should, in seconds.
-LATER_S = patient(20.0)
+LATER_S = patient(30.0)
 
 #: Maximum time of one page, in seconds; then the process says where it hangs, and ends.
 PAGE_S = patient(150.0)

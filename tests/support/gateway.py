@@ -140,13 +140,16 @@ class GatewayProcess:
         return self.process.wait(patient(60))
 
     def kill(self) -> None:
-        """Kills it; its processes end by themselves."""
+        """Kills it; its processes end by themselves, or are killed as well."""
         if self.process.poll() is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
             with suppress(AssertionError):
-                wait_ended(children, 20)
+                wait_ended(children, patient(20))
+            for each in children:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def metric_samples(

@@ -235,7 +235,7 @@ class Worker:
             self.process.kill()
             self.process.wait()
             with suppress(AssertionError):
-                wait_ended(children, 20)
+                wait_ended(children, patient(20))
             # Celery's beat would go on, and send its ticks into the tests that follow.
             for each in children:
                 with suppress(psutil.NoSuchProcess):

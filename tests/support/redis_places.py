@@ -15,9 +15,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
-from support.own_redis import redis_servers
+from support.own_redis import find_lasting_port, redis_servers
 from support.patience import patient
 
 #: How a Sentinel calls the Redis that it watches.
@@ -65,7 +64,7 @@ def behind_tls(port: int, certificate: Certificate) -> Iterator[str]:
     """Puts TLS before a Redis, as not every redis-server is built with it; yields a URL."""
     started, stop = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
-    own_port = free_port()
+    ports: list[int] = []
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection("127.0.0.1", port)
@@ -75,7 +74,9 @@ def behind_tls(port: int, certificate: Certificate) -> Iterator[str]:
     async def serve() -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
-        async with await asyncio.start_server(connect, "127.0.0.1", own_port, ssl=context):
+        server = await asyncio.start_server(connect, "127.0.0.1", 0, ssl=context)
+        async with server:
+            ports.append(server.sockets[0].getsockname()[1])
             loops.append(asyncio.get_running_loop())
             started.set()
             await stop.wait()
@@ -85,7 +86,7 @@ def behind_tls(port: int, certificate: Certificate) -> Iterator[str]:
     assert started.wait(patient(30))
     try:
         options = f"ssl_cert_reqs=required&ssl_ca_certs={certificate.authority}"
-        yield f"rediss://127.0.0.1:{own_port}/0?{options}"
+        yield f"rediss://127.0.0.1:{ports[0]}/0?{options}"
     finally:
         loops[0].call_soon_threadsafe(stop.set)
         thread.join(patient(30))
@@ -104,23 +105,30 @@ async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @contextlib.contextmanager
-def behind_sentinel(directory: Path, port: int, sentinels: int = 1) -> Iterator[str]:
-    """Starts Sentinels that watch a Redis; yields a URL, or several in one."""
+def behind_sentinel(
+    directory: Path, port: int, sentinels: int = 1, down_after_s: float = patient(30)
+) -> Iterator[str]:
+    """Starts Sentinels that watch a Redis; yields a URL, or several in one.
+
+    A Redis that has not answered them for `down_after_s` is dead to them, even if it was only busy.
+    """
     directory.mkdir()
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(_sentinel(directory, port)) for _ in range(sentinels)]
+        ports = [
+            stack.enter_context(_sentinel(directory, port, down_after_s)) for _ in range(sentinels)
+        ]
         yield ";".join(f"sentinel://127.0.0.1:{each}/0" for each in ports)
 
 
 @contextlib.contextmanager
-def _sentinel(directory: Path, port: int) -> Iterator[int]:
-    """Starts a Sentinel that takes a Redis for dead after a second; yields its port."""
-    own_port = free_port()
+def _sentinel(directory: Path, port: int, down_after_s: float) -> Iterator[int]:
+    """Starts a Sentinel; yields its port."""
+    own_port = find_lasting_port()
     config = directory / f"sentinel-{own_port}.conf"
     config.write_text(
         f"port {own_port}\nbind 127.0.0.1\ndir {directory}\n"
         f"sentinel monitor {MASTER} 127.0.0.1 {port} 1\n"
-        f"sentinel down-after-milliseconds {MASTER} 1000\n"
+        f"sentinel down-after-milliseconds {MASTER} {down_after_s * 1000:.0f}\n"
         # Two that vote for themselves at once try again after twice this time, and not six minutes.
         f"sentinel failover-timeout {MASTER} 5000\n"
     )
