@@ -215,7 +215,7 @@ def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:
     before = total()
     for _ in range(3):
         commits.shout.delay("counted").get(timeout=TIMEOUT_S)
-    wait_for(lambda: total() == before + 3, "they are counted, which a result does not wait for")
+    assert total() == before + 3
     wait_for(lambda: not worker.inspect(commits.app, "active"), "no request is left active")
 
 

@@ -170,7 +170,7 @@ def test_sentry_is_sent_one_event_per_failure_grouped_as_celery_s(
     workers: dict[str, Worker], redis: Any, client: Celery
 ) -> None:
     for system, worker in workers.items():
-        # What goes wrong in a hook is told when all that listens was called.
+        # So that nothing of an earlier test is told later.
         wait_idle(worker, client)
         sent(redis, system)
     client.send_task(PLAIN, ("fail",), queue="stock").get(timeout=TIMEOUT_S, propagate=False)
