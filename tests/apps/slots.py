@@ -13,7 +13,9 @@ from support.patience import patient
 
 app = install(Celery("slots", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
+app.conf.broker_transport_options = {
+    "lease_expiry_s": float(os.environ.get("LEASE_EXPIRY_S", patient(1.5)))
+}
 app.conf.task_routes = {"apps.slots.upper": "upper", "apps.slots.double": "double"}
 
 #: How long a step takes, in seconds.

@@ -3,12 +3,13 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
@@ -16,7 +17,7 @@ from redis import Redis
 
 from batchery import Client
 from conftest import StartWorker
-from support.harness import Worker, unsettled, wait_for
+from support.harness import Worker, unsettled, wait_ended, wait_for
 from support.patience import patient
 from support.tiny_writers import PlainWriter, make_prompts, save_writer
 
@@ -58,11 +59,15 @@ class Writing:
         self._choose = random.Random(8)
         order = self._choose.sample(range(COUNT), COUNT)
         self._heard = dict.fromkeys(order[::3], "")
-        chat = self._caller.task("chat")
         self._ids: dict[int, str] = {}
         self._reading: list[Any] = []
-        for name in order:
-            prompt, tokens = wanted.jobs[name]
+        self._late = order[-COUNT // 3 :]
+        self._send(order[: -COUNT // 3])
+
+    def _send(self, names: Sequence[int]) -> None:
+        chat = self._caller.task("chat")
+        for name in names:
+            prompt, tokens = self._wanted.jobs[name]
             if name in self._heard:
                 stream = chat.stream(prompt, timeout_s=TIMEOUT_S, max_new_tokens=tokens)
                 self._ids[name] = stream.id
@@ -91,17 +96,21 @@ class Writing:
 
     def cancel_some(self) -> None:
         """Cancels jobs that run, that wait, or that have ended."""
-        chosen = self._choose.sample(range(COUNT), 8)
+        chosen = self._choose.sample(sorted(self._ids), 8)
         self.cancelled.update(chosen)
         ids = [self._ids[name] for name in chosen]
         self._client.control.revoke(ids, terminate=True)
 
-    def wait_for_some(self) -> None:
-        """Waits until some have ended, and cancels others."""
+    def stop_midway(self, device: psutil.Process) -> None:
+        """Stops the device when some have ended, and others were cancelled; sends the last ones."""
         wait_for(lambda: self.ended() >= 10, "some have ended", TIMEOUT_S)
         self.cancel_some()
         wait_for(lambda: self.ended() >= 25, "more have ended", TIMEOUT_S)
         self.cancel_some()
+        # However many have ended by now: these cannot.
+        device.suspend()
+        self._send(self._late)
+        assert self.ended() <= COUNT - len(self._late)
 
     def check(self) -> None:
         """Waits for all; each must have ended once, with the text of `generate`."""
@@ -150,8 +159,7 @@ def test_texts_of_a_killed_device(
     worker = start()
     (device,) = worker.devices()
     with Writing(wanted, client, redis_url) as writing:
-        writing.wait_for_some()
-        assert writing.ended() < COUNT - 8
+        writing.stop_midway(device)
         device.kill()
         writing.cancel_some()
         writing.check()
@@ -162,10 +170,12 @@ def test_texts_of_a_killed_worker(
     start: Callable[[], Worker], wanted: Wanted, client: Celery, redis_url: str
 ) -> None:
     first = start()
+    (device,) = first.devices()
     with Writing(wanted, client, redis_url) as writing:
-        writing.wait_for_some()
-        assert writing.ended() < COUNT - 8
-        first.kill()
+        writing.stop_midway(device)
+        first.process.kill()
+        device.resume()
+        wait_ended([device])
         start()
         writing.cancel_some()
         writing.check()

@@ -18,13 +18,14 @@ from batchery.transport.inbox import Inbox
 from batchery.transport.lease_store import discard_lease_store
 from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
+from support.patience import patient
 from support.plain_kombu import OURS, Consumer, StartConsumer, send
 
 STOCK = "kombu.transport.redis:Transport"
 KEYS = Keys()
 
 #: After which silence a worker counts as dead here, in seconds.
-EXPIRY_S = 0.5
+EXPIRY_S = patient(0.5)
 
 
 @pytest.fixture(params=[STOCK, OURS], ids=["stock", "ours"])

@@ -219,6 +219,15 @@ class Worker:
         self.inspect(app, "ping")
         return self
 
+    def wait_known(self, redis_url: str) -> "Worker":
+        """Waits until Redis has its name: commands look for it no longer than a second before."""
+        with open_redis(redis_url) as redis:
+            wait_for(
+                lambda: self.name.encode() in b"".join(redis.hvals("batchery:worker-info")),
+                f"{self.name} is known",
+            )
+        return self
+
     def wait_exit(self, timeout_s: float = patient(60.0)) -> int:
         """Waits for the end of the process; returns its exit code."""
         return self.process.wait(timeout_s)
