@@ -24,8 +24,8 @@ from support.plain_kombu import Consumer, StartConsumer
 if TYPE_CHECKING:
     from support.browser import Browser
 
-# An example may take long on a busy machine, and so may drawing it, for which Hypothesis has a limit
-# of its own. pytest's timeout is generous.
+# An example may take long on a busy machine, and so may drawing it, for which Hypothesis has a
+# limit of its own. pytest's timeout is generous.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # `make test` draws the same examples each time, and few.
 settings.register_profile(
