@@ -1,5 +1,6 @@
 """`batchery submit --resume` after the producer, a worker or Redis was killed."""
 
+import json
 import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,11 +31,11 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def assert_each_row_once(output: Path, count: int) -> None:
-    rows = read_rows(output)
-    assert sorted(row["row"] for row in rows) == list(range(1, count + 1))
-    assert all(row["result"] == f"TEXT {row['row'] - 1}" for row in rows)
-    assert all(row["id"] == f"row-{row['row'] - 1}" for row in rows)
+def assert_each_row_once(output: Path, count: int, *more: str) -> None:
+    """Those of `write_rows`, and then some texts."""
+    texts = [*(f"text {number}" for number in range(count)), *more]
+    expected = [(n + 1, f"row-{n}", text.upper()) for n, text in enumerate(texts)]
+    assert sorted((row["row"], row["id"], row["result"]) for row in read_rows(output)) == expected
 
 
 def recomputed(trace: Path) -> int:
@@ -74,7 +75,10 @@ def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
 ) -> None:
     count = 1500
     source, output = write_rows(tmp_path / "in.jsonl", count), tmp_path / name
-    trace = tmp_path / "trace"
+    trace, gate = tmp_path / "trace", tmp_path / "gate"
+    # The last row waits, so that the run is not over before it is killed.
+    with source.open("a") as file:
+        file.write(json.dumps({"id": f"row-{count}", "text": str(gate)}) + "\n")
     arguments = [
         *[str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)],
         *["--option", f'path="{trace}"', "--option", "pause_s=0.02", "--window", "128", "--resume"],
@@ -83,8 +87,9 @@ def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
     written = output if name == "out.jsonl" else tmp_path / f"{name}.part"
     wait_for(lambda: lines_of(trace) > 0.3 * count and written.stat().st_size, "30 %")
     kill(first)
+    gate.touch()
     resume(tmp_path, redis_url, arguments)
-    assert_each_row_once(output, count)
+    assert_each_row_once(output, count, str(gate))
     assert recomputed(trace) == 0
     assert not (tmp_path / f"{name}.journal").exists()
     # Once more: it is not begun anew.

@@ -42,8 +42,8 @@ from celery.contrib.testing.worker import start_worker
 from apps.slots import app, countdown
 app.conf.update(broker_url=sys.argv[1], result_backend=sys.argv[1])
 options = {{"perform_ping_check": False, "shutdown_timeout": {TIMEOUT_S}}}
+jobs = [countdown.delay(number % 5 + 1) for number in range(20)]
 with start_worker(app, queues=["countdown"], **options):
-    jobs = [countdown.delay(number % 5 + 1) for number in range(20)]
     answers = [job.get(timeout={TIMEOUT_S}, disable_sync_subtasks=False) for job in jobs]
     assert {{answer["pid"] for answer in answers}} == {{os.getpid()}}
     assert max(answer["most"] for answer in answers) > 1
