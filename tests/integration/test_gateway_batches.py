@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 from openai.types import Batch
 
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
-from support.gateway import EMBED, GatewayProcess
+from support.gateway import EMBED, GatewayProcess, kill_runners
 from support.harness import Worker, kill_all, queue_length, unsettled, wait_for
 from support.openai_files import OVER, begin, client_of, counts, end_of, lines_of, request, upload
 from support.patience import patient
@@ -92,13 +91,6 @@ def api(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
 
 def slow_rows(count: int) -> list[dict[str, Any]]:
     return [request(f"r-{n}", "x" * (n % 9 + 1), "slow") for n in range(count)]
-
-
-def kill_runners(gateway: GatewayProcess) -> None:
-    """Kills the worker beside a gateway, which runs its batches."""
-    for each in psutil.Process(gateway.process.pid).children(recursive=True):
-        if any("spawn_main" in argument for argument in each.cmdline()):
-            each.kill()
 
 
 def test_life_of_a_batch(api: openai.OpenAI) -> None:
@@ -416,10 +408,15 @@ def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
 
 
 def test_several_gateways_on_one_store_run_each_batch_once(
-    start_gateway: StartGateway, gateway: GatewayProcess, files: Path, trace: Path
+    start_gateway: StartGateway, gateway: GatewayProcess, files: Path, trace: Path, redis_url: str
 ) -> None:
     options = {"files": str(files), "worker": True}
     others = start_gateway("--processes", "2", models=MODELS, gateway=options)
+    wait_for(
+        lambda: queue_length(redis_url, f"slow{LOW}") + unsettled(redis_url) == 0,
+        "jobs that an earlier test has killed have run again",
+        patient(60),
+    )
     trace.write_text("")
     with client_of(gateway) as one, client_of(others) as other:
         begun = [begin(api, slow_rows(40)) for api in (one, other) for _ in range(3)]

@@ -152,6 +152,15 @@ class GatewayProcess:
                     each.kill()
 
 
+def kill_runners(gateway: GatewayProcess) -> None:
+    """Kills the worker beside a gateway, which runs its batches and posts its webhooks."""
+    for each in psutil.Process(gateway.process.pid).children(recursive=True):
+        # Children of one that was just killed may have gone by themselves.
+        with suppress(psutil.NoSuchProcess):
+            if any("spawn_main" in argument for argument in each.cmdline()):
+                each.kill()
+
+
 def metric_samples(
     gateway: GatewayProcess, **options: Any
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
