@@ -10,8 +10,11 @@ from kombu.serialization import register as register_serializer
 from redis import Redis
 
 from batchery import BatchTask, Failed, RetryAfter, install
+from support.patience import patient
 
 app = install(Celery("more", set_as_current=False))
+# A slow machine may hold up a worker that lives for as long as the default.
+app.conf.broker_transport_options = {"lease_expiry_s": patient(5)}
 app.conf.update(
     worker_hijack_root_logger=False,
     worker_direct=True,

@@ -8,8 +8,11 @@ import time
 from celery import Celery
 
 from batchery import BatchTask, Failed, InvalidItem, install
+from support.patience import patient
 
 app = install(Celery("slow_vectors", set_as_current=False))
+# A slow machine may hold up a worker that lives for as long as the default.
+app.conf.broker_transport_options = {"lease_expiry_s": patient(5)}
 app.conf.worker_hijack_root_logger = False
 
 

@@ -8,8 +8,11 @@ from celery import Celery, signals
 from celery.utils.log import get_task_logger
 
 from batchery import BatchTask, install
+from support.patience import patient
 
 app = install(Celery("speaking", set_as_current=False))
+# A slow machine may hold up a worker that lives for as long as the default.
+app.conf.broker_transport_options = {"lease_expiry_s": patient(5)}
 
 #: Named after nothing that Celery knows; the receiver below lets it say more than the others.
 plain = logging.getLogger("speaking.plain")

@@ -8,6 +8,7 @@ from celery import Celery
 
 from conftest import StartWorker
 from support.harness import open_redis, wait_for
+from support.patience import patient
 
 
 def send(url: str, tenant: str, task: str, texts: list[str], **keywords: Any) -> list[str]:
@@ -36,18 +37,20 @@ def test_ordinary_jobs_of_two_tenants_take_turns_and_stock_workers_help(
     for tenant in "ab":
         keywords = {"book": str(book), "gate": str(gate)}
         jobs += send(redis_url, tenant, "apps.leases.late", numbers(600), **keywords)
-    ours = start_worker("apps.leases", "-c", "1")
+    # A worker that stands still for a while is no dead one: each job runs once.
+    ours = start_worker("apps.leases", "-c", "1", env={"LEASE_EXPIRY_S": "600"})
     wait_for(book.exists, "our worker has sorted the queue")
     stock = start_worker("apps.stock").wait_ready()
+    wait_for(lambda: len(begun(book)) == 2, "each worker has begun a job")
     gate.touch()
     with open_redis(redis_url) as bare:
         keys = [f"celery-task-meta-{job}" for job in jobs]
-        wait_for(lambda: bare.exists(*keys) == len(keys), "all are answered", 90)
+        wait_for(lambda: bare.exists(*keys) == len(keys), "all are answered", patient(90))
         assert not bare.llen("celery")
     done = begun(book)
     assert len(done) == len(set(done)) == 1200
     first = Counter(each.split()[0] for each in done[:200])
-    assert min(first.values()) > 50
+    assert min(first["a"], first["b"]) > 50
     assert "succeeded" in stock.log
     for worker in (ours, stock):
         assert "Traceback" not in worker.log

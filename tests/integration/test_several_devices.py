@@ -18,7 +18,9 @@ def test_every_device_has_a_batch_while_jobs_wait(
 ) -> None:
     leases.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     names = ",".join(f"cpu:{index}" for index in range(DEVICES))
-    worker = start_worker("apps.leases", "-c", "1", env={"BATCHERY_DEVICES": names})
+    # A worker that stands still for a while is no dead one: each job runs once.
+    env = {"BATCHERY_DEVICES": names, "LEASE_EXPIRY_S": "600"}
+    worker = start_worker("apps.leases", "-c", "1", env=env)
     assert len(worker.devices()) == DEVICES
     book, gate = tmp_path / "book", tmp_path / "gate"
     options = {"book": str(book), "gate": str(gate)}
