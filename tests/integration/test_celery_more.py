@@ -28,7 +28,7 @@ Busy = Callable[[], AbstractContextManager[Any]]
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return start_module_worker("apps.more")
+    return start_module_worker("apps.more").wait_answers(more.app)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def settled(redis_url: str, job_id: str, kinds: list[str]) -> dict[str, list[dic
         return len(trace(redis_url, job_id)) >= len(kinds)
 
     with contextlib.suppress(AssertionError):
-        wait_for(all_there, "hooks and signals", patient(10))
+        wait_for(all_there, "hooks and signals")
     lines = trace(redis_url, job_id)
     assert sorted(line["kind"] for line in lines) == sorted(kinds)
     return {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
@@ -272,7 +272,7 @@ def test_inspect_tells_of_the_worker_itself(worker: Worker) -> None:
 
 def test_a_queue_is_added_and_cancelled_at_run_time(worker: Worker) -> None:
     control: Any = more.app.control
-    options = {"reply": True, "timeout": 10, "limit": 1}
+    options = {"reply": True, "timeout": TIMEOUT_S, "limit": 1}
     control.add_consumer("extra", **options)
     job = more.echo.apply_async(("there",), queue="extra")
     assert job.get(timeout=TIMEOUT_S) == "there"
@@ -289,7 +289,7 @@ def test_a_queue_is_added_and_cancelled_at_run_time(worker: Worker) -> None:
 
 def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
     control: Any = more.app.control
-    options = {"reply": True, "timeout": 10, "limit": 1}
+    options = {"reply": True, "timeout": TIMEOUT_S, "limit": 1}
     seen: list[dict[str, Any]] = []
     beats: list[dict[str, Any]] = []
     handlers = {"task-succeeded": seen.append, "worker-heartbeat": beats.append}

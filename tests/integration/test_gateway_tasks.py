@@ -15,6 +15,7 @@ from batchery_producer.gateway.callers import make_key, make_webhook_secret
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
+from support.patience import patient
 from support.webhook_receiver import WebhookReceiver
 
 KEY, HASH = make_key()
@@ -28,7 +29,7 @@ SETTINGS = {
         "shop": {"hash": HASH, "webhook_secret": SECRET},
         "other": {"hash": OTHER_HASH, "max_items": 2},
     },
-    "timeout_s": 30,
+    "timeout_s": patient(30),
     "worker": True,
 }
 

@@ -286,7 +286,7 @@ def test_pieces_that_redis_refuses_leave_a_gap_for_their_readers(
     pen.writer.end(work, ["committed"])
     app = Celery("reader", backend=pen.app.conf.result_backend, set_as_current=False)
     with app, Client(app) as client, pytest.raises(NoResult, match="pieces 2 to 3 were dropped"):
-        list(client.follow("job", timeout_s=patient(10)))
+        list(client.follow("job", timeout_s=patient(30)))
 
 
 def test_pieces_that_redis_always_refuses_are_dropped_and_nobody_waits_for_them(
