@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -50,6 +51,25 @@ os.environ.setdefault("PYTHONPATH", STARTUP)
 # Threads of torch that wait for each other sleep: there are more of them than processors, and one
 # that spins keeps from its work the one that it waits for. To load MiniLM took 12 s instead of 1.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def close_what_is_dropped(connection_class: Any) -> None:
+    """Has a connection that is dropped close its socket, whichever the collector looks at first.
+
+    redis-py closes it as well, but too late if the socket comes first: that warns, in another test.
+    """
+    connect = connection_class._connect
+
+    def connect_and_note(self: Any) -> Any:
+        sock = connect(self)
+        weakref.finalize(self, sock.close).atexit = False
+        return sock
+
+    connection_class._connect = connect_and_note
+
+
+for kind in (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection):
+    close_what_is_dropped(kind)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
