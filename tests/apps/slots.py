@@ -23,7 +23,10 @@ STEP_S = 0.01
 
 
 class Countdown(StepModel):
-    """An item is a number of steps; `gate` holds it back while there is no such file."""
+    """An item is a number of steps; `gate` holds it back while there is no such file.
+
+    With `hold_at` it is held back only where so many steps are left.
+    """
 
     slots = 4
     resumes = True
@@ -69,7 +72,8 @@ class Countdown(StepModel):
         for slot, item in list(self.items.items()):
             if item.get("kill"):
                 os._exit(13)
-            if item["gate"] and not Path(item["gate"]).exists():
+            is_held = item["left"] <= item.get("hold_at", item["left"])
+            if is_held and item["gate"] and not Path(item["gate"]).exists():
                 told.append(Advance(slot, piece="waits"))
                 continue
             item["left"] -= 1

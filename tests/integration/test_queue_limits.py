@@ -116,26 +116,25 @@ def test_a_file_run_reads_results_while_its_jobs_wait_for_room(
 
 
 def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, bare: Any) -> None:
-    raised: list[BaseException] = []
-    limit_s = patient(2)
+    raised_s: list[float] = []
+    limit_s = patient(4)
 
     def call() -> None:
         try:
             list(Client(app).task("echo").as_completed(range(5), timeout_s=limit_s))
-        except QueueFull as error:
-            raised.append(error)
+        except QueueFull:
+            raised_s.append(time.monotonic())
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     wait_for(lambda: bare.llen("celery") == 3, "the class is full")
     # The time begins anew with each item that finds room.
-    time.sleep(limit_s / 2)
+    time.sleep(0.4 * limit_s)
+    began_s = time.monotonic()
     bare.rpop("celery")
     wait_for(lambda: bare.llen("celery") == 3, "the class is full again")
-    began_s = time.monotonic()
     caller.join(5 * limit_s)
-    assert len(raised) == 1
-    assert time.monotonic() - began_s > 0.7 * limit_s
+    assert [each > began_s + 0.7 * limit_s for each in raised_s] == [True]
 
 
 def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:
@@ -211,7 +210,7 @@ def test_a_redis_that_is_away_is_told_as_soon_as_by_celery(app: Celery, echo: An
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    caller.join(patient(10))
+    caller.join(patient(60))
     assert len(raised) == 1
 
 

@@ -79,7 +79,7 @@ def test_late_job_is_shed_before_it_costs_anything(
 def test_live_job_goes_between_two_calls_for_a_job_with_many_items(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
-    start_worker("apps.tally")
+    worker = start_worker("apps.tally")
     path, gate = tmp_path / "computed", tmp_path / "go"
     keywords = {"path": str(path)}
     items = [str(gate), *(f"bulk {number}" for number in range(3 * BATCH - 1))]
@@ -95,8 +95,7 @@ def test_live_job_goes_between_two_calls_for_a_job_with_many_items(
         behind = app.send_task(tally.tally.name, ["behind"], keywords, priority=9)
         live = app.send_task(tally.tally.name, ["live"], keywords)
         # The device has read it when it has been told of it: events say so of no other job.
-        wait_for(lambda: app.control.inspect().active(), "it is on the device")
-        wait_for(lambda: live.id in str(app.control.inspect().active()), "it is on the device")
+        wait_for(lambda: live.id in str(worker.inspect(app, "active")), "it is on the device")
         gate.touch()
         assert live.get(timeout=TIMEOUT_S) == "LIVE"
         assert len(bulk.get(timeout=TIMEOUT_S)) == len(items)

@@ -34,12 +34,12 @@ def test_a_higher_class_takes_a_slot_whose_job_goes_on_where_it_was(tmp_path: Pa
 
 
 def test_what_was_put_aside_computes_nothing_again(tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    bulk = [
-        slots.countdown.apply_async((200,), {"notes": str(notes)}, priority=9) for _ in range(4)
-    ]
+    gate, notes = tmp_path / "gate", tmp_path / "notes"
+    keywords = {"gate": str(gate), "hold_at": 100, "notes": str(notes)}
+    bulk = [slots.countdown.apply_async((200,), keywords, priority=9) for _ in range(4)]
     wait_for(lambda: len(slots.noted(notes)) == 4, "all slots are taken")
     slots.countdown.delay(1).get(timeout=TIMEOUT_S)
+    gate.touch()
     for job in bulk:
         job.get(timeout=TIMEOUT_S)
     assert [int(left) < 200 for left, *_ in slots.noted(notes)] == [False] * 4 + [True]
