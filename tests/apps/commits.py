@@ -71,13 +71,6 @@ def wait_at(paths: list[str]) -> list[str]:
     return paths
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=5)
-def hurry_at(paths: list[str]) -> list[str]:
-    """The same, with little time."""
-    answers: list[str] = wait_at.run(paths)
-    return answers
-
-
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def hold(paths: list[str]) -> list[dict[str, str]]:
     """Runs, leaves a trace, is committed, and holds its device up then."""

@@ -15,11 +15,13 @@ from batchery_producer.client import close_app
 from support.bulk_runs import QUEUE, read_rows, write_rows
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 TASK = "apps.elsewhere.shout"
 TEXTS = [f"text {number}" for number in range(300)]
 SHOUTED = [text.upper() for text in TEXTS]
+TIMEOUT_S = patient(60)
 
 
 @pytest.fixture(scope="module", params=["tls", "valkeys", "sentinel", "two servers"])
@@ -60,14 +62,14 @@ def place(
 @pytest.mark.parametrize("per_job", [None, 64], ids=["single", "multi-item"])
 def test_items_are_mapped(place: Celery, per_job: int | None) -> None:
     shout = Client(place).task(TASK, queue=QUEUE)
-    assert list(shout.map(TEXTS, per_job=per_job, timeout_s=60)) == SHOUTED
+    assert list(shout.map(TEXTS, per_job=per_job, timeout_s=TIMEOUT_S)) == SHOUTED
 
 
 def test_calls_are_awaited(place: Celery) -> None:
     async def scene() -> Any:
         async with AsyncClient(place) as client:
             shout = client.task(TASK, queue=QUEUE)
-            return await asyncio.wait_for(asyncio.gather(*map(shout, TEXTS)), 60)
+            return await asyncio.wait_for(asyncio.gather(*map(shout, TEXTS)), TIMEOUT_S)
 
     assert asyncio.run(scene()) == SHOUTED
 
@@ -84,7 +86,7 @@ def test_what_is_published_is_computed(place: Celery) -> None:
 def test_a_file_is_submitted_and_resumed(place: Celery, tmp_path: Path) -> None:
     source, output = write_rows(tmp_path / "in.jsonl", 1000), tmp_path / "out.jsonl"
     seen: list[Snapshot] = []
-    options: dict[str, Any] = {"app": place, "queue": QUEUE, "window": 50, "timeout_s": 60}
+    options: dict[str, Any] = {"app": place, "queue": QUEUE, "window": 50, "timeout_s": TIMEOUT_S}
     first = submit_file(
         source,
         TASK,

@@ -37,6 +37,7 @@ from batchery_worker.ipc.messages import (
     dump_message,
     load_reply,
 )
+from support.patience import patient
 
 TESTS = str(Path(__file__).resolve().parents[1])
 backend = Celery("parent", broker="memory://", set_as_current=False).backend
@@ -59,7 +60,7 @@ class Process:
 
     def __init__(self, first: Setup) -> None:
         self.end, theirs = socket.socketpair()
-        self.end.settimeout(60)
+        self.end.settimeout(patient(60))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
@@ -88,7 +89,7 @@ class Process:
 
     def close(self) -> int:
         self.end.close()
-        return self.process.wait(30)
+        return self.process.wait(patient(30))
 
 
 @contextlib.contextmanager
@@ -150,7 +151,7 @@ def test_a_device_that_cannot_start_says_why_in_one_line(
         assert reply.error == error
         assert words in reply.text
         assert "\n" not in reply.text
-        assert process.process.wait(30) == 0
+        assert process.process.wait(patient(30)) == 0
 
 
 def test_a_device_that_cannot_start_waits_for_no_thread_of_its_app(
@@ -161,7 +162,7 @@ def test_a_device_that_cannot_start_waits_for_no_thread_of_its_app(
     changes = {"sys_path": (str(tmp_path), TESTS, *sys.path), "modules": ["with_a_thread"]}
     with started(setup(load=["broken"], **changes)) as process:
         assert isinstance(process.read(), NotReady)
-        assert process.process.wait(30) == 0
+        assert process.process.wait(patient(30)) == 0
     assert "imported" in capfd.readouterr().out
 
 

@@ -51,12 +51,21 @@ def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
         made.kill()
 
 
+def wait_says(exporter: Exporter, path: str, status: int) -> None:
+    """Waits for an answer: who asks, and the exporter, give up after some seconds."""
+
+    def is_said() -> bool:
+        said, text = exporter.says(path)
+        return said == status and (text == "ok") == (status == 200)
+
+    wait_for(is_said, f"{path} says {status}")
+
+
 def test_queues_are_counted_where_no_worker_is(
     start_exporter: StartExporter, sender: Celery, own_redis: OwnRedis
 ) -> None:
     exporter = start_exporter("--queues", "other")
-    empty = exporter.samples()
-    assert empty["batchery_broker_up",] == 1
+    empty = exporter.known()
     assert empty["batchery_queue_waiting_jobs", "celery"] == 0
     assert empty["batchery_queue_oldest_job_seconds", "celery"] == 0
     # Over all lists of a queue, one of each priority.
@@ -71,7 +80,7 @@ def test_queues_are_counted_where_no_worker_is(
 
     def counted() -> Any:
         """A survey of all of them: one may have begun before the last was sent."""
-        found = exporter.samples()
+        found = exporter.known()
         waiting = [found["batchery_queue_waiting_jobs", queue] for queue in ("celery", "other")]
         stray = found.get(("batchery_queue_stray_jobs", "ohter"))
         return found if (waiting, stray) == ([3, 1], 2) else None
@@ -82,9 +91,10 @@ def test_queues_are_counted_where_no_worker_is(
     assert samples["batchery_queue_leased_jobs", "celery"] == 0
     assert 0 < samples["batchery_queue_oldest_job_seconds", "other"] < patient(60)
     age = ("batchery_queue_oldest_job_seconds", "celery")
-    wait_for(lambda: exporter.samples()[age] >= 1, "a job of a plain client grows old")
+    wait_for(lambda: exporter.known()[age] >= 1, "a job of a plain client grows old")
     assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
-    assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
+    wait_says(exporter, "/livez", 200)
+    wait_says(exporter, "/readyz", 200)
 
 
 def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
@@ -96,7 +106,7 @@ def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
         client.config_set("maxmemory", limit)
         for number in range(100):
             client.set(f"key-{number}", "x" * (1 << 16))
-    samples = start_exporter().samples()
+    samples = start_exporter().known()
     assert samples["batchery_redis_memory_used_bytes",] > 0
     assert samples["batchery_redis_memory_max_bytes",] == limit
     assert samples["batchery_redis_evicted_keys_total",] > 0
@@ -109,37 +119,40 @@ def test_what_workers_hold_is_counted(
     later = datetime.now(UTC) + timedelta(hours=1)
     sender.send_task(shop.shout.name, ["later"], eta=later)
     with device_busy(worker, sender, shop.until.name, tmp_path / "gate"):
-        held = ("batchery_queue_leased_jobs", "celery")
-        wait_for(lambda: exporter.samples()[held] == 2, "one that runs, and one with an ETA")
-        samples = exporter.samples()
-        assert samples["batchery_scheduled_jobs",] == 1
-        assert samples["batchery_queue_waiting_jobs", "celery"] == 0
+        names = [("batchery_queue_leased_jobs", "celery"), ("batchery_scheduled_jobs",)]
+        names.append(("batchery_queue_waiting_jobs", "celery"))
+
+        def counted() -> Any:
+            found = exporter.known()
+            return found if [found[name] for name in names] == [2, 1, 0] else None
+
+        samples = wait_for(counted, "one that runs, and one with an ETA")
     # Workers have ports of their own.
     assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
     worker.stop()
-    wait_for(lambda: exporter.samples()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
+    wait_for(lambda: exporter.known()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
 
 
 def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
     start_exporter: StartExporter, own_redis: OwnRedis
 ) -> None:
     exporter = start_exporter()
-    assert exporter.samples()["batchery_broker_up",] == 1
+    assert exporter.known()
     with own_redis.hanging():
         # It may be the survey of a moment ago.
         wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it is missed")
         text = exporter.scrape()
         assert "batchery_queue_waiting_jobs{" not in text
         assert "celery_queue_length" not in text
-        assert exporter.says("/livez") == (200, "ok")
-        assert exporter.says("/readyz")[0] == 503
+        wait_says(exporter, "/livez", 200)
+        wait_says(exporter, "/readyz", 503)
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it answers again")
     own_redis.kill()
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it has gone")
-    assert exporter.says("/readyz")[0] == 503
+    wait_says(exporter, "/readyz", 503)
     own_redis.start()
     wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it is there again")
-    assert exporter.says("/readyz") == (200, "ok")
+    wait_says(exporter, "/readyz", 200)
 
 
 def test_exporter_ends_with_a_signal(start_exporter: StartExporter) -> None:

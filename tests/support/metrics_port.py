@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchery.cli.health import ask
 from support.commands import start
-from support.harness import kill_all
+from support.harness import kill_all, wait_for
 from support.patience import patient
 
 #: By name and the values of the labels.
@@ -57,6 +57,15 @@ class Exporter:
     def samples(self) -> Samples:
         """By name and the values of the labels."""
         return read_samples(self.scrape())
+
+    def known(self) -> Samples:
+        """The same once it knows the queues: of a Redis that answers late, it knows nothing."""
+
+        def told() -> Samples:
+            found = self.samples()
+            return found if found["batchery_broker_up",] else {}
+
+        return wait_for(told, "Redis answers in time")
 
     def close(self) -> None:
         kill_all(self.process)
