@@ -1,6 +1,7 @@
 """An app whose batch functions yield partial results."""
 
 import os
+import signal
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from pathlib import Path
@@ -106,10 +107,10 @@ def gated(paths: list[str]) -> Generator[Partial, None, list[int]]:
     track_started=True,
     time_limit=int(os.environ.get("STREAMING_LIMIT_S", "60")),
 )
-def limited(words: list[str], *, gate: str) -> Generator[Partial, None, list[str]]:
-    """Yields letters once there is a file; has a hard time limit."""
-    while not Path(gate).exists():
-        time.sleep(0.01)
+def limited(words: list[str], *, hangs: int | None = None) -> Generator[Partial, None, list[str]]:
+    """Has a process hang, and yields letters; has a hard time limit."""
+    if hangs is not None:
+        os.kill(hangs, signal.SIGSTOP)
     for index, word in enumerate(words):
         for letter in word:
             yield Partial(index, letter)

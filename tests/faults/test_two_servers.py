@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import psutil
 import pytest
 from celery import Celery
 from redis import Redis
@@ -57,23 +58,30 @@ def worker(place: Place) -> Worker:
 class Sent:
     """Jobs that are held until they are let go, and what is announced of them."""
 
-    def __init__(self, place: Place, queue: str = "celery") -> None:
+    def __init__(self, place: Place, queue: str = "celery", *, is_held: bool = True) -> None:
+        """Sends them; unless `is_held`, the test does so when nothing is to hold them."""
         self._place = place
+        self._queue = queue
         self._gate = place.plan.with_suffix(".hold")
-        self._gate.touch()
         self._told: Counter[str] = Counter()
         self._redis: Any = Redis.from_url(place.results.url)
         self._channel = self._redis.pubsub()  # type: ignore[no-untyped-call]
         self._channel.psubscribe("celery-task-meta-*")
         assert self._channel.get_message(timeout=TIMEOUT_S)["type"] == "psubscribe"
-        with Celery("sender", broker=place.broker.url, set_as_current=False) as app:
+        if is_held:
+            self._gate.touch()
+            self.send()
+
+    def send(self) -> None:
+        with Celery("sender", broker=self._place.broker.url, set_as_current=False) as app:
             task = "apps.torn.name_anew"
-            self.ids = [app.send_task(task, [n], queue=queue).id for n in range(200)]
+            self.ids = [app.send_task(task, [n], queue=self._queue).id for n in range(200)]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._gate.unlink(missing_ok=True)
         self._channel.close()
         self._redis.close()
 
@@ -90,13 +98,17 @@ class Sent:
         wait_for(lambda: unsettled(self._place.broker.url) == 0, "no lease is left", TIMEOUT_S)
         stored = {each["task_id"]: each["result"] for each in self.stored()}
         assert [stored[each].split()[0] for each in self.ids] == [str(n) for n in range(200)]
-        if is_told:
+
+        def are_told() -> bool:
             while message := self._channel.get_message(timeout=0.5):
                 told = json.loads(message["data"])
                 self._told[told["task_id"]] += 1
                 assert told["result"] == stored[told["task_id"]]
+            return set(self._told) == set(self.ids)
+
+        if is_told:
+            wait_for(are_told, "all are told", TIMEOUT_S)
             assert set(self._told.values()) == {1}
-            assert set(self._told) == set(self.ids)
 
 
 def test_a_worker_killed_between_result_and_acknowledgement(place: Place, worker: Worker) -> None:
@@ -110,7 +122,9 @@ def test_a_worker_killed_between_result_and_acknowledgement(place: Place, worker
         url = place.broker.url
         wait_for(lambda: unsettled(url) + queue_length(url, "first"), "some jobs are left")
         with Celery("control", broker=place.broker.url, set_as_current=False) as app:
-            app.control.add_consumer("first", destination=[worker.name])
+            # It hears nothing while it connects anew after another test.
+            asked: Any = {"destination": [worker.name], "reply": True, "timeout": 5, "limit": 1}
+            wait_for(lambda: app.control.add_consumer("first", **asked), "it takes them", TIMEOUT_S)
         sent.has_one_result_each()
 
 
@@ -140,13 +154,18 @@ def test_a_server_is_away_for_a_while(place: Place, worker: Worker, away: str) -
 def test_a_server_of_results_that_hangs_is_no_device_that_hangs(place: Place) -> None:
     worker = place.start("-Q", "silent", BATCHERY_MAX_PASS_S=str(LIMIT_S))
     pids = [each.pid for each in worker.devices()]
-    with Sent(place, "silent") as sent:
+    # Nothing holds them, as that would be time of the device, too.
+    with Sent(place, "silent", is_held=False) as sent:
         with place.results.hanging():
-            sent.let_go()
+            sent.send()
             time.sleep(3 * LIMIT_S)
         sent.has_one_result_each()
     assert [each.pid for each in worker.devices()] == pids
     worker.kill()
+
+
+def hangs(pid: int) -> bool:
+    return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +185,11 @@ def test_time_that_results_wait_for_a_server_that_hangs_is_no_time_of_a_stream(
     app = Celery("sender", broker=place.broker.url, backend=place.results.url, set_as_current=False)
     with app, Client(app) as caller:
         task = "apps.streaming.limited" if name == "limited" else name
-        pieces = caller.task(task, queue=name).stream("word", timeout_s=TIMEOUT_S, gate=str(gate))
+        # To wait for a gate would be time of the function.
+        how: Any = {"hangs": place.results.pid} if name == "limited" else {"gate": str(gate)}
+        pieces = caller.task(task, queue=name).stream("word", timeout_s=TIMEOUT_S, **how)
+        if name == "limited":
+            wait_for(lambda: hangs(place.results.pid), "it has Redis hang")
         with place.results.hanging():
             gate.touch()
             time.sleep(3 * LIMIT_S)
@@ -176,15 +199,12 @@ def test_time_that_results_wait_for_a_server_that_hangs_is_no_time_of_a_stream(
 
 
 def test_time_in_which_the_state_started_is_stored_is_no_time_of_a_batch(
-    place: Place, limited: Worker, tmp_path: Path
+    place: Place, limited: Worker
 ) -> None:
     pids = [each.pid for each in limited.devices()]
-    gate = tmp_path / "gate"
-    gate.touch()
     with Celery("sender", broker=place.broker.url, set_as_current=False) as app:
         with place.results.hanging():
-            task, keywords = "apps.streaming.limited", {"gate": str(gate)}
-            job = app.send_task(task, ["word"], keywords, queue="limited")
+            job = app.send_task("apps.streaming.limited", ["word"], queue="limited")
             time.sleep(3 * LIMIT_S)
         with Redis.from_url(place.results.url) as results:
             key = f"celery-task-meta-{job.id}"

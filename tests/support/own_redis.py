@@ -132,6 +132,12 @@ class OwnRedis:
             self._process.wait()
             self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
         """Stands still meanwhile: it takes connections, and answers nobody."""
