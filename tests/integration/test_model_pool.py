@@ -50,12 +50,13 @@ def test_six_models_share_the_memory_of_two(
     ]
     toml = f"model_memory_bytes = {int(2.5 * size)}\ndevices = ['cpu']\n"
     (tmp_path / "batchery.toml").write_text(toml + "".join(sections))
-    worker = start_worker("batchery.app", cwd=tmp_path)
     chooser = random.Random(5)
+    # All wait by the time that the worker comes: it would swap for each that came alone.
     jobs = [
         (name, send(client, name, f"the cat sat on mat {number}"))
         for number, name in enumerate(chooser.choices(NAMES, k=200))
     ]
+    worker = start_worker("batchery.app", cwd=tmp_path)
     for name, job in jobs:
         assert job.get(timeout=TIMEOUT_S)["label"].startswith(f"label{name[-1]}")
     models = list(list_placed(swapping.app, "apps.swapping", redis_url).values())
@@ -156,14 +157,14 @@ def test_load_counts_for_no_time_limit(
     start_worker: StartWorker, client: Celery, tmp_path: Path
 ) -> None:
     """A job with a hard limit comes while its model takes longer than that."""
-    limit_s = int(patient(1))
+    limit_s = int(patient(2))
     _, book = start_swapping(start_worker, tmp_path, BATCHERY_MAX_PASS_S=str(limit_s))
     gate = tmp_path / "gate-three"
     gate.touch()
     job = client.send_task("three", [1], queue="three", time_limit=limit_s)
     wait_for(lambda: any(line[0] == "three" for line in read_book(book)[3:]), "three is loading")
     with pytest.raises(NoAnswer):
-        job.get(timeout=2.5 * limit_s)
+        job.get(timeout=1.5 * limit_s)
     gate.unlink()
     assert job.get(timeout=TIMEOUT_S)["model"] == "three"
     assert len({pid for _, _, pid in read_book(book)}) == 1

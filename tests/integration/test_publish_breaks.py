@@ -14,9 +14,8 @@ from celery import Celery, uuid
 from batchery import BrokerRefused, QueueFull
 from batchery_producer import broker
 from batchery_producer.publisher import CHUNK_JOBS, Publisher
-from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, refusing_port
 from support.publishing import bulk_app
 
 
@@ -112,10 +111,10 @@ def test_a_patient_publisher_waits_for_memory(app: Celery, bare: Any) -> None:
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_replica_refuses(app: Celery, bare: Any, warm: bool) -> None:
-    with Publisher(app, "same") as publisher:
+    with Publisher(app, "same") as publisher, refusing_port() as port:
         if warm:
             publisher.send(jobs(1))
-        bare.replicaof("127.0.0.1", free_port())
+        bare.replicaof("127.0.0.1", port)
         try:
             with pytest.raises(BrokerRefused, match="is a replica"):
                 publisher.send(jobs(1))

@@ -13,9 +13,10 @@ from batchery.cli.app import check_backend, check_broker, check_redis
 from batchery.errors import RedisUnavailable
 from batchery.valkey import use_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess
-from batchery_worker.devstack.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import open_redis, wait_for
-from support.own_redis import OwnRedis
+from support.own_redis import OwnRedis, refusing_port
+from support.patience import patient
 from support.redis_places import behind_tls, make_certificate, with_password
 
 
@@ -29,14 +30,15 @@ def refusal(url: str, **options: Any) -> str:
 def test_a_redis_that_answers_is_fine_and_is_left_alone(redis_url: str) -> None:
     with open_redis(redis_url) as client:
         before = len(client.client_list())
-        check_redis(redis_url)
-        check_redis(redis_url.replace("redis", "valkey", 1))
+        check_redis(redis_url, patient(30))
+        check_redis(redis_url.replace("redis", "valkey", 1), patient(30))
         wait_for(lambda: len(client.client_list()) <= before, "its connections are closed")
 
 
 def test_nobody_there_is_said_at_once_with_the_password_masked() -> None:
-    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    said = refusal(url, timeout_s=3600)
+    with refusing_port() as port:
+        url = f"redis://:secret@127.0.0.1:{port}/0"
+        said = refusal(url, timeout_s=3600)
     assert url.replace("secret", "**") in said
     assert "refused" in said
     assert "batchery up" in said
@@ -45,13 +47,14 @@ def test_nobody_there_is_said_at_once_with_the_password_masked() -> None:
 def test_the_redis_that_is_given_outranks_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", "redis://elsewhere:1/0")
     monkeypatch.setenv("CELERY_RESULT_BACKEND", "redis://elsewhere:1/0")
-    url = f"redis://127.0.0.1:{free_port()}/0"
     app = Celery(set_as_current=False)
     app.conf.update(broker_url="redis://elsewhere:2/0")
-    use_redis(app, url)
-    for check in (check_broker, check_backend):
-        with pytest.raises(RedisUnavailable, match=url):
-            check(app)
+    with refusing_port() as port:
+        url = f"redis://127.0.0.1:{port}/0"
+        use_redis(app, url)
+        for check in (check_broker, check_backend):
+            with pytest.raises(RedisUnavailable, match=url):
+                check(app)
 
 
 def test_a_host_that_accepts_and_never_answers_is_given_up() -> None:
@@ -62,7 +65,7 @@ def test_a_host_that_accepts_and_never_answers_is_given_up() -> None:
 
 def test_a_wrong_and_a_missing_password_are_told_apart_from_no_redis(redis_url: str) -> None:
     for password in ("", "wrong"):
-        said = refusal(with_password(redis_url, password))
+        said = refusal(with_password(redis_url, password), timeout_s=patient(30))
         assert "check user and password" in said
         assert "wrong" not in said.lower().replace("wrongpass", "")
 
@@ -71,9 +74,10 @@ def test_a_socket_in_the_file_system_works_in_celerys_spelling(tmp_path: Path) -
     path = tmp_path / "redis.sock"
     command = [str(find_redis_server()), "--port", "0", "--unixsocket", str(path)]
     server = GuardedProcess([*command, "--requirepass", "secret"], cwd=tmp_path)
-    wait_for(path.exists, "the socket")
-    check_redis(f"redis+socket://:secret@{path}?virtual_host=1")
-    assert "check user and password" in refusal(f"redis+socket://{path}")
+    # The socket is there before anybody listens to it.
+    wait_for(lambda: "ready to accept connections" in server.tail(), "redis-server")
+    check_redis(f"redis+socket://:secret@{path}?virtual_host=1", patient(30))
+    assert "check user and password" in refusal(f"redis+socket://{path}", timeout_s=patient(30))
     server.stop()
 
 

@@ -38,7 +38,7 @@ def make():
     async def slow(items):
         return [item * 2 for item in items]
 
-    @app.task(base=BatchTask, shared=False, time_limit={int(patient(1))})
+    @app.task(base=BatchTask, shared=False, time_limit={int(patient(2))})
     def stuck(items):
         if items == ["stuck"]:
             ended.wait()
@@ -113,7 +113,8 @@ heavy = register(app, "heavy", Heavy)
 def shout(texts):
     return [text.upper() for text in texts]
 
-with start_worker(app, pool="solo", perform_ping_check=False):
+options = dict(perform_ping_check=False, shutdown_timeout={TIMEOUT_S})
+with start_worker(app, pool="solo", **options):
     answers = dict(timeout={TIMEOUT_S}, disable_sync_subtasks=False)
     assert shout.delay("a").get(**answers) == "A"
     assert loaded == []

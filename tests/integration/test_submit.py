@@ -12,7 +12,7 @@ from batchery import BatchTask, SettingsError, install
 from batchery_producer import Ending, Snapshot, submit_file
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
-from support.harness import Worker
+from support.harness import Worker, wait_for
 from support.patience import patient
 
 
@@ -45,7 +45,10 @@ def test_every_row_gets_its_own_result_and_nothing_stays_behind(
     assert max(each.in_flight for each in seen) <= 64
     assert seen[-1].total == seen[-1].done == 500
     assert set(store.scan_iter("celery-task-meta-*")) == before
-    assert set(store.pubsub_channels("*celery-task-meta*")) <= listened_before
+    wait_for(
+        lambda: set(store.pubsub_channels("*celery-task-meta*")) <= listened_before,
+        "nobody listens any more",
+    )
 
 
 def test_a_keyword_that_the_task_does_not_take_is_one_error(tmp_path: Path, redis_url: str) -> None:
@@ -130,7 +133,7 @@ def test_the_command_reads_stdin_and_writes_stdout(
         redis_url,
         *["-", "-A", APP, "--task", f"{APP}.read_batch", "-o", "-"],
         *["--format", "text", "--kwargs", '{"tag": "a"}', "--option", "tag=b", "--limit", "2"],
-        *["--timeout", "30"],
+        *["--timeout", str(patient(30))],
     )
     code, stdout, stderr = command.end(gzip.compress(b"one\ntwo\nthree\n"))
     assert (code, "2 succeeded, 0 failed" in stderr) == (0, True)
