@@ -16,7 +16,7 @@ from support.served_models import TEMPLATE
 from support.tiny_models import save_model
 
 #: How long its texts are: no token ends one.
-TOKENS = 1500
+TOKENS = 15_000
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def gateway(
     folder: Path = tmp_path_factory.mktemp("models")
     models: dict[str, dict[str, Any]] = {}
     for name in ("chat", "bare"):
-        size: dict[str, Any] = {"max_position_embeddings": 4096, "eos_token_id": 100_000}
+        size: dict[str, Any] = {"max_position_embeddings": 16_384, "eos_token_id": 100_000}
         save_model(folder / name, "llama", head="CausalLM", **size)
-        limits = {"slots": 2, "cache_tokens": 8192, "max_new_tokens": TOKENS}
+        limits = {"slots": 2, "cache_tokens": 16_384, "max_new_tokens": TOKENS}
         models[name] = {"kind": "generation", "model": str(folder / name), **limits}
     models["bare"]["max_new_tokens"] = 5
     (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)

@@ -74,12 +74,12 @@ def test_the_last_words_before_a_crash_are_logged(worker: Worker, own_log: Path)
 
 
 def test_traceback_of_a_fault_is_logged_once_for_a_batch(
-    start_worker: StartWorker, redis_url: str
+    start_module_worker: StartWorker, redis_url: str
 ) -> None:
     ledger.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     # They are in the queue before the worker is, so that they share a batch.
     jobs = ledger.answering.submit_many(range(8), {"answer": [1]}, queue="faults")
-    worker = start_worker("apps.ledger", "-Q", "faults", ready=False)
+    worker = start_module_worker("apps.ledger", "-Q", "faults", ready=False)
     for job in jobs:
         with pytest.raises(WrongLength):
             job.get(timeout=patient(90))

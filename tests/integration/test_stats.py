@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, uuid
 from redis import Redis
 
 from apps import shop
@@ -34,7 +34,8 @@ def worker(
     folder = tmp_path_factory.mktemp("settings")
     (folder / "batchery.toml").write_text(model_toml)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return start_module_worker("apps.shop", cwd=folder).wait_answers(shop.app)
+    worker = start_module_worker("apps.shop", cwd=folder).wait_answers(shop.app)
+    return worker.wait_known(redis_url)
 
 
 def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
@@ -49,9 +50,14 @@ def test_stats_tell_what_workers_do_and_serve(
     # It knows nothing of Batchery.
     stock = start_module_worker("apps.stock", "-Q", "elsewhere").wait_answers(shop.app)
     shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
-    code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--once", "--json")
-    assert code == 0, err
-    report = json.loads(out)
+
+    def look() -> Any:
+        code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--once", "--json")
+        assert code == 0, err
+        return stock.name in out and json.loads(out)
+
+    # Workers that Redis does not know are not awaited for long.
+    report = wait_for(look, "both have answered in time", TIMEOUT_S)
     assert report["workers"].keys() == {worker.name}
     figures = report["workers"][worker.name]
     assert figures["devices"]["cpu"]["state"] == "ready"
@@ -267,9 +273,12 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
 ) -> None:
     """What Flower is told of an embedding: the text, the start of the vector, the batch."""
     events: dict[str, dict[str, Any]] = {}
+    job_id = uuid()
 
     def note(event: dict[str, Any]) -> None:
-        events.setdefault(event["type"], event)
+        # Those of the jobs of earlier tests may come late.
+        if event.get("uuid", job_id) == job_id:
+            events.setdefault(event["type"], event)
 
     def came(kind: str) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -282,7 +291,8 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
         with receiver.consumer_context(wakeup=False) as (connection, _, _):
             # The first event proves that somebody listens; a job may be faster than a subscription.
             wait_for(partial(came, "worker-heartbeat"), "a heartbeat", TIMEOUT_S)
-            job = client.send_task("embed", ["How do I open a file?"], queue="embed")
+            item = "How do I open a file?"
+            job = client.send_task("embed", [item], queue="embed", task_id=job_id)
             wait_for(partial(came, "task-succeeded"), "the event", TIMEOUT_S)
     assert len(job.get(timeout=TIMEOUT_S)["vector"]) == 384
     client.control.disable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)

@@ -108,8 +108,11 @@ class Up:
             lambda: "Ctrl-C here" in self.log or self.process.poll() is not None, "ready", START_S
         )
         assert self.process.poll() is None, self.log
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.family = self.children()
         return self
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def pid(self, name: str) -> int:
         """Process id of what has a word in its command line."""
@@ -254,7 +257,8 @@ def test_a_child_that_dies_is_named_and_takes_the_rest_along(
 
 def test_kill_9_leaves_nothing_behind(start_up: StartUp) -> None:
     up = start_up("-A", "shop").ready()
-    assert len(up.family) >= 8
+    wait_for(lambda: len(up.children()) >= 8, "all of it runs")
+    up.family = up.children()
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
 

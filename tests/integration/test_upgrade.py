@@ -172,6 +172,8 @@ def test_a_rolling_upgrade_under_load_loses_nothing(
             wait_for(lambda: store.zcard(Keys().workers) == 1, "the dead are forgotten", TIMEOUT_S)
         (versions.folder / "end").touch()
         assert [load.wait(TIMEOUT_S) for load in loads] == [0, 0]
+        # One that stood still was taken for dead: what it had comes twice.
+        wait_for(lambda: unsettled(versions.url) == queue_length(versions.url) == 0, "no job left")
         assert fifth.stop() == 0
     finally:
         for load in loads:
