@@ -30,6 +30,8 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     """It has nothing to serve but the step model."""
     slots.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     env = {"BATCHERY_SHED_LATE": "true", "BATCHERY_MAX_PASS_S": str(MAX_PASS_S)}
+    # Nobody dies here: one that stands still for a while keeps its jobs.
+    env["LEASE_EXPIRY_S"] = str(patient(30))
     return start_module_worker("apps.slots", "-c", "1", "-Q", "countdown", env=env)
 
 
@@ -158,7 +160,9 @@ def test_job_that_is_terminated_leaves_its_slot_and_touches_no_neighbour(
     wait_for(lambda: device(worker)["batches_in_flight"] == 1, "its slot is free")
     # The device says how many are taken when it answers a job.
     begin().get(timeout=TIMEOUT_S)
-    assert device(worker)["models"]["countdown"]["slots_taken"] == 1
+    wait_for(
+        lambda: device(worker)["models"]["countdown"]["slots_taken"] == 1, "the worker has heard it"
+    )
     assert not gated.ready()
 
 
