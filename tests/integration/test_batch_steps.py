@@ -29,6 +29,7 @@ from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import BATCH
 from support.harness import wait_for
+from support.patience import patient
 
 OWNER = "tenant-acme"
 CALLER = Caller("acme", "acme", None, 1, 10, 1000, max_stored_bytes=100_000, max_open_batches=3)
@@ -92,7 +93,11 @@ class Room:
         return SliceRun(self.context, self.load(batch_id), number)
 
     def answer(self, batch_id: str, *slices: int) -> None:
-        """Stores results of the jobs of some slices, as a worker does."""
+        """Stores results of the jobs of some slices, as a worker does.
+
+        From now on results are awaited, however slow the machine is, as they will be found.
+        """
+        steps.IDLE_S = steps.ATTEMPT_S = patient(30)
         backend: Any = self.app.backend
         for number in slices:
             for request in read_slice(self.load(batch_id), number, self.files):
@@ -117,6 +122,7 @@ def room(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
     # Two requests in a slice, and nobody waits for those that nobody computes.
     monkeypatch.setattr("batchery_producer.gateway.batches.requests.SLICE_JOBS", 2)
     monkeypatch.setattr(steps, "IDLE_S", 0.01)
+    monkeypatch.setattr(steps, "ATTEMPT_S", 0.01)
     monkeypatch.setattr(steps, "COLLECT_S", 0.01)
     return Room(url, tmp_path / "files")
 

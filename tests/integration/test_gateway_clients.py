@@ -120,9 +120,10 @@ def test_cohere_ranks_objects(client: cohere.Client) -> None:
     texts = client.rerank(
         model="rerank", query=QUERY, documents=[f"the cat\n{text}" for text in DOCUMENTS]
     )
-    assert [(each.index, each.relevance_score) for each in joined.results] == [
-        (each.index, each.relevance_score) for each in texts.results
-    ]
+    assert [each.index for each in joined.results] == [each.index for each in texts.results]
+    # The documents of a request may come to the device in one batch, or in two.
+    scores = [each.relevance_score for each in texts.results]
+    assert [each.relevance_score for each in joined.results] == pytest.approx(scores, abs=1e-5)
 
 
 # Cohere's own client does so, where it joins answers.
@@ -266,7 +267,7 @@ def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
     voyage = {"output_dtype": None, "output_dimension": 8, "truncation": True}
     (short,) = vectors_of(gateway, ["tea"], input_type="document", **voyage)
     assert len(short) == 8
-    assert short == pytest.approx(np.array(plain[:8]) / np.linalg.norm(plain[:8]), abs=1e-6)
+    assert short == close(np.array(plain[:8]) / np.linalg.norm(plain[:8]))
     assert vectors_of(gateway, "tea", input_type="query")[0] == close(query)
     (unscaled,) = vectors_of(gateway, "tea", normalized=False)
     assert np.linalg.norm(unscaled) != pytest.approx(1, abs=1e-3)
