@@ -67,9 +67,9 @@ def awaiting(items: list[bool]) -> list[int]:
     """Awaits a job of another process, and says before that it may, if the item says so."""
     job = add.delay(1, 2)
     if not all(items):
-        return [job.get(timeout=60) for _ in items]
+        return [job.get(timeout=patient(60)) for _ in items]
     with allow_join_result():
-        return [job.get(timeout=60) for _ in items]
+        return [job.get(timeout=patient(60)) for _ in items]
 
 
 @app.task(shared=False, base=BatchTask)
@@ -85,7 +85,7 @@ def end_command(numbers: list[int]) -> list[int]:
     for number in numbers:
         process = subprocess.Popen(["sleep", "600"])
         process.send_signal(number)
-        codes.append(process.wait(30))
+        codes.append(process.wait(patient(30)))
     return codes
 
 
@@ -98,7 +98,7 @@ def end_fork(numbers: list[int]) -> list[int | None]:
         process.start()
         assert process.pid is not None
         os.kill(process.pid, number)
-        process.join(30)
+        process.join(patient(30))
         codes.append(process.exitcode)
     return codes
 

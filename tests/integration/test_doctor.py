@@ -108,6 +108,9 @@ def test_redis_that_begins_to_hang_meanwhile_ends_it(
 ) -> None:
     server = start_redis()
     command = ("batchery", "doctor", "--json", "-A", "apps.shop")
+    with Redis.from_url(server.url) as client:
+        # What it asks of workers is not passed on, so it cannot end before Redis hangs.
+        client.client_pause(3_600_000, all=False)
     with start(server.url, *command, cwd=tmp_path) as process, Redis.from_url(server.url) as client:
         wait_for(lambda: len(client.client_list()) > 1, "it has connected")
         with server.hanging():
