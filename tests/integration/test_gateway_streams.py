@@ -57,7 +57,7 @@ def test_stream_goes_on_when_a_killed_worker_comes_back(
     models = {"chat": save_writer(tmp_path / "chat")}
     env = {"BATCHERY_MODELS": json.dumps(models)}
     gateway = start_gateway(models=models)
-    hasty = start_gateway(models=models, gateway={"stream_timeout_s": 0.5})
+    hasty = start_gateway(models=models, gateway={"stream_timeout_s": patient(5)})
     worker = start_worker("batchery.app", env=env)
     asked: Any = {
         "model": "chat",
