@@ -93,7 +93,12 @@ def test_worker_of_other_queues_serves_no_model(
         # Not this process, whose connection would look like that of a worker for a while.
         command = ["celery", "-A", "batchery.app", "control", "--timeout", str(patient(2)), *words]
         env = {**os.environ, "BATCHERY_REDIS_URL": redis_url, "BATCHERY_MODELS": json.dumps(EMBED)}
-        subprocess.run([sys.executable, "-m", *command], env=env, check=True)
+        # It is given again where no worker has answered in time.
+        wait_for(
+            lambda: subprocess.call([sys.executable, "-m", *command], env=env) == 0,
+            f"an answer to {words}",
+            LONG_S,
+        )
 
     start_worker("apps.slow_vectors", "-Q", "other", env=VECTORS)
     wait_refused(gateway)

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,23 +146,29 @@ def test_figures_change_while_jobs_run(
 
 
 def test_what_waits_has_an_age_in_redis_and_in_the_worker(
-    page: Browser, gateway: GatewayProcess, client: Celery
+    page: Browser, gateway: GatewayProcess, model_worker: Worker, client: Celery
 ) -> None:
-    client.control.cancel_consumer("embed", reply=True, timeout=10, limit=1)
-    jobs = [client.send_task("embed", ["a"], queue="embed", headers=sent_now()) for _ in range(3)]
+    def control(command: str) -> None:
+        order = partial(getattr(client.control, command), destination=[model_worker.name])
+        wait_for(lambda: order("embed", reply=True, timeout=10, limit=1), f"an answer to {command}")
 
+    def waiting() -> Any:
+        """The queue, once an earlier job in it is settled."""
+        (queue,) = [each for each in status_of(gateway)["queues"] if each["name"] == "embed"]
+        return queue if (queue["waiting"], queue["in_workers"]) == (3, 0) else None
+
+    control("cancel_consumer")
+    jobs = [client.send_task("embed", ["a"], queue="embed", headers=sent_now()) for _ in range(3)]
     try:
         # The queue is one of the settings' models, so it is shown though nobody consumes it.
         wait_for(
             lambda: any(row.startswith("embed 3 ") for row in page.rows("queues")),
             "three jobs wait",
         )
-        (queue,) = [each for each in status_of(gateway)["queues"] if each["name"] == "embed"]
-        assert (queue["waiting"], queue["in_workers"]) == (3, 0)
-        assert 0 < queue["oldest_s"] < 60
-        assert page.number("waiting") == 3
+        assert 0 < wait_for(waiting, "they are counted")["oldest_s"] < patient(60)
+        wait_for(lambda: page.number("waiting") == 3, "no other queue has any")
     finally:
-        client.control.add_consumer("embed", reply=True, timeout=10, limit=1)
+        control("add_consumer")
     for job in jobs:
         job.get(timeout=patient(30))
     wait_for(lambda: page.number("waiting") == 0, "none waits")
@@ -297,8 +304,11 @@ def test_files_and_batches_are_shown_with_their_progress(
     wait_for(lambda: ended in page.rows("batches"), "the batch is shown", patient(60))
     size = f"{len(content) / 1024:.1f} KiB"
     assert f"<b>my</b>.jsonl {file['id']} batch {size}" in page.rows("files")
-    outputs = [row for row in page.rows("files") if "batch_output" in row]
-    assert len(outputs) == 2
+    # Files are asked for at the same time as batches: they may be those before its end.
+    wait_for(
+        lambda: sum("batch_output" in row for row in page.rows("files")) == 2,
+        "its outputs are shown",
+    )
     assert page.find_elements(By.CSS_SELECTOR, "#files b, #batches b") == []
 
 
