@@ -24,11 +24,15 @@ RedisBackend._MAX_STR_VALUE_SIZE = MAX_BYTES  # type: ignore[attr-defined]
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
-def write_down(items: list[Any], *, ledger: str, pause_s: float = 0.0) -> list[Any]:
-    """Notes each item when its batch begins."""
+def write_down(
+    items: list[Any], *, ledger: str, pause_s: float = 0.0, gate: str | None = None
+) -> list[Any]:
+    """Notes each item when its batch begins; waits for a file that is the gate."""
     with open(ledger, "a") as file:
         file.write("".join(f"{item}\n" for item in items))
     time.sleep(pause_s)
+    while gate is not None and not Path(gate).exists():
+        time.sleep(0.01)
     return items
 
 

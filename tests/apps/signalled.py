@@ -20,14 +20,18 @@ app.conf.worker_hijack_root_logger = False
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=1)
-def echo(items: list[float]) -> list[float]:
-    """Takes so many seconds."""
-    time.sleep(sum(items))
+def echo(items: list[str]) -> list[str]:
+    """Waits for the files that the items name."""
+    while not all(map(os.path.exists, items)):
+        time.sleep(0.01)
     return items
 
 
 class Ending(logging.Handler):
-    """Ends the worker by SIGQUIT when it is given the job `last` and its device has answered."""
+    """Ends the worker by SIGQUIT when it is given the job `last` and its device has answered.
+
+    The device answers then, and no sooner: it waits for the file that `ENDS` names.
+    """
 
     def __init__(self, pool: Any) -> None:
         super().__init__()
@@ -35,6 +39,7 @@ class Ending(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if "[last] received" in record.getMessage():
+            open(os.environ["ENDS"], "w").close()
             [device] = self._pool.devices
             select.select([device.link.reader], [], [])
             os.kill(os.getpid(), signal.SIGQUIT)
@@ -47,7 +52,7 @@ def listen(**_: Any) -> None:
 
 @signals.worker_ready.connect(weak=False)
 def begin(sender: Any, **_: Any) -> None:
-    if os.environ.get("ENDS") == "":
+    if "ENDS" not in os.environ:
         return
     handler = Ending(sender.pool)
     for name in ("celery.worker.strategy", "celery.app.trace"):

@@ -14,7 +14,7 @@ from celery.result import ResultSet
 from apps import ledger, signalled
 from apps.ledger import executions
 from conftest import StartWorker
-from support.harness import queue_length, unsettled, wait_for
+from support.harness import queue_length, unsettled, wait_ended, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -31,8 +31,8 @@ def book(tmp_path: Path) -> Path:
     return tmp_path / "ledger"
 
 
-def submit(book: Path, count: int = JOBS, pause_s: float = 0.5) -> ResultSet:
-    return ledger.write_down.submit_many(range(count), {"ledger": str(book), "pause_s": pause_s})
+def submit(book: Path, **keywords: Any) -> ResultSet:
+    return ledger.write_down.submit_many(range(JOBS), {"ledger": str(book), **keywords})
 
 
 def wait_for_batch(book: Path, items: int = 1) -> None:
@@ -54,13 +54,17 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_a_warm_shutdown_executes_every_job_once(
-    start_worker: StartWorker, book: Path, redis_url: str
+    start_worker: StartWorker, book: Path, redis_url: str, tmp_path: Path
 ) -> None:
     # They are in the queue before the worker is, so that batches are full.
-    jobs = submit(book)
+    gate = tmp_path / "gate"
+    jobs = submit(book, pause_s=0.5, gate=str(gate))
     worker = start_worker("apps.ledger", ready=False)
     wait_for_batch(book, 64)
-    assert worker.stop(signal.SIGTERM) == 0, worker.log
+    worker.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "Warm shutdown" in worker.log, "shutdown begun")
+    gate.touch()
+    assert worker.wait_exit() == 0, worker.log
     finished = len(executions(book))
     assert 64 <= finished < JOBS
     assert sum(job.ready() for job in jobs) == finished
@@ -75,10 +79,12 @@ def test_a_warm_shutdown_executes_every_job_once(
 def test_a_cold_shutdown_loses_no_job(
     start_worker: StartWorker, book: Path, redis_url: str
 ) -> None:
-    jobs = submit(book)
+    jobs = submit(book, pause_s=0.5)
     worker = start_worker("apps.ledger", ready=False)
     wait_for_batch(book, 64)
+    devices = worker.devices()
     worker.stop(signal.SIGQUIT)
+    wait_ended(devices)
     started = len(executions(book))
     finished = sum(job.ready() for job in jobs)
     assert queue_length(redis_url) == JOBS - finished, worker.log
@@ -89,29 +95,34 @@ def test_a_cold_shutdown_loses_no_job(
 
 
 def test_a_cold_shutdown_ends_a_worker_whose_main_thread_holds_a_lock(
-    start_worker: StartWorker, redis_url: str
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     signalled.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    worker = start_worker("apps.signalled")
-    first = signalled.echo.apply_async((2.0,), task_id="first")
+    gate = str(tmp_path / "gate")
+    worker = start_worker("apps.signalled", env={"ENDS": gate})
+    first = signalled.echo.apply_async((gate,), task_id="first")
     wait_for(lambda: "[first] received" in worker.log, "it has the first job")
-    last = signalled.echo.apply_async((0.0,), task_id="last")
+    last = signalled.echo.apply_async((gate,), task_id="last")
     assert worker.process.wait(TIMEOUT_S) == 0, worker.log
     assert "AssertionError" not in worker.log
-    assert first.get(timeout=TIMEOUT_S) == 2.0
+    assert first.get(timeout=TIMEOUT_S) == gate
     assert unsettled(redis_url) == 0
     # Without what ends it.
-    start_worker("apps.signalled", env={"ENDS": ""})
-    assert last.get(timeout=TIMEOUT_S) == 0.0
+    start_worker("apps.signalled")
+    assert last.get(timeout=TIMEOUT_S) == gate
 
 
-def test_a_second_sigterm_changes_nothing(start_worker: StartWorker, book: Path) -> None:
-    worker = start_worker("apps.ledger")
-    job = ledger.write_down.delay("x", ledger=str(book), pause_s=1.5)
+def test_a_second_sigterm_changes_nothing(
+    start_worker: StartWorker, book: Path, tmp_path: Path
+) -> None:
+    worker, gate = start_worker("apps.ledger"), tmp_path / "gate"
+    job = ledger.write_down.delay("x", ledger=str(book), gate=str(gate))
     wait_for_batch(book)
     worker.process.send_signal(signal.SIGTERM)
     wait_for(lambda: "Warm shutdown" in worker.log, "shutdown begun")
-    assert worker.stop(signal.SIGTERM) == 0, worker.log
+    worker.process.send_signal(signal.SIGTERM)
+    gate.touch()
+    assert worker.wait_exit() == 0, worker.log
     assert job.get(timeout=TIMEOUT_S) == "x"
 
 
@@ -159,13 +170,16 @@ def test_a_worker_can_be_ended_while_its_devices_start(
 
 
 def test_a_soft_shutdown_lets_short_batches_finish(
-    start_worker: StartWorker, book: Path, redis_url: str
+    start_worker: StartWorker, book: Path, redis_url: str, tmp_path: Path
 ) -> None:
     worker = start_worker("apps.ledger", env={"SOFT_SHUTDOWN_S": str(patient(3))})
-    job = ledger.write_down.delay("x", ledger=str(book), pause_s=1)
+    gate = tmp_path / "gate"
+    job = ledger.write_down.delay("x", ledger=str(book), gate=str(gate))
     wait_for_batch(book)
-    worker.stop(signal.SIGQUIT)
-    assert "Initiating Soft Shutdown" in worker.log
+    worker.process.send_signal(signal.SIGQUIT)
+    wait_for(lambda: "Initiating Soft Shutdown" in worker.log, "shutdown begun")
+    gate.touch()
+    worker.wait_exit()
     assert job.ready(), worker.log
     assert queue_length(redis_url) == 0
 
