@@ -7,6 +7,7 @@ from celery import Celery
 from pydantic import BaseModel, ValidationInfo, field_validator
 
 from batchery import BatchTask, Failed, RetryAfter, install
+from support.patience import patient
 
 app = install(Celery("typed", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
@@ -58,7 +59,15 @@ def price(orders: list[Order], *, terms: Terms | None = None) -> list[Price]:
     return [Price(cents=each.count * (terms.cents if terms else 100)) for each in orders]
 
 
-@app.task(base=BatchTask, bind=True, max_retries=1, max_batch_size=64, max_wait_ms=200, **OPTIONS)
+# So long that a worker that stands still for a moment makes one batch all the same.
+@app.task(
+    base=BatchTask,
+    bind=True,
+    max_retries=1,
+    max_batch_size=64,
+    max_wait_ms=patient(1500),
+    **OPTIONS,
+)
 def mates(self: BatchTask, orders: Sequence[Order]) -> Iterator[Any]:
     """Says whose item each is, and with how many others."""
     for order, job in zip(orders, self.request.per_item, strict=True):

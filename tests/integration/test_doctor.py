@@ -157,6 +157,7 @@ def test_recommended_set_up_is_silent(
         (tmp_path / "batchery.toml").write_text(model_toml)
         names = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND", "BATCHERY_REDIS_URL")
         worker = start_worker("batchery.app", cwd=tmp_path, env=dict.fromkeys(names, url))
+        worker.wait_known(url)
         report = diagnose(url, "--redis", url, cwd=tmp_path)
         assert (report["found"], report["unchecked"], report["exit_code"]) == ({}, {}, 0)
         assert worker.stop() == 0

@@ -29,9 +29,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model_worker(start_module_worker: StartWorker, models: dict[str, Any]) -> Worker:
+def model_worker(
+    start_module_worker: StartWorker, models: dict[str, Any], client: Celery
+) -> Worker:
     """Serves both."""
-    return start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    environment = {"BATCHERY_MODELS": json.dumps(models)}
+    return start_module_worker("batchery.app", env=environment).wait_answers(client)
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,7 @@ def test_worker_that_is_told_to_consume_nothing_waits_for_nothing(
     worker: Worker = start_worker("apps.leases", *ONE, **PATIENT)
     wait_for(partial(waits, bare), "it waits for work")
     with Celery("control", broker=redis_url, set_as_current=False) as app:
+        worker.wait_answers(app)
         app.control.cancel_consumer(
             "celery", destination=[worker.name], reply=True, timeout=patient(30), limit=1
         )

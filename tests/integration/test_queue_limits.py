@@ -68,7 +68,7 @@ def test_a_class_is_full_while_its_oldest_job_waits_for_too_long(
     sent_at = time.time() - 61
     app.send_task("plain", ("old",), priority=9, headers={"batchery_sent_at": sent_at})
     bare.rename("celery\x06\x169", LOW)
-    with pytest.raises(QueueFull, match=r"class 'low' has a job that has waited 6\d\.\d s"):
+    with pytest.raises(QueueFull, match=r"class 'low' has a job that has waited \d\d\.\d s"):
         echo.apply_async(("new",), priority=6)
 
 
