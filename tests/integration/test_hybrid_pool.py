@@ -72,9 +72,10 @@ def test_job_that_begins_in_a_shutdown_does_not_hold_it_up(start_worker: StartWo
     os.kill(child, signal.SIGSTOP)
     job = hybrid.pid.delay()
     wait_for(lambda: f"[{job.id}] received" in worker.log, "the job is with its process")
+    # It is written to the process in the next turn of the loop, in which this is answered.
+    worker.inspect(hybrid.app, "ping")
     stopped_s = time.monotonic()
     worker.process.terminate()
-    # It is sent to the process in the turn of the loop in which it came; the next one ends all.
     wait_for(lambda: "Warm shutdown" in worker.log, "the shutdown begins")
     os.kill(child, signal.SIGCONT)
     assert worker.wait_exit() == 0
