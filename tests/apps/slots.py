@@ -25,7 +25,7 @@ STEP_S = 0.01
 class Countdown(StepModel):
     """An item is a number of steps; `gate` holds it back while there is no such file.
 
-    With `hold_at` it is held back only where so many steps are left.
+    With `hold_at` it is held back only where so many steps are left. Then a file says so.
     """
 
     slots = 4
@@ -74,6 +74,7 @@ class Countdown(StepModel):
                 os._exit(13)
             is_held = item["left"] <= item.get("hold_at", item["left"])
             if is_held and item["gate"] and not Path(item["gate"]).exists():
+                Path(f"{item['gate']}.{slot}").touch()
                 told.append(Advance(slot, piece="waits"))
                 continue
             item["left"] -= 1

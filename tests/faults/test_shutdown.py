@@ -1,6 +1,5 @@
 """Ends workers in every way there is; every job has one result in the end, and none is lost."""
 
-import os
 import re
 import signal
 from collections import Counter
@@ -11,7 +10,7 @@ import psutil
 import pytest
 from celery.result import ResultSet
 
-from apps import ledger, signalled
+from apps import ledger, signalled, slow_start
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_ended, wait_for
@@ -156,16 +155,18 @@ def test_a_worker_that_waits_for_a_hanging_batch_can_be_ended(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
 def test_a_worker_can_be_ended_while_its_devices_start(
-    start_worker: StartWorker, number: int, redis_url: str
+    start_worker: StartWorker, number: int, redis_url: str, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.ledger", ready=False)
-    (device,) = wait_for(worker.devices, "a device")
+    slow_start.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.slow_start", ready=False, env={"GATE_FOLDER": str(tmp_path)})
+    wait_for((tmp_path / "loading").exists, "its model is being loaded")
+    (device,) = worker.devices()
     device.suspend()  # It never gets ready.
-    job = ledger.write_down.delay("x", ledger=os.devnull)
+    job = slow_start.app.tasks["slow"].delay("x")
     assert worker.stop(number) == 0, worker.log
     assert "Traceback" not in worker.log
     wait_for(lambda: is_gone(device), "the device is gone")
-    assert queue_length(redis_url) == 1
+    assert queue_length(redis_url, "slow") == 1
     assert not job.ready()
 
 
