@@ -177,6 +177,8 @@ def test_a_soft_shutdown_lets_short_batches_finish(
     gate = tmp_path / "gate"
     job = ledger.write_down.delay("x", ledger=str(book), gate=str(gate))
     wait_for_batch(book)
+    # A worker without active jobs waits for nothing.
+    wait_for(lambda: worker.inspect(ledger.app, "active"), "the job is active")
     worker.process.send_signal(signal.SIGQUIT)
     wait_for(lambda: "Initiating Soft Shutdown" in worker.log, "shutdown begun")
     gate.touch()
