@@ -15,7 +15,7 @@ from batchery.valkey import use_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import open_redis, wait_for
-from support.own_redis import OwnRedis, refusing_port
+from support.own_redis import OwnRedis
 from support.patience import patient
 from support.redis_places import behind_tls, make_certificate, with_password
 
@@ -36,9 +36,8 @@ def test_a_redis_that_answers_is_fine_and_is_left_alone(redis_url: str) -> None:
 
 
 def test_nobody_there_is_said_at_once_with_the_password_masked() -> None:
-    with refusing_port() as port:
-        url = f"redis://:secret@127.0.0.1:{port}/0"
-        said = refusal(url, timeout_s=3600)
+    url = "redis://:secret@127.0.0.1:1/0"
+    said = refusal(url, timeout_s=3600)
     assert url.replace("secret", "**") in said
     assert "refused" in said
     assert "batchery up" in said
@@ -49,12 +48,11 @@ def test_the_redis_that_is_given_outranks_the_environment(monkeypatch: pytest.Mo
     monkeypatch.setenv("CELERY_RESULT_BACKEND", "redis://elsewhere:1/0")
     app = Celery(set_as_current=False)
     app.conf.update(broker_url="redis://elsewhere:2/0")
-    with refusing_port() as port:
-        url = f"redis://127.0.0.1:{port}/0"
-        use_redis(app, url)
-        for check in (check_broker, check_backend):
-            with pytest.raises(RedisUnavailable, match=url):
-                check(app)
+    url = "redis://127.0.0.1:1/0"  # Nobody listens there.
+    use_redis(app, url)
+    for check in (check_broker, check_backend):
+        with pytest.raises(RedisUnavailable, match=url):
+            check(app)
 
 
 def test_a_host_that_accepts_and_never_answers_is_given_up() -> None:

