@@ -2,13 +2,13 @@
 
 from fnmatch import fnmatchcase
 
-#: Of a queue: its lists, one for each priority.
-QUEUES = ("{0}", "{0}[^!-~][^!-~][0-9]")
+#: Of a queue: its lists, for each priority, and for its tenants.
+QUEUES = ("{0}", "{0}[^!-~][^!-~]*")
 
 #: All others. The first one that fits a key counts.
 PATTERNS = (
     *("_kombu.binding*", "unacked*", "*.reply.celery.pidbox*", "*celery.pidbox*", "celeryev*"),
-    *("batchery:publisher:*", "batchery:tenants*", "batchery:workers", "batchery:worker-info"),
+    *("batchery:publisher:*", "batchery:workers", "batchery:worker-info"),
     *("batchery:schema", "batchery:token", "batchery:suspects", "batchery:waiting"),
     *("batchery:lease:*", "batchery:running:*", "batchery:sent:*", "batchery:dead"),
     *("batchery:dead-messages", "batchery:rate:*", "batchery:cache*", "batchery:http*"),

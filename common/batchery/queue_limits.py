@@ -15,7 +15,7 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused, QueueFull
 from batchery.settings import LOWEST_PRIORITY, PriorityClass
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys, lists_of, transport_scripts
 
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
 #: caller should not stay away for longer than a queue may take to recover.
@@ -157,12 +157,8 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
         return None
     steps: Any = channel
     names = Keys(channel.global_keyprefix)
-    keys = [names.tenants]
-    keys += [
-        names.queue(steps._q_for_pri(queue, step))
-        for step in steps.priority_steps
-        if step in priorities
-    ]
+    some = [step for step in steps.priority_steps if step in priorities]
+    keys = [names.queue(key) for key in lists_of(channel, queue, some)]
     # Not kombu's own client, which adds its key prefix only to a script's first key.
     client = redis.Redis(connection_pool=steps.pool)
     return Waiting.read(*transport_scripts(client).run("count_waiting", keys))

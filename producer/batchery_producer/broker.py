@@ -20,6 +20,7 @@ from batchery.errors import BrokerRefused
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import LASTING_REFUSALS, RetryPolicy, explain_refusal, find_refusal
 from batchery.settings import LOWEST_PRIORITY
+from batchery.transport.redis_schema import lists_of
 
 LUA = Path(__file__).parent / "lua"
 
@@ -178,8 +179,7 @@ class BrokerConnection:
         channel, keys = self.channel, [self._marker, key]
         if room.max_waiting:
             steps = [step for step in channel.priority_steps if step in room.priorities]
-            lists = {channel._q_for_pri(room.queue, step) for step in steps}
-            keys += sorted(lists - {key})
+            keys += [each for each in lists_of(channel, room.queue, steps) if each != key]
         keys = [channel.global_keyprefix + each for each in keys]
         words = (chunk, MARKER_S, room.max_waiting, *messages)
         pushed, length = RedisScripts(self._redis, LUA).run("push", keys, *words)

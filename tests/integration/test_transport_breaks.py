@@ -115,9 +115,9 @@ def test_a_key_that_something_else_has_written_is_named(
     both: StartConsumer, bare: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer = both("q")
-    bare.lpush(Keys().tenants, "no hash")
+    bare.lpush(Keys().waiting, "no hash")
     bare.lpush("q", "wakes it")
     with pytest.raises(redis.ConnectionError, match="WRONGTYPE"):
         consumer.until(lambda: False)
-    assert "key batchery:tenants of Redis is a list, not a hash" in caplog.text
-    assert "redis-cli DEL batchery:tenants" in caplog.text
+    assert "key batchery:waiting of Redis is a list, not a hash" in caplog.text
+    assert "redis-cli DEL batchery:waiting" in caplog.text

@@ -10,17 +10,17 @@ import redis
 from kombu import Connection
 
 from batchery.queue_limits import look_into
-from batchery.transport.redis_schema import Keys
-from support.plain_kombu import OURS, Consumer, StartConsumer, leases, waiting
-
-KEYS = Keys()
+from batchery.transport.redis_schema import find_tenant_list, lists_of
+from support.plain_kombu import OURS, Consumer, StartConsumer, leases
 
 #: What a worker has of the queue at any time.
 PREFETCH = 16
 
+SEP = "\x06\x16"
+
 
 def push(client: Any, tenant: str | None, texts: Iterable[str], queue: str = "q") -> None:
-    """Pushes messages as stock clients do."""
+    """Pushes messages into the list of a tenant."""
     headers = {} if tenant is None else {"batchery_tenant": tenant, "batchery_sent_at": 1.5}
     messages = [
         json.dumps(
@@ -37,8 +37,9 @@ def push(client: Any, tenant: str | None, texts: Iterable[str], queue: str = "q"
         )
         for text in texts
     ]
+    key = queue if tenant is None else find_tenant_list(queue, SEP, tenant)
     for start in range(0, len(messages), 1000):
-        client.lpush(queue, *messages[start : start + 1000])
+        client.lpush(key, *messages[start : start + 1000])
 
 
 def numbers(count: int, start: int = 0) -> list[str]:
@@ -58,144 +59,154 @@ def of(texts: list[str], tenant: str) -> list[str]:
     return [text for text in texts if text.split()[0] == tenant]
 
 
-@pytest.mark.parametrize("before", [5000, 2500])
+@pytest.fixture
+def channel(url: str) -> Any:
+    with Connection(url, transport=OURS) as connection:
+        yield connection.default_channel
+
+
+def test_names_of_tenants_are_dealt_to_all_lists_and_always_to_the_same() -> None:
+    found = Counter(find_tenant_list("q", SEP, f"tenant {number}") for number in range(800))
+    assert set(found) == {f"q{SEP}t{number}" for number in range(8)}
+    assert min(found.values()) > 50
+    assert find_tenant_list("q", SEP, "acme") == f"q{SEP}t6"
+    assert find_tenant_list("q", SEP, "\udc80").startswith(f"q{SEP}t")
+
+
+def test_a_published_job_goes_to_its_tenant_s_list_of_its_priority(bare: Any, channel: Any) -> None:
+    tenant = {"batchery_tenant": "acme"}
+    for priority, headers in ((0, {}), (0, tenant), (3, tenant), (0, {"batchery_tenant": 7})):
+        message = channel.prepare_message("", priority, headers=headers)
+        message["properties"]["delivery_info"] = {}
+        channel._put("q", message)
+    lists = {key.decode(): bare.llen(key) for key in bare.keys("q*")}
+    assert lists == {"q": 2, f"q{SEP}t6": 1, f"q{SEP}t6{SEP}3": 1}
+    assert channel._has_queue("q")
+    assert channel._size("q") == 4
+    channel._delete("q", "", "", "")
+    assert not bare.keys("q*")
+    assert not channel._has_queue("q")
+
+
+def test_without_leases_all_jobs_are_in_the_queue_itself(url: str, bare: Any) -> None:
+    with Connection(url, transport=OURS, transport_options={"leases": False}) as connection:
+        channel: Any = connection.default_channel
+        message = channel.prepare_message("", headers={"batchery_tenant": "acme"})
+        channel._put("q", message)
+    assert bare.llen("q") == 1
+
+
+@pytest.mark.parametrize("prefetch", [1, PREFETCH])
 def test_a_lone_job_goes_before_thousands_of_another_tenant(
-    consume: StartConsumer, bare: Any, before: int
+    consume: StartConsumer, bare: Any, prefetch: int
 ) -> None:
-    push(bare, "bulk", numbers(before))
+    push(bare, "bulk", numbers(3000))
     push(bare, "lone", ["job"])
-    push(bare, "bulk", numbers(5000 - before, before))
-    # The worker has seen the first job of the second tenant among those that it took, or among the
-    # newest ones. A queue that had two tenants is known to have them.
-    bare.hset(KEYS.tenants, "q", 0)
-    consumer = consume("q", prefetch=PREFETCH)
-    texts = complete(consumer, 3 * PREFETCH)
-    assert texts.index("lone job") < 3 * PREFETCH
+    consumer = consume("q", prefetch=prefetch)
+    texts = complete(consumer, 3 * prefetch)
+    assert "lone job" in texts
     assert of(texts, "bulk") == [f"bulk {number}" for number in range(len(texts) - 1)]
-    # Of one that comes while the worker is busy the same holds.
-    push(bare, "late", ["job"])
-    texts = complete(consumer, len(texts) + 2 * PREFETCH)
-    assert "late job" in texts[-2 * PREFETCH :]
-    assert waiting(bare) + len(consumer.messages) == 5002
+    # Of one that comes while the worker is busy the same holds, and of one without a tenant.
+    for tenant in ("lone", None):
+        push(bare, tenant, ["late"])
+        texts = complete(consumer, len(texts) + 4 * prefetch)
+        assert f"{tenant} late" in texts[-4 * prefetch :]
 
 
+@pytest.mark.parametrize("prefetch", [1, 3, PREFETCH])
 def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
-    consume: StartConsumer, bare: Any
+    consume: StartConsumer, bare: Any, prefetch: int
 ) -> None:
-    push(bare, "a", numbers(2500))
-    push(bare, "b", numbers(2500))
-    consumer = consume("q", prefetch=PREFETCH)
-    texts = complete(consumer, 1000)
+    for tenant in ("acme", "bulk"):
+        push(bare, tenant, numbers(1000))
+    consumer = consume("q", prefetch=prefetch)
+    texts = complete(consumer, 500)
     halves = Counter(text.split()[0] for text in texts)
-    assert abs(halves["a"] - halves["b"]) <= 2 * PREFETCH
-    for tenant in "ab":
+    assert abs(halves["acme"] - halves["bulk"]) <= 2 * PREFETCH
+    for tenant in ("acme", "bulk"):
         assert of(texts, tenant) == [f"{tenant} {at}" for at in range(halves[tenant])]
 
 
+def test_all_lists_have_their_turn_in_each_of_two_queues_where_few_jobs_are_taken(
+    consume: StartConsumer, bare: Any
+) -> None:
+    queues = ("q", "other")
+    for queue in queues:
+        for tenant in (None, *"abcdefgh"):
+            push(bare, tenant, [f"{queue} {at}" for at in range(100)], queue)
+    texts = complete(consume(*queues, prefetch=2), 600)
+    taken = Counter(tuple(text.split()[:2]) for text in texts)
+    assert min(taken[str(tenant), queue] for tenant in (None, "a", "h") for queue in queues) > 10
+
+
 def test_monitors_see_all_that_waits_and_nothing_is_left_of_an_empty_queue(
-    consume: StartConsumer, bare: Any
+    consume: StartConsumer, bare: Any, channel: Any
 ) -> None:
-    for tenant in "abc":
-        push(bare, tenant, numbers(1500))
+    for tenant in (None, "a", "b"):
+        push(bare, tenant, numbers(500))
     consumer = consume("q", prefetch=PREFETCH)
-    for count in (100, 1000, 3000, 4499):
+    for count in (100, 1000, 1499):
         complete(consumer, count)
-        assert waiting(bare) + len(consumer.messages) == 4500
-    texts = complete(consumer, 4500)
-    assert sorted(texts) == sorted(f"{tenant} {at}" for tenant in "abc" for at in range(1500))
+        found = look_into(channel, "q", range(3))
+        assert found is not None
+        assert found.jobs == channel._size("q") == 1500 - len(consumer.messages)
+    texts = complete(consumer, 1500)
+    assert sorted(texts) == sorted(f"{each} {at}" for each in (None, "a", "b") for at in range(500))
     consumer.until(lambda: leases(bare) == 0)
-    assert not bare.keys("batchery:tenants:*")
-    assert bare.hgetall(KEYS.tenants) == {b"q": b"0"}
-    assert not bare.exists("q")
+    assert not bare.exists(*lists_of(channel, "q"))
 
 
-def test_jobs_of_one_tenant_or_of_none_stay_where_they_are(
-    consume: StartConsumer, bare: Any
-) -> None:
-    for tenant, queue in ((None, "q"), ("one", "other")):
-        push(bare, tenant, numbers(300), queue)
-        consumer = consume(queue, prefetch=PREFETCH)
-        complete(consumer, 200)
-        assert not bare.keys("batchery:tenants*")
-        consumer.close()
-
-
-def test_what_a_worker_gives_back_goes_first(consume: StartConsumer, bare: Any) -> None:
-    push(bare, "a", numbers(500))
-    push(bare, "b", numbers(500))
-    first = consume("q", prefetch=PREFETCH)
-    complete(first, 100)
-    held = first.get(len(first.messages))[100:]
-    first.close()
-    assert waiting(bare) == 900
-    second = consume("q", prefetch=PREFETCH)
-    texts = complete(second, 900)
-    assert texts[: len(held)] == held
-    assert len(set(texts + first.texts[:100])) == 1000
-
-
-def test_a_stock_consumer_loses_nothing_and_gets_no_message_twice(
-    consume: StartConsumer, bare: Any
-) -> None:
-    push(bare, "a", numbers(500))
-    push(bare, "b", numbers(500))
-    ours = consume("q", prefetch=PREFETCH)
-    complete(ours, 100)
-    stock = consume("q", prefetch=PREFETCH, transport="kombu.transport.redis:Transport")
-    # To a stock worker a place of a job is the message of another one that has expired. It meets
-    # some until a worker of ours has seen that it is there.
-    for at in range(40):
-        stock.get(at + 1)
-        stock.messages[at].ack()
-        complete(ours, 101 + at)
-    theirs = [each for each in stock.messages if "expires" not in each.headers]
-    assert not any("expires" in each.headers for each in stock.messages[20:])
-    assert waiting(bare) + len(ours.messages) + len(theirs) == 1000
-    stock.close()
-    push(bare, "a", numbers(10, 500))
-    texts = complete(ours, 1010 - len(theirs))
-    assert sorted(texts + [each.payload for each in theirs]) == sorted(
-        [f"a {at}" for at in range(510)] + [f"b {at}" for at in range(500)]
-    )
-
-
-def test_a_purge_removes_all_jobs(consume: StartConsumer, bare: Any, url: str) -> None:
-    push(bare, "a", numbers(500))
-    push(bare, "b", numbers(500))
-    consumer = consume("q", prefetch=PREFETCH)
-    complete(consumer, 100)
-    count = waiting(bare)
-    consumer.consumer.cancel()
-    with Connection(url, transport=OURS) as connection:
-        channel: Any = connection.default_channel
-        assert channel.queue_purge("q") == count
-    assert not bare.keys("batchery:tenants*")
-
-
-def test_limits_count_all_jobs_and_know_the_oldest(
-    consume: StartConsumer, bare: Any, url: str
-) -> None:
-    push(bare, "a", numbers(500))
-    push(bare, "b", numbers(500))
-    consumer = consume("q", prefetch=PREFETCH)
-    complete(consumer, 100)
-    with Connection(url, transport=OURS) as connection:
-        found = look_into(connection.default_channel, "q", range(3))
+def test_limits_know_the_oldest_job_of_any_tenant(bare: Any, channel: Any) -> None:
+    push(bare, None, ["0"])
+    push(bare, "acme", ["0"])
+    found = look_into(channel, "q", range(3))
     assert found is not None
-    assert found.jobs == waiting(bare)
     assert found.oldest_s is not None
     assert found.oldest_s > 1e9
 
 
+def test_a_job_wakes_a_worker_that_waits(consume: StartConsumer, bare: Any) -> None:
+    consumer = consume("q", prefetch=PREFETCH)
+    consumer.until_waiting()
+    # Or its look at all queues, once a second, would find the job.
+    consumer.channel.sweep = lambda: None
+    push(bare, "acme", ["0"])
+    assert consumer.get(1) == ["acme 0"]
+
+
+def test_what_a_worker_gives_back_goes_first_of_its_tenant(
+    consume: StartConsumer, bare: Any, channel: Any
+) -> None:
+    for tenant in ("acme", "bulk"):
+        push(bare, tenant, numbers(200))
+    first = consume("q", prefetch=PREFETCH)
+    complete(first, 100)
+    held = first.get(len(first.messages))[100:]
+    first.close()
+    assert channel._size("q") == 300
+    second = consume("q", prefetch=PREFETCH)
+    texts = complete(second, 300)
+    for tenant in ("acme", "bulk"):
+        own = of(held, tenant)
+        assert of(texts, tenant)[: len(own)] == own
+    assert len(set(texts + first.texts[:100])) == 400
+
+
+def test_a_purge_removes_all_jobs(bare: Any, channel: Any) -> None:
+    for tenant in (None, "a", "b"):
+        push(bare, tenant, numbers(50))
+    assert channel.queue_purge("q") == 150
+    assert not bare.exists(*lists_of(channel, "q"))
+
+
 def test_a_full_redis_gives_jobs_in_turn(consume: StartConsumer, bare: Any) -> None:
-    push(bare, "a", numbers(1500))
-    push(bare, "b", numbers(1500))
+    for tenant in ("acme", "bulk"):
+        push(bare, tenant, numbers(500))
     bare.config_set("maxmemory-policy", "noeviction")
     bare.config_set("maxmemory", 1)
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         bare.set("anything", "")
-    consumer = consume("q", prefetch=PREFETCH)
-    texts = complete(consumer, 3000)
-    assert len(set(texts)) == 3000
-    halves = Counter(text.split()[0] for text in texts[:1000])
-    assert abs(halves["a"] - halves["b"]) <= 2 * PREFETCH
+    texts = complete(consume("q", prefetch=PREFETCH), 1000)
+    assert len(set(texts)) == 1000
+    halves = Counter(text.split()[0] for text in texts[:300])
+    assert abs(halves["acme"] - halves["bulk"]) <= 2 * PREFETCH

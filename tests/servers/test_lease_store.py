@@ -57,9 +57,10 @@ def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
-    fixed += [KEYS.running(lease_store.worker), KEYS.tenants]
+    fixed += [KEYS.running(lease_store.worker)]
+    lists = ["queue", *(f"queue:t{number}" for number in range(8))]
     arguments = [lease_store.worker, 100, 2**20, "", 1, 100, 1]
-    answer = lease_store.scripts.run("fetch", [*fixed, "queue"], *arguments)
+    answer = lease_store.scripts.run("fetch", [*fixed, *lists], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:
         for token in tokens:

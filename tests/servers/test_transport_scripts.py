@@ -39,14 +39,15 @@ class Redis:
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-        fixed += [KEYS.running(ME), KEYS.tenants]
+        fixed += [KEYS.running(ME)]
+        tenants = [f"{queue}:t{number}" for queue in queues for number in range(8)]
         count = len(queues) // steps
         # All lists of a queue are one part.
         parts = [1 + at % count for at in range(len(queues))]
         limits = [wanted] * count
         answer = self.scripts.run(
             "fetch",
-            [*fixed, *queues],
+            [*fixed, *queues, *tenants],
             *[ME, wanted, room, "", len(limits), *limits, *parts],
         )
         if not answer:
@@ -242,7 +243,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     message = bytes(range(256)) + b"\0\0 \n"
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
+    keys = [*fixed, KEYS.running(ME), "a", *(f"a:t{number}" for number in range(8))]
     there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 1, 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
@@ -403,7 +404,7 @@ def test_a_time_that_is_none_tells_nothing_of_what_waits(there: Redis) -> None:
         there.client.lpush("a", f'{{"headers": {{"batchery_sent_at": {sent_at}}}}}')
         there.client.lpush("b", f'{{"headers": {{"batchery_sent_at": {sent_at}}}}}')
         there.client.rpoplpush("b", "c")
-    keys = [KEYS.tenants, "c", "a"]
+    keys = ["c", "a"]
     assert there.scripts.run("count_waiting", keys) == [8, b""]
     there.client.rpop("a", 2)
     assert there.scripts.run("count_waiting", keys) == [6, b"2.5"]
@@ -415,5 +416,5 @@ def test_jobs_next_in_turn_that_do_not_say_when_they_were_sent_have_their_ids(th
             there.client.lpush(queue, f'{{"properties": {{"correlation_id": "{queue}{number}"}}}}')
     there.client.lpush("c", "no message")
     there.client.lpush("d", f'{{"properties": {{"correlation_id":"{"x" * 1000}"}}}}')
-    keys = [KEYS.tenants, "a", "b", "c", "d"]
+    keys = ["a", "b", "c", "d"]
     assert there.scripts.run("count_waiting", keys) == [6, b"", b"a1", b"b1", b"x" * 100]

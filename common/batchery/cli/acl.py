@@ -40,7 +40,7 @@ ALL = f"+@string +@hash +@list +@set +@sortedset +@stream {ANY_TYPE} +evalsha +w
 #: script does like any other command, so EVALSHA allows nothing by itself: a selector must have it
 #: that has all keys which the script names.
 PRODUCE = (
-    "{waiting} ~{p}batchery:tenants* ~{p}batchery:publisher:* +lpush +llen +evalsha{more}",
+    "{waiting} ~{p}batchery:publisher:* +lpush +llen +evalsha{more}",
     "~{p}batchery:publisher:* +get +set +del +unlink",
     "{results} +get +mget +exists +del +unlink +subscribe",
     "{groups} +subscribe +publish +@string -@dangerous " + ANY_TYPE,
@@ -132,14 +132,14 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     channel = f"&{p}{_escape(fanout.format(db=str(connection.virtual_host).strip('/') or 0))}"
     control = _escape(f"{app.conf.control_exchange}.pidbox")
     events = _escape(app.conf.event_exchange)
-    # Between a queue and a priority.
-    step = f"{_escape(options.get('sep', Channel.sep))}[0-9]"
+    # Between a queue and a priority, or one of its tenants' lists.
+    more_lists = f"{_escape(options.get('sep', Channel.sep))}*"
     # With those that workers have for themselves: `worker_direct`.
     waiting = [*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]
     own_queues: dict[str, Any] = app.amqp.queues
     more = {
         # To refuse jobs that would wait for too long, clients look at the oldest one.
-        "+lindex +zrange": bool(get_queue_limits(app)),
+        "+lindex": bool(get_queue_limits(app)),
         # Kombu does so with each job.
         "+pexpire": any(
             each.expires or "x-expires" in (each.queue_arguments or {})
@@ -148,7 +148,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     }
     return {
         "p": p,
-        "waiting": " ".join(f"~{p}{each} ~{p}{each}{step}" for each in waiting),
+        "waiting": " ".join(f"~{p}{each} ~{p}{each}{more_lists}" for each in waiting),
         "more": "".join(f" {commands}" for commands, is_needed in more.items() if is_needed),
         "results": f"~{r}celery-task-meta-* &{r}celery-task-meta-*",
         "groups": f"~{r}celery-taskset-meta-* &{r}celery-taskset-meta-* ~{r}chord-unlock-*",

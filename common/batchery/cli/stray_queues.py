@@ -14,7 +14,7 @@ from celery import Celery
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import NoPermissionError
 
-from batchery.transport.redis_schema import escape_pattern
+from batchery.transport.redis_schema import escape_pattern, lists_of
 
 #: Keys that a call of SCAN looks at, and calls of one look.
 SCAN_KEYS = 1000
@@ -86,12 +86,12 @@ class StrayQueues:
 
 def _count(channel: Any, client: Any, names: Collection[str]) -> Iterator[tuple[str, int]]:
     """The jobs in each queue; one that this user may not count, or that is no list, has none."""
-    steps = channel.priority_steps
+    lists = {name: lists_of(channel, name) for name in names}
     with client.pipeline(transaction=False) as pipe:
-        for name in names:
-            for step in steps:
-                pipe.llen(f"{channel.global_keyprefix}{channel._q_for_pri(name, step)}")
+        for keys in lists.values():
+            for key in keys:
+                pipe.llen(f"{channel.global_keyprefix}{key}")
         answers = iter(pipe.execute(raise_on_error=False))
-    for name in names:
-        lengths = [next(answers) for _ in steps]
+    for name, keys in lists.items():
+        lengths = [next(answers) for _ in keys]
         yield name, sum(each for each in lengths if isinstance(each, int))

@@ -28,7 +28,7 @@ from batchery.transport.lease_store import LeaseStore, acquire_lease_store, disc
 from batchery.transport.leases import HeldJob
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
-from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
+from batchery.transport.redis_schema import REPLIES_CLIENT, lists_of, tenant_lists
 
 _QoS: Any = kombu_redis.QoS
 _Channel: Any = object
@@ -211,20 +211,31 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
     def _size(self, queue: str) -> int:
         """How many messages wait in a queue; without a transaction, unlike kombu."""
         with self.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
-            for step in self.priority_steps:
-                pipe.llen(self._q_for_pri(queue, step))
+            for key in lists_of(self, queue):
+                pipe.llen(key)
             return sum(length for length in pipe.execute() if isinstance(length, int))
 
     def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
         """Deletes a queue."""
         try:
             super()._delete(queue, *args, **kwargs)
+            for name in tenant_lists(queue, self.sep):
+                super()._purge(name)
         except redis.ResponseError as error:
             if find_refusal(error) != "OOM":
                 raise
             with self.conn_or_acquire() as client:
-                for step in self.priority_steps:
-                    client.delete(self._q_for_pri(queue, step))
+                client.delete(*lists_of(self, queue))
+
+    def _has_queue(self, queue: str, **_: Any) -> bool:
+        """Whether any message waits in a queue."""
+        with self.conn_or_acquire() as client:
+            return bool(client.exists(*lists_of(self, queue)))
+
+    def _purge(self, queue: str) -> int:
+        """Removes all messages that wait in a queue; returns how many."""
+        names = [queue, *tenant_lists(queue, self.sep)]
+        return sum(int(super(FullRedisChannel, self)._purge(name)) for name in names)
 
 
 class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
@@ -277,14 +288,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     def served_queues(self) -> list[str]:
         """The queues that are consumed; from any thread."""
         return sorted(self.active_queues)
-
-    def _purge(self, queue: str) -> int:
-        """Removes all messages that wait in a queue; returns how many."""
-        count = int(super()._purge(queue))
-        keys = Keys(self.global_keyprefix)
-        lists = [keys.queue(self._q_for_pri(queue, step)) for step in self.priority_steps]
-        self._outbox_scripts.run("purge_tenants", [keys.tenants, *lists])
-        return count
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any

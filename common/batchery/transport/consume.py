@@ -19,7 +19,7 @@ from batchery.redis_scripts import packed, script_text
 from batchery.retry import find_refusal
 from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import LUA
+from batchery.transport.redis_schema import LUA, lists_of
 
 logger = logging.getLogger("batchery.transport")
 
@@ -101,8 +101,6 @@ class Fetcher:
         self.took_all = False
         #: Whether the last fetch brought as much as it wanted; then there is probably more.
         self._brought_much = False
-        #: Key of a list that is not all sorted by tenant.
-        self._unsorted: bytes | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -136,9 +134,6 @@ class Fetcher:
             if asked is None:
                 return False
             self._known = asked
-        if self._unsorted is not None:
-            self._lease_store.sort_tenants(self._unsorted)
-            self._unsorted = None
         self._lease_store.flush()
         self._asked, self.left_some_out = asked, asked.left_some_out
         self._asked_s = perf_counter()
@@ -191,12 +186,15 @@ class Fetcher:
         }
         queues = list(dict.fromkeys(part.queue for part in numbers))
         lists = [
-            (keys.queue(channel._q_for_pri(queue, step)), number)
+            ([keys.queue(key) for key in lists_of(channel, queue, [step])], number)
             for step in channel.priority_steps
             for queue in queues
             if (number := numbers.get(find_part(channel, queue, step)))
         ]
-        names = tuple(key for key, _ in lists)
+        names = (
+            *(own[0] for own, _ in lists),
+            *(key for own, _ in lists for key in own[1:]),
+        )
         fixed = self._own_keys(question.worker)
         entry = self._entry(question, queues)
         script = (
@@ -253,7 +251,6 @@ class Fetcher:
             self.is_entered = bool(asked.spelled.entry)
         else:
             self.forget_entry()
-        self._unsorted = answer.pop() if answer and len(answer) % 2 else None
         brought = len(answer or ()) // 2 - 1
         self._brought_much = brought >= asked.messages
         self.took_all = self.watches and self._is_watched(connection)
@@ -287,7 +284,6 @@ class Fetcher:
             keys.suspects: "hash",
             keys.waiting: "hash",
             keys.running(worker): "hash",
-            keys.tenants: "hash",
         }
 
     def nothing_came(self, connection: Any) -> bool:

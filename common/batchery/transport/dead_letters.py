@@ -14,7 +14,7 @@ from kombu.transport.redis import Channel, Transport
 
 from batchery.errors import InvalidItem
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys, split_list, transport_scripts
 
 logger = logging.getLogger("batchery.transport")
 
@@ -158,10 +158,8 @@ def _rank(token: str) -> tuple[bool, int, str]:
 
 
 def find_queue(key: str, prefix: str) -> str:
-    """The queue of a key, which may be the key of one of its priorities."""
-    name = key.removeprefix(prefix)
-    head, separator, step = name.rpartition(Channel.sep)
-    return head if separator and step.isdigit() else name
+    """The queue of a key, which may be that of any of its lists."""
+    return split_list(key.removeprefix(prefix), Channel.sep)[0]
 
 
 def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from batchery.transport.dead_letters import (
     dead_letter_unread,
 )
 from batchery.transport.lease_store import LeaseStore
+from batchery.transport.redis_schema import split_list
 from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
     build_delivery_field,
@@ -221,12 +222,10 @@ class Inbox:
         dead_letter_unread(self._lease_store, token, reason)
 
     def find_place(self, key: str) -> tuple[str, int]:
-        """The queue of a key, which may be the key of one of its priorities, and the step."""
+        """The queue of a key, which may be that of any of its lists, and the priority step."""
         if key not in self._places:
             name = key.removeprefix(self._channel.global_keyprefix)
-            head, separator, step = name.rpartition(self._channel.sep)
-            is_step = separator and step.isdigit()
-            self._places[key] = (head, int(step)) if is_step else (name, 0)
+            self._places[key] = split_list(name, self._channel.sep)
         return self._places[key]
 
     def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:

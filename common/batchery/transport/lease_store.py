@@ -36,12 +36,6 @@ logger = logging.getLogger("batchery.transport")
 MAX_TOKENS_PER_COMMAND = 1000
 
 
-#: Maximum number of steps in which a worker sorts a list before it takes more, each of up to 1000
-#: messages and a few milliseconds. The loop waits meanwhile; what is left is sorted with what it
-#: takes next.
-MAX_SORT_STEPS = 250
-
-
 class LeaseStore:
     """The leases of one worker; for its event loop's thread, unless a method says otherwise."""
 
@@ -317,12 +311,6 @@ class LeaseStore:
         given = {token.decode() for token in gone}
         self.lost(given)
         return given
-
-    def sort_tenants(self, key: bytes) -> None:
-        """Sorts what waits in a list by tenant, in steps between which Redis serves others."""
-        for _ in range(MAX_SORT_STEPS):
-            if not self.scripts.run("sort_tenants", [self.keys.tenants, key]):
-                break
 
     def stop_waiting(self) -> None:
         """Tells other workers that this one no longer waits for work.

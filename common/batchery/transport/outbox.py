@@ -9,10 +9,11 @@ import redis
 
 from batchery.completion import HeldMessage, Lease, LeaseHolder, current_completion
 from batchery.errors import InvalidItem
+from batchery.protocol.headers import TENANT
 from batchery.redis_scripts import RedisScripts, get_database
 from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
 from batchery.transport.dead_letters import check_size
-from batchery.transport.redis_schema import OWN_NAMES, Keys, transport_scripts
+from batchery.transport.redis_schema import OWN_NAMES, Keys, find_tenant_list, transport_scripts
 
 _Channel: Any = object
 
@@ -23,6 +24,8 @@ DEDUPE_TTL_S = 3600
 
 class OutboxChannel(_Channel):  # type: ignore[misc]
     """Publishes through the outbox of a job's completion; mixed into kombu's Redis channels."""
+
+    leases: bool
 
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         """Declares a queue, unless a key has its name that is none."""
@@ -37,7 +40,12 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         check_size(message.get("body") or "")
         completion = current_completion()
         outbox = None if completion is None else completion.outbox
-        is_plain = kwargs.get("_publish_batch") is None and queue not in (self._expires or ())
+        expires = queue in (self._expires or ())
+        is_plain = kwargs.get("_publish_batch") is None and not expires
+        tenant = (message.get("headers") or {}).get(TENANT)
+        # Who consumes without leases knows of no such lists, and kombu renews none of them.
+        if isinstance(tenant, str) and tenant and self.leases and not expires:
+            queue = find_tenant_list(queue, self.sep, tenant)
         with _lasting_refusals_explained(queue):
             if outbox is None or not is_plain:
                 super()._put(queue, message, **kwargs)

@@ -1,8 +1,10 @@
 """The keys that leases need in addition to Celery's own; `lua/` says what is in each of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import redis
 
@@ -21,6 +23,9 @@ OWN_NAMES = (
 #: Version of the layout of all keys and values that workers share. It grows when a worker of the
 #: version before could not live beside this one; docs/security.md says what happens then.
 SCHEMA = 1
+
+#: Number of lists to which the tenants of a queue and priority step are dealt.
+TENANT_LISTS = 8
 
 #: The transport's scripts. The head of each file names its keys, and who writes them.
 LUA = Path(__file__).parent / "lua"
@@ -68,11 +73,6 @@ class Keys:
         return f"{self.prefix}batchery:waiting"
 
     @property
-    def tenants(self) -> str:
-        """HASH of lists that are sorted by tenant to the number of messages that were moved."""
-        return f"{self.prefix}batchery:tenants"
-
-    @property
     def dead(self) -> str:
         """HASH of tokens to queue keys and descriptions of dead letters."""
         return f"{self.prefix}batchery:dead"
@@ -110,16 +110,41 @@ class Keys:
         ]
 
 
-def find_tenant_lists(client: Any, keys: Keys, queue_list: str) -> list[bytes]:
-    """The lists to which messages of a queue's list were sorted by tenant; see lua/tenants.lua.
+def tenant_lists(queue: str, sep: str) -> list[str]:
+    """The names under which jobs of tenants wait, by number; each has its own priority steps.
 
     Args:
-        client: Of the broker's database, without kombu's key prefix; it decodes nothing.
-        keys: Those of the database.
-        queue_list: Key of the queue's list of one priority step.
+        queue: Its name.
+        sep: What kombu puts between a queue and a priority; so no queue has such a name.
     """
-    turns = client.zrange(f"{keys.tenants}:turns:{queue_list}", 0, -1)
-    return [f"{keys.tenants}:of:{queue_list}\0".encode() + tenant for tenant in turns]
+    return [f"{queue}{sep}t{number}" for number in range(TENANT_LISTS)]
+
+
+def find_tenant_list(queue: str, sep: str, tenant: str) -> str:
+    """The one of them in which a tenant's jobs wait."""
+    number = crc32(tenant.encode(errors="replace")) % TENANT_LISTS
+    return tenant_lists(queue, sep)[number]
+
+
+def lists_of(channel: Any, queue: str, steps: Iterable[int] | None = None) -> list[str]:
+    """All lists of a queue, with those of tenants; without kombu's key prefix.
+
+    Args:
+        channel: A Redis channel of kombu.
+        queue: Its name.
+        steps: Of which priority steps; by default of all.
+    """
+    names = [queue, *tenant_lists(queue, channel.sep)]
+    steps = channel.priority_steps if steps is None else steps
+    return [channel._q_for_pri(name, step) for step in steps for name in names]
+
+
+def split_list(name: str, sep: str) -> tuple[str, int]:
+    """The queue of a list, whose key has no prefix, and its priority step."""
+    head, _, step = name.rpartition(sep)
+    name, number = (head, int(step)) if head and step.isdigit() else (name, 0)
+    head, _, _ = name.rpartition(sep)
+    return (head if head and name in tenant_lists(head, sep) else name), number
 
 
 def escape_pattern(name: str) -> str:

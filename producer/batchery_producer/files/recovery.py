@@ -20,7 +20,7 @@ from redis.exceptions import NoPermissionError
 
 from batchery.errors import RedisUnavailable
 from batchery.retry import RetryPolicy
-from batchery.transport.redis_schema import Keys, find_tenant_lists
+from batchery.transport.redis_schema import Keys, lists_of
 
 #: Number of messages that are read from Redis at a time.
 CHUNK = 256
@@ -88,20 +88,15 @@ def _messages(channel: Any, queue: str) -> Iterator[bytes]:
     # kombu's own client would add its key prefix to some keys only.
     client: Any = redis.Redis(connection_pool=channel.pool)
     keys = Keys(channel.global_keyprefix)
-    for step in channel.priority_steps:
-        own = keys.queue(channel._q_for_pri(queue, step))
-        yield from _waiting(client, own)
-        for of_tenant in find_tenant_lists(client, keys, own):
-            yield from _waiting(client, of_tenant)
-        # From there, those that go next may have come back.
-        yield from client.lrange(own, -CHUNK, -1)
+    for own in lists_of(channel, queue):
+        yield from _waiting(client, keys.queue(own))
     held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
     for key in (*held, keys.queue(channel.unacked_key)):
         for _, value in client.hscan_iter(key, count=CHUNK):
             yield value
 
 
-def _waiting(client: Any, key: str | bytes) -> Iterator[bytes]:
+def _waiting(client: Any, key: str) -> Iterator[bytes]:
     """Messages, the newest first, so that none is skipped while the oldest leave."""
     start = 0
     while messages := client.lrange(key, start, start + CHUNK - 1):

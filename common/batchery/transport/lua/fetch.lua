@@ -1,6 +1,5 @@
 -- Moves waiting messages from their queues into the leases of one worker; or notes that the worker
 -- waits for some.
--- include tenants.lua
 --
 -- KEYS[1]   ZSET    workers, see register.lua; a worker that is not in it gets nothing
 -- KEYS[2]   HASH    lease:<worker>: token -> queue key, a zero byte, message as it was in the queue.
@@ -14,18 +13,21 @@
 --                   goes when its worker takes something, or could begin nothing; with release or
 --                   recovery.
 -- KEYS[6]   HASH    running:<worker>, see recover.lua
--- KEYS[7]   HASH    tenants, see tenants.lua
--- KEYS[8..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
---                   then those of the next. Written by producers, read by every worker.
+-- KEYS[7..] LIST    queues in the order in which they are served: those of one priority step, then those of
+--                   the next; then for each of them, in the same order, its lists of tenants. Written by
+--                   producers, read by every worker.
 -- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
 --           number of parts, which are lists of one queue and priority class; for each part how many messages
---           it may give; then for each list the number of its part
--- Returns   {number of suspects, first token, index of queue key, message, index, message, ...}, and at the end
---           the key of a list that is not all sorted by tenant, if there is one;
+--           it may give; then for each queue and step the number of its part
+-- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
 --           {} if all lists are empty; nil if the worker is fenced.
 --
 -- At maxmemory a script may write once it has popped, which frees memory, so pops come first.
 -- A key of another type than list must not stop the script, as what was popped would be lost: pcall.
+
+-- The number of lists that a queue and priority step has: its own, and those of tenants.
+local LISTS = 9
+
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
@@ -34,64 +36,69 @@ local left = {}
 for part = 1, parts do
   left[part] = tonumber(ARGV[5 + part])
 end
-local answer, fields, unsorted = {0, 0}, {}, nil
-local are_some_sorted = redis.call('EXISTS', KEYS[7]) == 1
-
--- Sorts some of a list by tenant; returns whether all of it is sorted now.
-local function sort_some(list)
-  local is_sorted = sort(KEYS[7], list) == 0
-  unsorted = is_sorted and unsorted or not is_sorted and list
-  return is_sorted
+local answer, fields = {0, 0}, {}
+local queues = (#KEYS - 6) / LISTS
+local are_tenants = false
+for first = 7 + queues, #KEYS, 4000 do
+  -- Lua's stack bounds what can be unpacked.
+  local some = redis.call('EXISTS', unpack(KEYS, first, math.min(first + 3999, #KEYS)))
+  are_tenants = are_tenants or some > 0
 end
 
-for i = 8, #KEYS do
-  local part = tonumber(ARGV[parts + i - 2])
-  local asked, got
-  local sorted = are_some_sorted and redis.call('HGET', KEYS[7], KEYS[i])
-  local length = sorted and redis.pcall('LLEN', KEYS[i])
-  local is_sorted, tenant
-  if sorted and type(length) == 'number' and wanted > 0 and left[part] > 0 and room > 0 then
-    if sorted ~= '0' or length > math.min(wanted, left[part]) then
-      is_sorted = sort_some(KEYS[i])
+-- The numbers of the lists of a queue's priority step that have messages.
+local function find_lists(at)
+  local found = {6 + at}
+  if not are_tenants then
+    return found
+  end
+  local first = 7 + queues + (at - 1) * (LISTS - 1)
+  for i = first, first + LISTS - 2 do
+    if redis.call('EXISTS', KEYS[i]) == 1 then
+      found[#found + 1] = i
     end
   end
-  repeat
+  if #found > 1 and redis.call('EXISTS', KEYS[6 + at]) == 0 then
+    table.remove(found, 1)
+  end
+  return found
+end
+
+for at = 1, queues do
+  local part = tonumber(ARGV[5 + parts + at])
+  local total = math.min(wanted, left[part])
+  local lists = total > 0 and room > 0 and find_lists(at) or {}
+  local turn, share = 1, total
+  if #lists > 1 then
+    -- Where fewer are wanted than there are lists, each must come to its turn. Multiples of this number
+    -- modulo 1 are spread evenly, also if only each second token, or each tenth, counts here.
+    local spread = tonumber(redis.call('GET', KEYS[3]) or 0) * 0.6180339887498949 % 1
+    turn, share = 1 + math.floor(spread * #lists), math.max(1, math.floor(total / #lists))
+  end
+  while #lists > 0 and room > 0 do
     -- A few at a time: their size is known only afterwards.
-    asked = math.min(wanted, left[part], 16)
-    got = 0
-    if asked > 0 and room > 0 then
-      local messages
-      if is_sorted ~= nil then
-        messages = take(KEYS[7], KEYS[i], asked, is_sorted)
-      else
-        messages = redis.pcall('RPOP', KEYS[i], asked)
-      end
-      if messages and not messages.err then
-        for _, message in ipairs(messages) do
-          answer[#answer + 1] = i - 8
-          answer[#answer + 1] = message
-          fields[#fields + 1] = KEYS[i] .. '\0' .. message
-          room = room - #message
-        end
-        got = #messages
-        wanted = wanted - got
-        left[part] = left[part] - got
-        if not sorted and got == asked then
-          -- Only where more waits than is taken does it matter who goes first.
-          tenant = tenant or only_tenant(redis.call('LRANGE', KEYS[i], 0, 3))
-          tenant = tenant ~= false and only_tenant(messages, tenant)
-          if tenant == false then
-            redis.call('HSET', KEYS[7], KEYS[i], 0)
-            sorted = '0'
-            -- The rest goes by turns already: whoever has few jobs does not wait behind all of it.
-            is_sorted = sort_some(KEYS[i])
-          end
-        end
-      end
+    local asked = math.min(wanted, left[part], share, 16)
+    if asked == 0 then
+      break
     end
-  until got == 0 or got < asked
-  if is_sorted then
-    put_forward(KEYS[7], KEYS[i])
+    local i = lists[turn]
+    local messages = redis.pcall('RPOP', KEYS[i], asked)
+    local got = 0
+    if messages and not messages.err then
+      got = #messages
+      for _, message in ipairs(messages) do
+        answer[#answer + 1] = i - 7
+        answer[#answer + 1] = message
+        fields[#fields + 1] = KEYS[i] .. '\0' .. message
+        room = room - #message
+      end
+      wanted, left[part] = wanted - got, left[part] - got
+    end
+    if got == asked then
+      turn = turn + 1
+    else
+      table.remove(lists, turn)
+    end
+    turn = turn > #lists and 1 or turn
   end
 end
 -- What was brought before has been handed over by now.
@@ -120,7 +127,4 @@ for i, field in ipairs(fields) do
   end
 end
 redis.call('HSET', KEYS[6], 'delivery', 'shared ' .. answer[2] .. ' ' .. answer[2] + #fields - 1)
-if unsorted then
-  answer[#answer + 1] = unsorted
-end
 return answer
