@@ -18,6 +18,9 @@ PREFETCH = 16
 
 SEP = "\x06\x16"
 
+#: Tenants with a list of their own each.
+EIGHT = [f"t{number}" for number in range(8)]
+
 
 def push(client: Any, tenant: str | None, texts: Iterable[str], queue: str = "q") -> None:
     """Pushes messages into the list of a tenant."""
@@ -101,13 +104,13 @@ def test_a_lone_job_goes_before_thousands_of_another_tenant(
     consume: StartConsumer, bare: Any, prefetch: int
 ) -> None:
     push(bare, "bulk", numbers(3000))
-    push(bare, "lone", ["job"])
+    push(bare, "acme", ["job"])
     consumer = consume("q", prefetch=prefetch)
     texts = complete(consumer, 3 * prefetch)
-    assert "lone job" in texts
+    assert "acme job" in texts
     assert of(texts, "bulk") == [f"bulk {number}" for number in range(len(texts) - 1)]
     # Of one that comes while the worker is busy the same holds, and of one without a tenant.
-    for tenant in ("lone", None):
+    for tenant in ("acme", None):
         push(bare, tenant, ["late"])
         texts = complete(consumer, len(texts) + 4 * prefetch)
         assert f"{tenant} late" in texts[-4 * prefetch :]
@@ -132,11 +135,11 @@ def test_all_lists_have_their_turn_in_each_of_two_queues_where_few_jobs_are_take
 ) -> None:
     queues = ("q", "other")
     for queue in queues:
-        for tenant in (None, *"abcdefgh"):
+        for tenant in (None, *EIGHT):
             push(bare, tenant, [f"{queue} {at}" for at in range(100)], queue)
     texts = complete(consume(*queues, prefetch=2), 600)
     taken = Counter(tuple(text.split()[:2]) for text in texts)
-    assert min(taken[str(tenant), queue] for tenant in (None, "a", "h") for queue in queues) > 10
+    assert min(taken[str(tenant), queue] for tenant in (None, *EIGHT) for queue in queues) > 10
 
 
 def test_monitors_see_all_that_waits_and_nothing_is_left_of_an_empty_queue(
