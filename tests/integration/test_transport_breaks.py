@@ -121,3 +121,4 @@ def test_a_key_that_something_else_has_written_is_named(
         consumer.until(lambda: False)
     assert "key batchery:waiting of Redis is a list, not a hash" in caplog.text
     assert "redis-cli DEL batchery:waiting" in caplog.text
+    bare.delete(Keys().waiting)  # Or the worker could not leave, either.
