@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import redis
 from kombu import Connection
+from kombu.exceptions import ChannelError
 
 from batchery.queue_limits import look_into
 from batchery.transport.redis_schema import find_tenant_list, lists_of
+from support.harness import SEP
 from support.plain_kombu import OURS, Consumer, StartConsumer, leases
 
 #: What a worker has of the queue at any time.
 PREFETCH = 16
-
-SEP = "\x06\x16"
 
 #: Tenants with a list of their own each.
 EIGHT = [f"t{number}" for number in range(8)]
@@ -73,29 +73,67 @@ def test_names_of_tenants_are_dealt_to_all_lists_and_always_to_the_same() -> Non
     assert set(found) == {f"q{SEP}t{number}" for number in range(8)}
     assert min(found.values()) > 50
     assert find_tenant_list("q", SEP, "acme") == f"q{SEP}t6"
-    assert find_tenant_list("q", SEP, "\udc80").startswith(f"q{SEP}t")
+
+
+def publish(channel: Any, tenant: Any, priority: int = 0) -> None:
+    headers = {} if tenant is None else {"batchery_tenant": tenant}
+    message = channel.prepare_message(f"of {tenant!a}"[:20], priority, headers=headers)
+    channel.basic_publish(message, exchange="", routing_key="q")
 
 
 def test_a_published_job_goes_to_its_tenant_s_list_of_its_priority(bare: Any, channel: Any) -> None:
-    tenant = {"batchery_tenant": "acme"}
-    for priority, headers in ((0, {}), (0, tenant), (3, tenant), (0, {"batchery_tenant": 7})):
-        message = channel.prepare_message("", priority, headers=headers)
-        message["properties"]["delivery_info"] = {}
-        channel._put("q", message)
+    for tenant, priority in ((None, 0), ("acme", 0), ("acme", 3), (7, 0)):
+        publish(channel, tenant, priority)
     lists = {key.decode(): bare.llen(key) for key in bare.keys("q*")}
     assert lists == {"q": 2, f"q{SEP}t6": 1, f"q{SEP}t6{SEP}3": 1}
-    assert channel._has_queue("q")
     assert channel._size("q") == 4
     channel._delete("q", "", "", "")
     assert not bare.keys("q*")
-    assert not channel._has_queue("q")
+
+
+@pytest.mark.parametrize(
+    "tenant",
+    ["", "x" * 100_000, "*[q]?", f"\0\r\n{SEP}3", "t3", "\udc80", "grüß", 7, [[]], {}, True],
+)
+def test_a_name_of_any_kind_is_in_one_of_the_lists_and_comes_to_a_worker(
+    consume: StartConsumer, bare: Any, channel: Any, tenant: Any
+) -> None:
+    publish(channel, tenant)
+    (key,) = (each.decode() for each in bare.keys("q*"))
+    assert key in lists_of(channel, "q", [0])
+    assert (key == "q") == (not isinstance(tenant, str) or not tenant)
+    consumer = consume("q", prefetch=PREFETCH)
+    consumer.get(1)
+    assert consumer.messages[0].headers["batchery_tenant"] == tenant
+    assert consumer.messages[0].delivery_info["routing_key"] == "q"
+    # Where it goes back to is where it came from.
+    consumer.close()
+    assert bare.llen(key) == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "mine:"])
+def test_without_a_lease_messages_of_all_tenants_are_seen_fetched_and_purged(
+    url: str, bare: Any, prefix: str
+) -> None:
+    options = {"global_keyprefix": prefix}
+    with Connection(url, transport=OURS, transport_options=options) as connection:
+        channel: Any = connection.default_channel
+        for tenant in ("acme", None, "bulk", "acme"):
+            publish(channel, tenant)
+        assert channel.queue_declare("q", passive=True).message_count == 4
+        got = [channel.basic_get("q", no_ack=True).body for _ in range(2)]
+        assert got[0] == b"of None"
+        assert got[1] in (b"of 'acme'", b"of 'bulk'")
+        assert channel.queue_purge("q") == 2
+        assert channel.basic_get("q") is None
+        with pytest.raises(ChannelError, match="no queue 'q'"):
+            channel.queue_declare("q", passive=True)
+    assert not bare.keys(f"{prefix}q*")
 
 
 def test_without_leases_all_jobs_are_in_the_queue_itself(url: str, bare: Any) -> None:
     with Connection(url, transport=OURS, transport_options={"leases": False}) as connection:
-        channel: Any = connection.default_channel
-        message = channel.prepare_message("", headers={"batchery_tenant": "acme"})
-        channel._put("q", message)
+        publish(connection.default_channel, "acme")
     assert bare.llen("q") == 1
 
 
@@ -195,20 +233,17 @@ def test_what_a_worker_gives_back_goes_first_of_its_tenant(
     assert len(set(texts + first.texts[:100])) == 400
 
 
-def test_a_purge_removes_all_jobs(bare: Any, channel: Any) -> None:
-    for tenant in (None, "a", "b"):
-        push(bare, tenant, numbers(50))
-    assert channel.queue_purge("q") == 150
-    assert not bare.exists(*lists_of(channel, "q"))
-
-
-def test_a_full_redis_gives_jobs_in_turn(consume: StartConsumer, bare: Any) -> None:
+def test_a_full_redis_gives_jobs_in_turn_and_can_be_purged(
+    consume: StartConsumer, bare: Any, channel: Any
+) -> None:
     for tenant in ("acme", "bulk"):
         push(bare, tenant, numbers(500))
+        push(bare, tenant, numbers(5), "other")
     bare.config_set("maxmemory-policy", "noeviction")
     bare.config_set("maxmemory", 1)
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         bare.set("anything", "")
+    assert channel.queue_purge("other") == 10
     texts = complete(consume("q", prefetch=PREFETCH), 1000)
     assert len(set(texts)) == 1000
     halves = Counter(text.split()[0] for text in texts[:300])

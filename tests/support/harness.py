@@ -15,11 +15,15 @@ from celery import Celery
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from batchery.transport.redis_schema import split_list, tenant_lists
 from support.patience import patient
 
 T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parents[1]
+
+#: What kombu puts between a queue and a priority.
+SEP = "\x06\x16"
 
 #: Has processes of tests start faster.
 STARTUP = str(TESTS / "support" / "startup")
@@ -63,9 +67,15 @@ def ask(app: Celery, command: str, names: list[str]) -> Any:
 
 
 def queue_length(redis_url: str, queue: str = "celery") -> int:
-    """The number of messages in a queue."""
+    """The number of messages in a queue's list of a priority, and in those of its tenants."""
     with open_redis(redis_url) as redis:
-        return int(redis.llen(queue))
+        return sum(int(redis.llen(each)) for each in (queue, *lists_of_tenants(queue)))
+
+
+def lists_of_tenants(queue: str) -> list[str]:
+    """Where its tenants' messages are; like the queue, with a priority or without."""
+    name, step = split_list(queue, SEP)
+    return [f"{each}{SEP}{step}" if step else each for each in tenant_lists(name, SEP)]
 
 
 def unsettled(redis_url: str) -> int:

@@ -219,23 +219,29 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
         """Deletes a queue."""
         try:
             super()._delete(queue, *args, **kwargs)
-            for name in tenant_lists(queue, self.sep):
-                super()._purge(name)
         except redis.ResponseError as error:
             if find_refusal(error) != "OOM":
                 raise
-            with self.conn_or_acquire() as client:
-                client.delete(*lists_of(self, queue))
+        with self.conn_or_acquire() as client:
+            client.delete(*lists_of(self, queue))
 
     def _has_queue(self, queue: str, **_: Any) -> bool:
         """Whether any message waits in a queue."""
-        with self.conn_or_acquire() as client:
-            return bool(client.exists(*lists_of(self, queue)))
+        return self._size(queue) > 0
 
     def _purge(self, queue: str) -> int:
         """Removes all messages that wait in a queue; returns how many."""
-        names = [queue, *tenant_lists(queue, self.sep)]
-        return sum(int(super(FullRedisChannel, self)._purge(name)) for name in names)
+        with self.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for key in lists_of(self, queue):
+                pipe.llen(key).delete(key)
+            return sum(pipe.execute()[::2])
+
+    def _get(self, queue: str) -> Any:
+        """Takes a message for `basic_get`, those without a tenant first."""
+        for name in (queue, *tenant_lists(queue, self.sep)):
+            with contextlib.suppress(Empty):
+                return super()._get(name)
+        raise Empty
 
 
 class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):

@@ -42,16 +42,16 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         outbox = None if completion is None else completion.outbox
         expires = queue in (self._expires or ())
         is_plain = kwargs.get("_publish_batch") is None and not expires
-        tenant = (message.get("headers") or {}).get(TENANT)
+        name, tenant = queue, (message.get("headers") or {}).get(TENANT)
         # Who consumes without leases knows of no such lists, and kombu renews none of them.
         if isinstance(tenant, str) and tenant and self.leases and not expires:
-            queue = find_tenant_list(queue, self.sep, tenant)
+            name = find_tenant_list(queue, self.sep, tenant)
         with _lasting_refusals_explained(queue):
             if outbox is None or not is_plain:
-                super()._put(queue, message, **kwargs)
+                super()._put(name, message, **kwargs)
                 return
             priority = self._get_message_priority(message, reverse=False)
-            key = Keys(self.global_keyprefix).queue(self._q_for_pri(queue, priority))
+            key = Keys(self.global_keyprefix).queue(self._q_for_pri(name, priority))
             outbox.publish(HeldMessage(self, key, message))
 
     def _check_queue(self, queue: str | None) -> None:
