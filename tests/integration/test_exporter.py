@@ -74,9 +74,9 @@ def test_queues_are_counted_where_no_worker_is(
     # It says when it was sent. Those of plain clients do not, and count from when they were seen.
     copied = sender.task(name=shop.shout.name, base=BatchTask, shared=False)
     shout: BatchTask = copied(shop.shout.run)
-    shout.apply_async(("a",), queue="other")
+    shout.apply_async(("a",), queue="other", tenant="acme")
     for client in (sender, Celery(broker=own_redis.url, set_as_current=False)):
-        client.send_task("shout", ["a"], queue="ohter")
+        client.send_task("shout", ["a"], queue="ohter", headers={"batchery_tenant": "acme"})
 
     def counted() -> Any:
         """A survey of all of them: one may have begun before the last was sent."""

@@ -33,7 +33,9 @@ KINDS: dict[str, tuple[str, str, list[Any]]] = {
 }
 
 #: Headers that a worker may read, besides those that Celery always sends.
-MORE_HEADERS = ("batchery", "traceparent", "compression", "chord", "redelivered")
+MORE_HEADERS = (
+    *("batchery", "batchery_tenant", "traceparent", "compression", "chord", "redelivered"),
+)
 
 SCALARS = (
     st.none()

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from apps import tally
-from batchery import Client, DeadlineExceeded, InvalidItem
+from batchery import Client, DeadlineExceeded, InvalidItem, install
 from conftest import StartWorker
 from support.harness import wait_for
 from support.patience import patient
@@ -32,7 +32,7 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
         keywords = {"path": str(path)}
         return [app.send_task(tally.tally.name, [text], keywords, **options) for text in texts]
 
-    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+    with install(Celery(broker=redis_url, backend=redis_url, set_as_current=False)) as app:
         jobs = send(app, str(gate), priority=9)
         wait_for(path.exists, "a batch runs")
         jobs += send(app, *(f"bulk {number}" for number in range(BULK)), priority=9)

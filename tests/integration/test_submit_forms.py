@@ -12,10 +12,11 @@ import pytest
 import redis
 from celery import Celery
 
+from batchery.transport.redis_schema import find_tenant_list
 from batchery_producer import Ending, submit_file
 from batchery_producer.files.run import PROBE_S
 from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
-from support.harness import Worker, wait_for
+from support.harness import SEP, Worker, wait_for
 from support.patience import patient
 
 
@@ -135,10 +136,11 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
     source = write_rows(tmp_path / "in.jsonl", 3)
     task = ["-A", APP, "--task", f"{APP}.shout", "--queue", "nobody"]
     task += ["--priority", "6", "--tenant", "acme"]
+    queue = f"{find_tenant_list('nobody', SEP, 'acme')}{SEP}6"
 
     def probe() -> str:
         """What it says; nothing if the worker did not answer in time."""
-        store.delete("nobody\x06\x166")
+        store.delete(queue)
         command = Command(tmp_path, redis_url, str(source), *task, "-o", "out.jsonl", "--dry-run")
         code, _, said = command.end()
         assert code == Ending.GAVE_UP.value, said
@@ -151,7 +153,7 @@ def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
     assert 10 <= int(said[1]) <= (datetime.now(UTC) - before).total_seconds() + 1
     assert "answers, but consumes another queue" in stderr
     assert "start a worker with `-Q nobody`" in stderr
-    messages = [json.loads(each) for each in store.lrange("nobody\x06\x166", 0, -1)]
+    messages = [json.loads(each) for each in store.lrange(queue, 0, -1)]
     assert len(messages) == 3
     for message in messages:
         assert message["headers"]["batchery_tenant"] == "acme"

@@ -240,16 +240,19 @@ def test_web_page_that_may_call_sees_when_to_come_again(start_gateway: StartGate
 
 
 def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_url: str) -> None:
-    limited = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    """And so for all tenants."""
+    limited = {"high": {"level": 0, "share": 1, "max_waiting": 1}}
     gateway = start_gateway(
         models={"idle": {**EMBED["embed"], "queue": "full"}},
-        gateway={"timeout_s": patient(60)},
+        gateway={"timeout_s": patient(60), "keys": KEYS},
         environment={"BATCHERY_CLASSES": json.dumps(limited)},
     )
     # It waits in the queue, as nobody serves it.
-    with gateway.sent("/v1/embeddings", {"input": "a"}), ThreadPoolExecutor(3) as pool:
+    key = f"Authorization: Bearer {SMALL_KEY}"
+    with gateway.sent("/v1/embeddings", {"input": "a"}, key), ThreadPoolExecutor(3) as pool:
         wait_for(lambda: queue_length(redis_url, "full") == 1, "one waits")
-        refused = list(pool.map(lambda _: post(gateway, {"input": "a"}), range(3)))
+        keys = (KEY, KEY, SMALL_KEY)
+        refused = list(pool.map(lambda key: post(gateway, {"input": "a"}, key), keys))
     for each in refused:
         assert each.status_code == 429
         assert int(each.headers["retry-after"]) >= 1

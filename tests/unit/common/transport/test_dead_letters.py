@@ -37,6 +37,10 @@ def test_headers_are_read_although_the_body_is_not_utf_8() -> None:
         ("shop:embed", "embed"),
         ("shop:embed\x06\x163", "embed"),
         ("shop:embed\x06\x16x", "embed\x06\x16x"),
+        # Of its tenants.
+        ("shop:embed\x06\x16t7", "embed"),
+        ("shop:embed\x06\x16t0\x06\x169", "embed"),
+        ("shop:embed\x06\x16t8", "embed\x06\x16t8"),
         ("other", "other"),
     ],
 )
