@@ -3,9 +3,9 @@
 -- KEYS[1]   STRING  <prefix>batchery:publisher:<publisher id>: number of the last chunk that this
 --                   publisher pushed, a space, number of messages pushed. Only this script uses it.
 --                   It ends when the publisher closes, or some minutes after its last chunk.
--- KEYS[2]   LIST    <prefix><queue>, with a priority <prefix><queue>\6\22<step>: messages, the newest
---                   on the left. Written by every producer, emptied by workers.
--- KEYS[3..] LIST    the other priorities of the queue, which are only counted; none without a limit
+-- KEYS[2]   LIST    one of a queue, for a priority and some tenants, see fetch.lua: messages, the
+--                   newest on the left. Written by every producer, emptied by workers.
+-- KEYS[3..] LIST    the queue's other lists that count, and are only counted; none without a limit
 -- ARGV      number of the chunk, seconds until the first key expires, maximum number of messages
 --           in the queue (0 is no limit), then the messages, in the order of delivery
 -- Returns   {number of messages pushed, number of messages in the queue now (0 without a limit)}
