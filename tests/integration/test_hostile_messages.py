@@ -134,7 +134,7 @@ def test_wrong_header_ends_its_message_and_nothing_else(
 
 @pytest.mark.parametrize("follows", ["callbacks", "errbacks", "chain"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("queue", ["batchery:waiting", "unacked", "gone"])
+@pytest.mark.parametrize("queue", ["batchery:workers", "unacked", "gone"])
 def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     client: Celery, redis_url: str, worker: Worker, queue: str, kind: str, follows: str
 ) -> None:
