@@ -12,14 +12,7 @@ from openai.types import Batch
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, kill_runners
-from support.harness import (
-    Worker,
-    kill_all,
-    lists_of_tenants,
-    queue_length,
-    unsettled,
-    wait_for,
-)
+from support.harness import Worker, kill_all, messages_in, queue_length, unsettled, wait_for
 from support.openai_files import OVER, begin, client_of, counts, end_of, lines_of, request, upload
 from support.patience import patient
 
@@ -298,8 +291,7 @@ def runs_in(trace: Path) -> int:
 
 
 def tenants_in(store: Any, queue: str) -> set[str | None]:
-    found = (store.lrange(key, 0, -1) for key in lists_of_tenants(queue))
-    messages = [json.loads(each) for texts in found for each in texts]
+    messages = map(json.loads, messages_in(store, queue))
     return {message["headers"].get("batchery_tenant") for message in messages}
 
 

@@ -14,7 +14,7 @@ from standardwebhooks import Webhook
 from batchery_producer.gateway.callers import make_key, make_webhook_secret
 from conftest import StartGateway
 from support.gateway import GatewayProcess
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, messages_in, queue_length, unsettled, wait_for
 from support.patience import patient
 from support.webhook_receiver import WebhookReceiver
 
@@ -270,7 +270,8 @@ def test_caller_who_hangs_up_frees_the_task(
 ) -> None:
     with gateway.sent("/tasks/apps.shop.shout", {"item": "a"}, f"Authorization: Bearer {KEY}"):
         wait_for(lambda: queue_length(redis_url) == 1, "it is sent")
-        task_id = json.loads(store.lindex("celery", 0))["headers"]["id"]
+        (message,) = messages_in(store, "celery")
+        task_id = json.loads(message)["headers"]["id"]
     wait_for(lambda: f"flagged as revoked: {task_id}" in worker.log, "it is revoked")
 
 

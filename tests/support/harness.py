@@ -69,13 +69,18 @@ def ask(app: Celery, command: str, names: list[str]) -> Any:
 def queue_length(redis_url: str, queue: str = "celery") -> int:
     """The number of messages in a queue's list of a priority, and in those of its tenants."""
     with open_redis(redis_url) as redis:
-        return sum(int(redis.llen(each)) for each in (queue, *lists_of_tenants(queue)))
+        return sum(int(redis.llen(each)) for each in _lists_of(queue))
 
 
-def lists_of_tenants(queue: str) -> list[str]:
-    """Where its tenants' messages are; like the queue, with a priority or without."""
+def messages_in(redis: Any, queue: str) -> list[Any]:
+    """These messages, as text."""
+    return [each for key in _lists_of(queue) for each in redis.lrange(key, 0, -1)]
+
+
+def _lists_of(queue: str) -> list[str]:
     name, step = split_list(queue, SEP)
-    return [f"{each}{SEP}{step}" if step else each for each in tenant_lists(name, SEP)]
+    names = tenant_lists(name, SEP)
+    return [queue, *(f"{each}{SEP}{step}" if step else each for each in names)]
 
 
 def unsettled(redis_url: str) -> int:
