@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 AUTOSCALER = "batchery_worker.pool:OrdinaryAutoscaler"
 STEP = "batchery_worker.bootstep:BatchStep"
+DEVICES_STEP = "batchery_worker.devices_step:DevicesStep"
 WATCH_STEP = "batchery_worker.operations.watch:WatchStep"
 CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 
@@ -68,7 +69,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     app.on_after_configure.connect(_set_defaults, weak=False)
     if getattr(app, "configured", False):
         _set_defaults(app)
-    app.steps["worker"].update((STEP, WATCH_STEP))
+    app.steps["worker"].update((STEP, DEVICES_STEP, WATCH_STEP))
     app.steps["consumer"].add(CONSUMER_STEP)
     use_leases()
     accept_valkey_urls()

@@ -44,6 +44,7 @@ from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
 from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
 from batchery_worker.pool import HybridPool
+from batchery_worker.pull_plan import plan_pull, pulls
 from batchery_worker.request import BatchRequest
 
 _Step: Any = bootsteps.Step
@@ -73,6 +74,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             raise SystemExit(error.exit_code) from None
 
     def _prepare(self, worker: Any) -> None:
+        worker.pull_plan = None
         installation = get_installation(worker.app)
         if installation.error is not None:
             raise installation.error
@@ -89,7 +91,23 @@ class BatchStep(_Step):  # type: ignore[misc]
         worker.ordinary_multiplier = worker.prefetch_multiplier
         prefetch = processes * worker.ordinary_multiplier
         self._add_batches(worker, settings, prefetch)
-        worker.late_binding = late_binding(worker, prefetch)
+        if worker.pull_plan is None:
+            worker.late_binding = late_binding(worker, prefetch)
+
+    def _plan_pull(
+        self, worker: Any, all_tasks: list[BatchTask], tasks: list[BatchTask], settings: Settings
+    ) -> None:
+        for task in tasks:
+            check_is_accepted(worker.app, task)
+        warn_of_unread_results(worker.app)
+        report_broker_away(worker.app)
+        worker.pull_plan = plan_pull(
+            worker,
+            all_tasks,
+            tasks,
+            settings,
+            has_other_work=_has_beat(worker) or not _has_only_batches(worker.app),
+        )
 
     def _add_batches(self, worker: Any, settings: Settings, prefetch: int) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
@@ -98,6 +116,9 @@ class BatchStep(_Step):  # type: ignore[misc]
         _consume_model_queues(worker.app, all_tasks)
         tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
+            return
+        if pulls(worker):
+            self._plan_pull(worker, all_tasks, tasks, settings)
             return
         if worker.app.conf.worker_disable_prefetch:
             raise SettingsError(

@@ -31,6 +31,7 @@ from batchery.transport.redis_schema import split_list
 from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
     build_delivery_field,
+    build_expired_field,
     build_suspect_field,
     read_deaths,
 )
@@ -310,14 +311,16 @@ class Inbox:
         if not ids:
             return [], ()
         store, suspects, unread = self._lease_store, set(), set()
-        fields = [*ids, *map(build_delivery_field, ids)]
+        fields = [*ids, *map(build_delivery_field, ids), *map(build_expired_field, ids)]
         counts: Any = store.client.hmget(store.keys.suspects, fields)
-        for suspect, deaths, read, (token, _, _) in zip(
-            ids, counts, counts[len(ids) :], payloads, strict=False
+        for suspect, deaths, read, expired, (token, _, _) in zip(
+            ids, counts, counts[len(ids) :], counts[2 * len(ids) :], payloads, strict=False
         ):
-            if deaths is None and read is None:
+            if deaths is None and read is None and expired is None:
                 continue
             store.suspect(token, suspect, None if deaths is None else read_deaths(deaths))
+            if expired is not None:
+                store.expire(token, float(expired))
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(store, token, reason)

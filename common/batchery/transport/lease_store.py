@@ -178,6 +178,16 @@ class LeaseStore:
         if lease := self.leases.get(token):
             lease.suspect, lease.deaths = suspect, deaths
 
+    def expire(self, token: str, limit_s: float) -> None:
+        """Notes that a job has reached its hard time limit where it ran before."""
+        if lease := self.leases.get(token):
+            lease.expired_s = limit_s
+
+    def expired_s(self, token: str) -> float | None:
+        """The hard time limit that a job has reached, in seconds; None if it has not."""
+        lease = self.leases.get(token)
+        return None if lease is None else lease.expired_s
+
     def note_delivery(self, token: str) -> None:
         """Notes in Redis that a suspect is about to be read, with nothing beside it."""
         note = f"alone {token} {token}"

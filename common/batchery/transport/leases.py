@@ -36,6 +36,8 @@ class Lease:
     key: str = ""
     #: What is known of workers that died while they ran the job; None if it is no suspect.
     deaths: Deaths | None = None
+    #: The hard time limit that the job has reached, in seconds; None if it has not.
+    expired_s: float | None = None
     #: The job's field in the HASH of suspects; None if it is no suspect.
     suspect: str | None = None
     #: Tag of the job's message; None until the job's completion has published messages.

@@ -70,7 +70,7 @@ class AckBookkeeping:
 
     def cleared(self, suspect: str) -> None:
         """Clears a suspect that is settled: Redis may forget its deaths."""
-        self._cleared += (suspect, build_delivery_field(suspect))
+        self._cleared += (suspect, build_delivery_field(suspect), build_expired_field(suspect))
 
     def take_cleared(self) -> list[str]:
         """Returns the cleared suspects that Redis does not know of; the caller must tell it."""
@@ -234,6 +234,11 @@ def encode_id(task_id: str) -> str:
 def build_delivery_field(suspect: str) -> str:
     """The field of a suspect's deaths by delivery; no field of a suspect itself has a colon."""
     return f"{DELIVERY}:{suspect}"
+
+
+def build_expired_field(suspect: str) -> str:
+    """The field of the hard time limit that a job has reached, in seconds."""
+    return f"expired:{suspect}"
 
 
 def read_deaths(value: bytes) -> Deaths:

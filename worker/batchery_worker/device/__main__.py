@@ -221,8 +221,11 @@ class Device:
 
     def _prepare_job(self, frame: bytes) -> SlotJob | Cancel:
         """Reads a message to a device with slots; on either of two threads."""
+        return self.prepare_step(load_message(frame))
+
+    def prepare_step(self, message: Work | Cancel) -> SlotJob | Cancel:
+        """Makes a job of a message to a device with slots."""
         assert self._steps is not None
-        message = load_message(frame)
         if isinstance(message, Cancel):
             return message
         resumed = message.pieces and message.pieces.resumed
@@ -279,6 +282,10 @@ class Device:
         if isinstance(work, Reload):
             self._reloader.begin(work)
             return None
+        return self.prepare_work(work)
+
+    def prepare_work(self, work: Work) -> DeviceBatch:
+        """Prepares a batch; on either of two threads, never on both at once."""
         # Before its model is chosen: that one is not freed until then.
         self._reloader.unanswered.add(work.id)
         started_s = time.perf_counter()
@@ -482,7 +489,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    device = Device(end)
+    device = make_device(end, setup)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
@@ -501,6 +508,16 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         if is_ready:
             _or_die(device.run)
         end_process(has_app=is_ready)
+
+
+def make_device(end: socket.socket, setup: Setup) -> Device:
+    """Makes the device that a setup is for."""
+    if setup.pull is None:
+        return Device(end)
+    # It imports Celery's worker.
+    from batchery_worker.device.pulling import PullingDevice
+
+    return PullingDevice(end)
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:

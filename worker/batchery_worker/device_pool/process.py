@@ -350,7 +350,12 @@ class DeviceProcess:
         dispatched = self.batches[done.id]
         if len(done.jobs) != len(dispatched.batch.jobs):
             raise ValueError(f"{len(done.jobs)} answers for {len(dispatched.batch.jobs)} jobs")
-        del self.batches[done.id]
+        self.jobs += len(done.jobs)
+        return self.release(done.id)
+
+    def release(self, work_id: int) -> DispatchedBatch:
+        """Takes back a batch that has ended."""
+        dispatched = self.batches.pop(work_id)
         if not dispatched.urgent:
             self.in_turn.remove(dispatched)
         self.taken -= dispatched.items_left
@@ -358,7 +363,6 @@ class DeviceProcess:
             self.aside.remove(dispatched)
         self._note_resumed()
         self.deaths = self.hangs = 0
-        self.jobs += len(done.jobs)
         return dispatched
 
     def take_batches(self) -> list[DispatchedBatch]:
@@ -388,12 +392,16 @@ class DeviceProcess:
         if came:
             self.heard_s = monotonic()
         for reply in replies:
-            if figures := getattr(reply, "figures", None):
-                self.reported = figures
-                if self.models is not None:
-                    states = figures.get("models", {})
-                    self.models.report({name: each["reload_s"] for name, each in states.items()})
+            self.note_figures(reply)
         return replies
+
+    def note_figures(self, reply: Reply) -> None:
+        """Notes what a message says of the device's models."""
+        if figures := getattr(reply, "figures", None):
+            self.reported = figures
+            if self.models is not None:
+                states = figures.get("models", {})
+                self.models.report({name: each["reload_s"] for name, each in states.items()})
 
     @property
     def has_ended(self) -> bool:

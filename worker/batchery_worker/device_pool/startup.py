@@ -4,7 +4,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from batchery.task import BatchTask
 from batchery_worker.batching.placement import PlacedModel, place_models
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.devstack.guarded_process import python_command
-from batchery_worker.ipc.messages import Setup
+from batchery_worker.ipc.messages import PullSetup, Setup
 
 logger = logging.getLogger("batchery.pool")
 
@@ -81,6 +81,7 @@ def device_setups(
     devices: Sequence[str],
     *,
     in_process: bool = False,
+    pull: Callable[[Sequence[str], bool], PullSetup] | None = None,
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
 
@@ -93,6 +94,8 @@ def device_setups(
         settings: Of the worker.
         devices: Their names.
         in_process: Whether devices are threads of this process, and import nothing.
+        pull: Makes what devices must know to take their jobs themselves, given the names of the
+            tasks that one serves; None for devices that are fed.
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
@@ -126,6 +129,7 @@ def device_setups(
                 slots=slots,
                 models={name: why for name, why in places[device].items() if name in served},
                 elsewhere=elsewhere,
+                pull=pull and pull(served, not own),
                 **shared,
             )
             for own, slots, served in kinds

@@ -185,6 +185,9 @@ class DeviceSupervisor:
         """
         if dispatched.in_slots and not device.cancel(work_id):
             self._await_room(device)
+        self._limit_unwanted(device, dispatched)
+
+    def _limit_unwanted(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
         dispatched.is_unwanted = True
         ran_s = dispatched.ran_s(monotonic())
         end_s = ran_s + MAX_STEP_S

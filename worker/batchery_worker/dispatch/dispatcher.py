@@ -62,6 +62,9 @@ class Dispatcher:
         settings: Settings,
         devices: Sequence[DeviceProcess],
         max_batch_size: int,
+        *,
+        hub: Any = None,
+        supervise: Callable[..., DeviceSupervisor] = DeviceSupervisor,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -76,7 +79,7 @@ class Dispatcher:
             sheds_late=settings.shed_late,
             slotted=[device.setup.task for device in devices if device.setup.task],
         )
-        self._supervisor = DeviceSupervisor(
+        self.supervisor = self._supervisor = supervise(
             devices,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
             settings.max_pass_s,
@@ -88,7 +91,7 @@ class Dispatcher:
         self.control = DeviceControl(app, self._supervisor)
         self._batch_ids = itertools.count(1)
         # Used until Celery's loop runs, or for good.
-        self._own_hub = self._hub = Hub()
+        self._own_hub = self._hub = hub or Hub()
         self._metrics = Metrics()
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
@@ -196,6 +199,20 @@ class Dispatcher:
             hub.run_once()
             self._settlement.empty_mailbox()
         hub.close()
+
+    @property
+    def pending(self) -> int:
+        """How many jobs are being completed."""
+        return self._settlement.pending
+
+    def stop_taking(self) -> None:
+        """Drops what waits, which goes back to its queue; what is on a device is finished."""
+        self._draining = self.demand.is_over = True
+        self._scheduler.clear()
+
+    def finish(self) -> None:
+        """Ends the threads that complete jobs."""
+        self._settlement.stop()
 
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now, while the loop cannot run."""

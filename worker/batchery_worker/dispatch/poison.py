@@ -48,6 +48,10 @@ class PoisonDetector:
     def admit(self, job: Job[TaskCall]) -> None:
         """Takes in a job, which may have been on a device when an earlier worker died."""
         lease = job.payload.lease
+        if lease is not None and (limit_s := lease.store.expired_s(lease.token)) is not None:
+            self._in_flight.add(job.payload, os.getpid())
+            self._settlement.fail(job.payload, TimeLimitExceeded(limit_s))
+            return
         deaths = None if lease is None else lease.store.deaths(lease.token)
         if deaths is None:
             self._scheduler.admit(job)

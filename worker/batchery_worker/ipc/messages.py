@@ -90,6 +90,24 @@ class PieceContext:
 
 
 @dataclass(frozen=True, slots=True)
+class PullSetup:
+    """What a device must know to take its jobs from Redis itself."""
+
+    queues: Sequence[str]
+    #: Queue -> task -> its maximum batch size.
+    sizes: Mapping[str, Mapping[str, int]]
+    #: Options of the transport: `fetch_messages`, `class_levels`, `queue_prefetch`.
+    options: Mapping[str, Any]
+    #: Node name of the worker.
+    hostname: str
+    sends_events: bool
+    #: Soft and hard time limit of the command line.
+    limits: tuple[float | None, float | None] = (None, None)
+    #: Ids of jobs that were revoked before.
+    revoked: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The first message to a device process."""
 
@@ -120,6 +138,8 @@ class Setup:
     conf: Mapping[str, Any] = field(default_factory=dict)
     #: By name of a task: the settings of its model, where they are others than those of the app.
     versions: Mapping[str, ModelSettings] = field(default_factory=dict)
+    #: None for a device that is fed by its worker.
+    pull: PullSetup | None = None
 
     @property
     def name(self) -> str:
@@ -184,6 +204,22 @@ class Cancel(NamedTuple):
     """Nobody wants the job of a batch any more, which a device has in slots."""
 
     id: int
+
+
+class Stop(NamedTuple):
+    """The device takes nothing more, finishes what it has begun, and ends."""
+
+
+class Fenced(NamedTuple):
+    """Others have taken over what the device holds: it registers anew."""
+
+
+class Order(NamedTuple):
+    """A command of remote control, answered by `Answer`."""
+
+    number: int
+    name: str
+    options: Mapping[str, Any]
 
 
 class Reload(NamedTuple):
@@ -274,6 +310,42 @@ class Stepped(NamedTuple):
     """Something has come of a step of a model with slots; told once a second, as a sign of life."""
 
 
+class Joined(NamedTuple):
+    """The device has registered as a holder of leases, which its worker keeps alive."""
+
+    holder: str
+
+
+class Running(NamedTuple):
+    """A batch whose time is limited is about to run; or nobody wants it any more."""
+
+    id: int
+    task: str
+    job_ids: Sequence[str]
+    hard_limit_s: float | None
+    is_urgent: bool = False
+    in_slots: bool = False
+    items: int = 1
+    is_unwanted: bool = False
+
+
+class Ended(NamedTuple):
+    """Such a batch has ended."""
+
+    id: int
+
+
+class RecycleDue(NamedTuple):
+    """The process has reached a limit, and should be recycled."""
+
+
+class Answer(NamedTuple):
+    """The answer to an `Order`, in JSON."""
+
+    number: int
+    value: str
+
+
 class Done(NamedTuple):
     """A batch that a device has finished."""
 
@@ -314,12 +386,31 @@ class TextTimes(NamedTuple):
     tokens_out: int
 
 
-Reply = Ready | NotReady | Reloaded | ResultsWait | Began | Loads | Loaded | Left | Stepped | Done
-_KINDS = (Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done)
+_KINDS = (
+    *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done),
+    *(Joined, Running, Ended, RecycleDue, Answer),
+)
+Reply = (
+    Ready
+    | NotReady
+    | Reloaded
+    | ResultsWait
+    | Began
+    | Loads
+    | Loaded
+    | Left
+    | Stepped
+    | Done
+    | Joined
+    | Running
+    | Ended
+    | RecycleDue
+    | Answer
+)
 _REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
-def dump_message(message: Setup | Work | Cancel | Reload) -> bytes:
+def dump_message(message: Setup | Work | Cancel | Reload | Stop | Fenced | Order) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 

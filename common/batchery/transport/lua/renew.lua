@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  ZSET  workers, see register.lua
 -- KEYS[2]  HASH  worker-info, see register.lua; written here, as a worker consumes other queues later
--- ARGV     worker id, info
+-- ARGV     worker id, info; no info leaves what there is
 -- Returns every worker with its last heartbeat, so that one command serves renewal and observation;
 -- nil if this one is not among them: it is fenced.
 --
@@ -12,5 +12,7 @@ if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then
 end
 local now = redis.call('TIME')
 redis.call('ZADD', KEYS[1], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+end
 return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')

@@ -1,0 +1,460 @@
+"""What a device takes from Redis: leased, read, admitted, and formed into batches.
+
+It stands where `Intake` stands for a device that is fed by a pipe. The main thread drives it while
+it has nothing else to do. While that computes something long, the feeder thread drives it: the next
+batch is taken and prepared meanwhile, and what is urgent.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from celery import Celery
+from celery.worker import state as worker_state
+from kombu.asynchronous.timer import Timer
+
+from batchery.installation import get_installation
+from batchery.settings import Settings
+from batchery.transport.inbox import Capacity
+from batchery.transport.leases import HeldJob
+from batchery_worker.device.redis_source import RedisSource
+from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
+from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.dispatcher import Dispatcher
+from batchery_worker.in_flight import DispatchedBatch
+from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
+
+logger = logging.getLogger("batchery.device")
+
+#: How often the feeder thread looks whether the main thread has driven nothing for long, in seconds.
+LOOK_S = 1.0
+
+#: How long jobs are held before they may go to another device, in seconds.
+HELD_S = 0.1
+
+
+class Turns:
+    """What is to be done in the next turn of the feed, and at a time: the dispatcher's event loop."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.timer: Any = Timer(max_interval=LOOK_S)
+        self._due = iter(self.timer)
+        self._soon: deque[Callable[[], None]] = deque()
+        self._wake = wake
+
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function in the next turn; from any thread."""
+        self._soon.append(partial(function, *args))
+        self._wake()
+
+    def call_later(self, delay_s: float, function: Callable[..., None], *args: Any) -> Any:
+        """Calls a function at a time; returns an entry that can be cancelled."""
+        entry = self.timer.call_after(delay_s, function, args)
+        self._wake()
+        return entry
+
+    def run(self) -> float | None:
+        """Calls what is due; in how many seconds the next one is, None for never."""
+        for _ in range(len(self._soon)):
+            _guarded(self._soon.popleft())
+        while True:
+            delay_s, entry = next(self._due)
+            if entry is None:
+                return 0.0 if self._soon else delay_s
+            _guarded(entry)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be done in the next turn."""
+        return bool(self._soon)
+
+    def close(self) -> None:
+        """Does nothing; event loops have it."""
+
+
+def _guarded(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:
+        logger.exception("a turn of the device has failed")
+
+
+class LocalSupervisor(DeviceSupervisor):
+    """The device that this process is, in the place of those that a worker supervises."""
+
+    #: Hands a batch, or an order for one, to the device.
+    out: Callable[[Work | Cancel], None]
+    #: Tells the worker, which kills a device whose batch takes too long.
+    tell: Callable[[Reply], None]
+    _is_told = False
+
+    def attach(self, hub: Any) -> None:
+        """There is one loop."""
+        self._hub = hub
+
+    def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
+        """Hands a batch to the device."""
+        self._reserved += dispatched.is_reserved
+        device.hold(work.id, dispatched)
+        if work.is_timed:
+            self.tell(describe_running(work, dispatched))
+        if dispatched.in_slots:
+            self._begin(device, dispatched)
+        elif device.in_turn == [dispatched]:
+            self._watch(device)
+        self.out(work)
+
+    def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+        """Lets a batch end that nobody wants; the worker kills the process if that takes long."""
+        if dispatched.in_slots:
+            self.out(Cancel(work_id))
+        dispatched.is_unwanted = True
+        jobs = dispatched.batch.jobs
+        self.tell(
+            Running(work_id, jobs[0].key.task, [job.id for job in jobs], None, is_unwanted=True)
+        )
+
+    def receive(self, device: DeviceProcess, reply: Reply) -> None:
+        """Notes what the device says of its batches."""
+        self._on_reply(device, reply)
+
+    def read(self) -> None:
+        """There is no pipe."""
+
+    def _watch_limit(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
+        """The worker watches."""
+
+    def _recycle_next(self) -> None:
+        if any(device.recycle_due for device in self.devices) and not self._is_told:
+            self._is_told = True
+            self.tell(RecycleDue())
+
+
+def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
+    """What the worker must know of a batch whose time is limited."""
+    return Running(
+        work.id,
+        work.task,
+        [job.id for job in dispatched.batch.jobs],
+        dispatched.hard_limit_s,
+        is_urgent=dispatched.urgent,
+        in_slots=dispatched.in_slots,
+        items=dispatched.batch.items,
+    )
+
+
+class Workload:
+    """What the fetch must know of the jobs that are here; see `batchery.transport.inbox`."""
+
+    def __init__(self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]):
+        self._feed = feed
+        self._sizes = sizes
+        self._all_sizes = all_sizes
+
+    def capacity(self) -> Capacity:
+        """How many jobs could begin at once."""
+        return Capacity(0 if self._feed.is_stopping else self._feed.demand.free(), 0)
+
+    def find_kinds(self, queue: str) -> int:  # noqa: ARG002 - as the protocol has it
+        """Batch jobs alone."""
+        return 1
+
+    def find_jobs(self, queue: str) -> tuple[frozenset[str], bool]:
+        """The tasks whose jobs come by a queue."""
+        return frozenset(self._sizes.get(queue, self._all_sizes)), False
+
+    def limit_for(self, queue: str, level: int) -> int:
+        """How many more jobs of a queue and of the class that begins at a priority to take."""
+        if self._feed.is_stopping:
+            return 0
+        return self._feed.demand.limit(self._sizes.get(queue, self._all_sizes), level)
+
+
+class Feed:
+    """Takes jobs for one device, and settles them."""
+
+    def __init__(
+        self,
+        app: Celery,
+        setup: Setup,
+        pull: PullSetup,
+        prepare: Callable[[Any], Any],
+        tell: Callable[[Reply], None],
+        *,
+        resumes: bool,
+    ) -> None:
+        """Connects, and registers this device.
+
+        Args:
+            app: The device's.
+            setup: What the device was told.
+            pull: The same, of its queues.
+            prepare: Makes what runs of a `Work` or a `Cancel`; for whoever drives.
+            tell: Sends a message to the worker.
+            resumes: As in `Ready`.
+        """
+        self._app = app
+        self._prepare = prepare
+        self._tell = tell
+        #: Guards all that is known of jobs; held for moments.
+        self.lock = threading.RLock()
+        #: Held by the thread that takes.
+        self._driver = threading.Lock()
+        self._wants_driver = False
+        self._go = threading.Event()
+        self._busy_since_s: float | None = None
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outgoing: deque[Any] = deque()
+        self._works: dict[int, Work] = {}
+        self.is_stopping = False
+        #: Set when the main thread has seen that nothing more comes.
+        self.closed = threading.Event()
+        settings = get_installation(app).settings
+        self.turns = Turns(self._wake)
+        self.device = DeviceProcess(setup, _start_nothing, State.READY, resumes=resumes)
+        self.device.pid = os.getpid()
+        sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
+        all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
+        self.dispatcher = Dispatcher(
+            app,
+            settings,
+            [self.device],
+            max(all_sizes.values(), default=settings.max_batch_size),
+            hub=self.turns,
+            supervise=LocalSupervisor,
+        )
+        self.local: LocalSupervisor = self.dispatcher.supervisor  # type: ignore[assignment]
+        self.local.out, self.local.tell = self._outgoing.append, tell
+        self.demand = self.dispatcher.demand
+        self.dispatcher.attach(self.turns)
+        self.eventer = self._make_eventer(pull)
+        pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
+        self.consumer = StockConsumer(app, pull.hostname, pool, self.turns.timer, self.eventer)
+        self.source = RedisSource(app, list(pull.queues), pull.options, self._deliver, self._held)
+        self.source.workload = Workload(self, sizes, all_sizes)
+        self._channel = LeaseChannel(self.source.lease_store)
+        worker_state.revoked.update(pull.revoked)
+        self._settings: Settings = settings
+        self._pull = pull
+        self._giving = self.turns.call_later(HELD_S, self._give)
+
+    def _make_eventer(self, pull: PullSetup) -> Any:
+        events: Any = self._app.events
+        return events.Dispatcher(
+            self._app.connection_for_write(),
+            hostname=pull.hostname,
+            enabled=pull.sends_events,
+            groups=["task"],
+            buffer_group=["task"],
+            on_send_buffered=self._flush_events_soon,
+        )
+
+    def _flush_events_soon(self) -> None:
+        self.turns.call_soon(self.eventer.flush)
+
+    # What the device asks, as of an `Intake`
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no other batch is there."""
+        return self._ready.empty() and not self._outgoing
+
+    def take(self) -> Any:
+        """Takes the next batch; waits for it.
+
+        Raises:
+            EOFError: The device must end, and nothing is left here.
+        """
+        self._busy_since_s = None
+        self._go.clear()
+        if not self._driver.acquire(blocking=False):
+            self._wants_driver = True
+            self._wake()
+            self._driver.acquire()
+            self._wants_driver = False
+        try:
+            while True:
+                if not self._ready.empty():
+                    return self._ready.get()
+                work = self._drive()
+                if work is not None and (batch := self._prepare(work)) is not None:
+                    return batch
+        except EOFError:
+            self.closed.set()
+            raise
+        finally:
+            self._busy_since_s = monotonic()
+            self._driver.release()
+
+    def take_arrived(self) -> Any:
+        """Takes the next batch, if it is there.
+
+        Raises:
+            queue.Empty: It is not.
+        """
+        if self._ready.empty() and self._driver.acquire(blocking=False):
+            try:
+                with self.lock:
+                    self.turns.run()
+                    work = self._outgoing.popleft() if self._outgoing else None
+                if work is not None and (batch := self._prepare(work)) is not None:
+                    return batch
+            finally:
+                self._driver.release()
+        return self._ready.get_nowait()
+
+    def read_ahead(self) -> None:
+        """From now on the other thread takes, until this one waits for a batch."""
+        self._go.set()
+
+    def run(self) -> None:
+        """The feeder thread's work."""
+        while not self.closed.is_set():
+            self._go.wait(LOOK_S)
+            since_s = self._busy_since_s
+            is_late = since_s is not None and monotonic() - since_s > LOOK_S
+            if not (self._go.is_set() or is_late):
+                continue
+            with self._driver:
+                while not self._wants_driver and self._busy_since_s is not None:
+                    try:
+                        work = self._drive()
+                    except EOFError:
+                        self._go.clear()
+                        break
+                    if work is not None and (batch := self._prepare(work)) is not None:
+                        self._ready.put(batch)
+
+    # Driving
+
+    def _drive(self) -> Any:
+        """One turn: what is due is done, messages are taken; what is to be run next, if anything.
+
+        Raises:
+            EOFError: The device must end, and nothing is left here.
+        """
+        source = self.source
+        with self.lock:
+            next_s = self.turns.run()
+            if self._outgoing:
+                return self._outgoing.popleft()
+            if self.is_stopping and self._is_done:
+                raise EOFError
+            is_asked = not self.is_stopping and source.ask()
+        if is_asked:
+            if answer := source.read():
+                with self.lock:
+                    source.take_in(answer)
+                return None
+            if source.may_have_more:
+                next_s = min(next_s or 0.05, 0.05)
+        self._flush()
+        source.wait(next_s, self._is_due)
+        return None
+
+    def _is_due(self) -> bool:
+        return bool(self._outgoing or self.turns.has_work or self._wants_driver)
+
+    def _flush(self) -> None:
+        store = self.source.lease_store
+        try:
+            store.flush()
+        except OSError:
+            logger.debug("acknowledgements wait", exc_info=True)
+        except Exception:
+            logger.debug("acknowledgements wait", exc_info=True)
+
+    @property
+    def _is_done(self) -> bool:
+        return not self.device.batches and not self.dispatcher.pending
+
+    def _wake(self) -> None:
+        source = getattr(self, "source", None)
+        if source is not None:
+            source.wake()
+
+    # Jobs
+
+    def _deliver(self, payload: Any) -> None:
+        deliver(self.consumer, self._channel, payload)
+
+    def _held(self) -> set[str]:
+        """Tokens of all jobs that are here."""
+        return set(self.source.lease_store.leases)
+
+    def receive(self, reply: Reply) -> None:
+        """Notes what the device says of its batches."""
+        with self.lock:
+            self.device.note_figures(reply)
+            self.local.receive(self.device, reply)
+        self._wake()
+
+    def _give(self) -> None:
+        """Gives jobs back that were held for long, if other devices wait for work."""
+        self._giving = self.turns.call_later(HELD_S, self._give)
+        before_s = monotonic() - HELD_S
+        oldest_s = self.demand.oldest_s()
+        store = self.source.lease_store
+        if oldest_s is None or oldest_s > before_s or self.is_stopping or store.fenced:
+            return
+        try:
+            if store.others_wait():
+                self.demand.offer(before_s, self._give_to_waiting)
+        except Exception:
+            logger.debug("nothing can be given back", exc_info=True)
+
+    def _give_to_waiting(self, requests: Any) -> Any:
+        store = self.source.lease_store
+        by_token = {
+            request.message.delivery_tag: request
+            for request in requests
+            if store.holds(request.message.delivery_tag)
+            and store.deaths(request.message.delivery_tag) is None
+        }
+        jobs = []
+        for token in sorted(by_token, key=int):
+            lease = store.leases.get(token)
+            if lease is not None:
+                name = self.source.inbox.find_place(lease.key)[0]
+                jobs.append((HeldJob(token, True), store.keys.queue(name)))
+        given = [by_token[token] for token in store.give_to_waiting(jobs)] if jobs else []
+        for request in given:
+            request.acknowledged = True
+            worker_state.task_ready(request)
+        if given:
+            logger.info("%d jobs go back to their queue: another device waits", len(given))
+        return given
+
+    # The end
+
+    def stop(self) -> None:
+        """Takes nothing more; what waits goes back, what is on the device is finished."""
+        with self.lock:
+            self.is_stopping = self.demand.is_over = True
+            self.dispatcher.stop_taking()
+        self._wake()
+
+    def close(self) -> None:
+        """Gives back what is left, and leaves Redis."""
+        with self.lock:
+            self.dispatcher.finish()
+        self.eventer.close()
+        self.source.lease_store.close()
+
+    @contextmanager
+    def looked_at(self) -> Iterator[Dispatcher]:
+        """Lets another thread look at the jobs."""
+        with self.lock:
+            yield self.dispatcher
+
+
+def _start_nothing(*_: Any) -> Any:
+    raise NotImplementedError

@@ -1,0 +1,156 @@
+"""A device that takes its jobs from Redis itself; its worker only starts, watches and orders it."""
+
+import json
+import logging
+import os
+import socket
+import threading
+from functools import cached_property
+from typing import Any
+
+from celery import Celery
+from celery.worker import state as worker_state
+from celery.worker.control import Panel
+from kombu.utils.json import dumps
+
+from batchery_worker.device.__main__ import Device
+from batchery_worker.device.feed import Feed
+from batchery_worker.ipc.framing import read_frame
+from batchery_worker.ipc.messages import (
+    Answer,
+    Began,
+    Cancel,
+    Done,
+    Ended,
+    Fenced,
+    Joined,
+    Left,
+    Loaded,
+    Loads,
+    Order,
+    Ready,
+    Reload,
+    Reply,
+    ResultsWait,
+    Setup,
+    Stop,
+    Work,
+    load_message,
+)
+
+logger = logging.getLogger("batchery.device")
+
+#: What is said of a batch, and matters to the worker only if the time of that batch is limited.
+OF_BATCHES = (Began, Left, Loads, Loaded, ResultsWait)
+
+#: How long the main thread may take to see that the worker is gone, in seconds.
+LEAVE_S = 1.0
+
+
+class PullingDevice(Device):
+    """Runs batches of the jobs that it leases, until its worker tells it to stop."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(end)
+        #: Ids of the batches that the worker knows of.
+        self._told: set[int] = set()
+
+    def start(self, setup: Setup, app: Celery | None = None) -> Ready:
+        """Imports the app, loads the models, and registers as a holder of leases."""
+        ready = super().start(setup, app)
+        feed = self._intake
+        feed.source.on_joined = lambda holder: self.tell(Joined(holder))
+        self.tell(Joined(feed.source.lease_store.worker))
+        return ready
+
+    @cached_property
+    def _intake(self) -> Any:
+        assert self._setup.pull is not None
+        return Feed(
+            self._app,
+            self._setup,
+            self._setup.pull,
+            self._prepare_message,
+            self._tell_of_batch,
+            resumes=self._steps is None or self._steps.resumes,
+        )
+
+    def _prepare_message(self, message: Work | Cancel) -> Any:
+        """Makes of a batch, or of an order for one, what runs."""
+        if self._steps is None:
+            assert isinstance(message, Work)
+            return self.prepare_work(message)
+        return self.prepare_step(message)
+
+    def _tell_of_batch(self, reply: Reply) -> None:
+        """Tells the worker of a batch whose time is limited, or of this process."""
+        if hasattr(reply, "id"):
+            self._told.add(reply.id)
+        super().tell(reply)
+
+    def tell(self, reply: Reply) -> None:
+        """Tells whoever must know: the feed of all batches, the worker of few."""
+        if isinstance(reply, OF_BATCHES):
+            self._intake.receive(reply)
+            if reply.id in self._told:
+                super().tell(reply)
+        elif isinstance(reply, Done):
+            self._intake.receive(reply)
+            if reply.id in self._told:
+                self._told.discard(reply.id)
+                super().tell(Ended(reply.id))
+        else:
+            super().tell(reply)
+
+    def run(self) -> None:
+        """Works until the worker has told it to stop."""
+        threading.Thread(target=self._listen, daemon=True, name="batchery-control").start()
+        super().run()
+        self._intake.close()
+
+    def _listen(self) -> None:
+        """Reads what the worker orders; ends the process if the worker is gone."""
+        feed: Feed = self._intake
+        while True:
+            try:
+                message = load_message(read_frame(self._end))
+            except (EOFError, OSError):
+                feed.stop()
+                if not feed.closed.wait(LEAVE_S):
+                    os._exit(0)
+                return
+            if isinstance(message, Stop):
+                feed.stop()
+            elif isinstance(message, Fenced):
+                feed.source.lease_store.fenced = True
+                feed.source.wake()
+            elif isinstance(message, Reload):
+                self._reloader.begin(message)
+            elif isinstance(message, Order):
+                self.tell(Answer(message.number, self._obey(feed, message)))
+
+    def _obey(self, feed: Feed, order: Order) -> str:
+        """Runs a command of remote control on the jobs of this device; its answer as JSON."""
+        try:
+            with feed.lock:
+                if order.name == "batchery":
+                    found: Any = feed.dispatcher.info()
+                else:
+                    state = _State(feed.consumer)
+                    found = Panel.data[order.name](state, **order.options)
+            return str(dumps(found))
+        except Exception as error:
+            logger.exception("the order %s has failed", order.name)
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+
+class _State:
+    """What Celery's commands get: a consumer and its app."""
+
+    def __init__(self, consumer: Any) -> None:
+        self.consumer = consumer
+        self.app = consumer.app
+        self.hostname = consumer.hostname
+        self.tset = None
+
+    state = worker_state

@@ -1,0 +1,166 @@
+"""Celery's own consumer in a device process: what is not plain is handled by Celery's own code.
+
+It has neither a connection nor an event loop. The device hands it messages, and drives its timer.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+from celery.worker import state as worker_state
+from kombu.transport.virtual import Base64
+from kombu.transport.virtual import Message as KombuMessage
+
+from batchery.transport.inbox import Message
+from batchery.transport.lease_store import LeaseStore
+from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
+from batchery_worker.in_flight import TaskCall
+from batchery_worker.job import TimeLimits
+
+_Message: Any = KombuMessage
+
+#: Takes in a call of a batch task, with its soft and hard time limit.
+Admit = Callable[[TaskCall, Any, TimeLimits], None]
+
+
+class LeaseChannel:
+    """What a message, and Celery's request, need of the channel that brought it."""
+
+    def __init__(self, lease_store: LeaseStore) -> None:
+        self.lease_store = lease_store
+        self._codec = Base64()
+
+    def decode_body(self, body: Any, encoding: str | None = None) -> Any:
+        """Undoes the encoding in which a body stands in a queue."""
+        return self._codec.decode(body) if encoding == "base64" else body
+
+    def message_to_python(self, payload: Any) -> Any:
+        """Makes a message of what stands in a queue."""
+        return Message(payload, channel=self)
+
+    def basic_ack(self, token: str, multiple: bool = False) -> None:  # noqa: ARG002
+        """Ends a lease: its job is settled."""
+        self.lease_store.ack(token)
+
+    def basic_reject(self, token: str, requeue: bool = False) -> None:
+        """Drops a message, or gives it back to the end of its queue."""
+        if requeue:
+            self.lease_store.requeue([token], first=False)
+        else:
+            self.lease_store.ack(token)
+
+
+class CallPool:
+    """The pool of that consumer: it makes a call of each request that Celery hands over."""
+
+    is_green = signal_safe = uses_semaphore = False
+    num_processes = limit = 1
+    flush = None
+
+    def __init__(
+        self, app: Celery, admit: Admit, cancel: Callable[[str], None], limits: TimeLimits
+    ):
+        """Remembers what takes calls in; `limits` are those of the worker's command line."""
+        self._app = app
+        self._admit = admit
+        self._cancel = cancel
+        self._limits = limits
+
+    def apply_async(self, target: Callable[..., Any], args: Any = (), **options: Any) -> None:
+        """Takes a job from Celery's request."""
+        callback = options["callback"]
+        request = callback.__self__
+        call = TaskCall(
+            target=target,
+            args=args,
+            callback=callback,
+            accept_callback=options["accept_callback"],
+            error_callback=options["error_callback"],
+            request=request,
+        )
+        task = self._app.tasks[args[0]]
+        hard, soft = request.time_limits
+        soft, hard = soft or task.soft_time_limit, hard or task.time_limit
+        own_soft, own_hard = self._limits
+        self._admit(call, task, (soft or own_soft, hard or own_hard))
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:
+        """Ends nothing: a device has jobs of others, too."""
+
+    def cancel_job(self, job_id: str) -> None:
+        """Ends what a job that was terminated while it runs has for itself."""
+        self._cancel(job_id)
+
+
+class NoQos:
+    """Counts nothing: a device takes what it can begin."""
+
+    value = 0
+
+    def increment_eventually(self, n: int = 1) -> None:
+        """Does nothing."""
+
+    def decrement_eventually(self, n: int = 1) -> None:
+        """Does nothing."""
+
+
+class StockConsumer(GuardedConsumer):
+    """Reads messages as Celery's worker does: revoked and expired jobs, ETA, rates, refusals."""
+
+    def __init__(
+        self, app: Celery, hostname: str, pool: CallPool, timer: Any, eventer: Any
+    ) -> None:
+        """Reads no message yet.
+
+        Args:
+            app: The device's.
+            hostname: Of the worker.
+            pool: Takes what may run.
+            timer: Celery's requests with an ETA wait there.
+            eventer: Sends task events.
+        """
+        self.app = app
+        self.hostname = hostname
+        self.pool = pool
+        self.timer = timer
+        self.event_dispatcher = eventer
+        self.hub = None
+        self.qos = NoQos()
+        self.controller = SimpleNamespace(
+            state=worker_state, semaphore=None, app=app, consumer=self
+        )
+        self.strategies: dict[str, Any] = {}
+        connection = app.connection_for_read()
+        self.connection_errors = connection.connection_errors
+        self.on_task_message: set[Any] = set()
+        self.disable_rate_limits = bool(app.conf.worker_disable_rate_limits)
+        self.restart_count = 0
+        self._maximum_prefetch_restored = True
+        self._limit_order = 0
+        self._pending_operations: deque[Any] = deque()
+        self.task_buckets: Mapping[str, Any] = defaultdict(lambda: None)
+        self.reset_rate_limits()
+        self.on_task_request = refuse_what_raises(SimpleNamespace(consumer=self), self._execute)
+        bound_decompression()
+        self.update_strategies()
+        self.handle = self.create_task_handler()
+
+    def _execute(self, request: Any) -> None:
+        with suppress(TaskRevokedError):
+            request.execute_using_pool(self.pool)
+
+    def _restore_prefetch_count_after_connection_restart(self, *_: Any) -> None:
+        """Does nothing: there is no prefetch count."""
+
+
+def deliver(consumer: StockConsumer, channel: LeaseChannel, payload: Any) -> None:
+    """Hands a message to the consumer, as it stood in its queue."""
+    consumer.handle(Message(payload, channel=channel))
+
+
+__all__ = ["CallPool", "LeaseChannel", "StockConsumer", "deliver", "partial"]

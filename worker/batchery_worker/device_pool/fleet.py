@@ -1,0 +1,496 @@
+"""The devices of a worker that pull their jobs: started, watched, kept alive in Redis, and ordered.
+
+Everything of a device is on the thread of one loop, which is idle while devices work: a device
+tells only of batches whose time is limited. Another thread beats for the leases of all devices.
+"""
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import redis
+from celery import Celery
+from kombu.asynchronous import Hub
+
+from batchery.errors import StartError
+from batchery.fork_gate import fork_gate
+from batchery.settings import Settings
+from batchery.transport.channel import SOCKET_TIMEOUT_S
+from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
+from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.suspects import build_expired_field, encode_id
+from batchery.transport.worker_registry import read_expiry, read_text
+from batchery_worker.device_pool.process import (
+    LEAVE_TIMEOUT_S,
+    DeviceProcess,
+    RecyclingLimits,
+    State,
+)
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.in_flight import DispatchedBatch
+from batchery_worker.ipc.messages import (
+    Answer,
+    Ended,
+    Fenced,
+    Joined,
+    Order,
+    RecycleDue,
+    Reply,
+    Running,
+    Stop,
+    dump_message,
+)
+from batchery_worker.job import Batch, BatchKey, Job, Limits
+
+logger = logging.getLogger("batchery.pool")
+
+#: How long the answers of devices are waited for, in seconds: one may be held by its function.
+ANSWER_S = 1.0
+
+
+class PullSupervisor(DeviceSupervisor):
+    """Device processes that take their batches themselves, and tell of those with limits."""
+
+    #: Called with a device whose process has ended, and how many deaths that is.
+    on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None]
+    on_joined: Callable[[DeviceProcess, str], None]
+    on_answer: Callable[[DeviceProcess, Answer], None]
+
+    def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
+        if isinstance(reply, Joined):
+            self.on_joined(device, reply.holder)
+        elif isinstance(reply, Running):
+            self._on_running(device, reply)
+        elif isinstance(reply, Ended):
+            dispatched = device.release(reply.id)
+            self._give_time_back(device, dispatched)
+            if not dispatched.in_slots:
+                self._watch(device)
+        elif isinstance(reply, Answer):
+            self.on_answer(device, reply)
+        elif isinstance(reply, RecycleDue):
+            device.recycle_due = True
+            self._recycle_next()
+        else:
+            super()._on_reply(device, reply)
+
+    def _on_running(self, device: DeviceProcess, reply: Running) -> None:
+        dispatched = device.batches.get(reply.id)
+        if dispatched is None:
+            dispatched = describe(reply)
+            device.hold(reply.id, dispatched)
+            if dispatched.in_slots or device.in_turn == [dispatched]:
+                self._begin(device, dispatched)
+        if reply.is_unwanted:
+            self._limit_unwanted(device, dispatched)
+
+    def order(self, device: DeviceProcess, message: Stop | Fenced | Order) -> None:
+        """Tells a device what to do, if it has a process."""
+        if device.link is not None and not device.link.send(dump_message(message)):
+            self._await_room(device)
+
+    def _recycle_next(self) -> None:
+        """Recycles the next process that is due, if all devices are ready."""
+        if self._stopping or any(device.state is not State.READY for device in self.devices):
+            return
+        for device in self.devices:
+            if device.recycle_due:
+                logger.info("device %s gets a fresh process", device.name)
+                device.state = State.LEAVING
+                self.order(device, Stop())
+                break
+
+    def _replace(self, device: DeviceProcess) -> None:
+        batches = device.take_batches()
+        super()._replace(device)
+        self.on_end(device, batches, False)
+
+    def _on_process_death(self, device: DeviceProcess) -> None:
+        batches = [*device.batches.values()]
+        super()._on_process_death(device)
+        self.on_end(device, batches, True)
+
+
+def describe(running: Running) -> DispatchedBatch:
+    """A batch of which the worker knows no more than it was told."""
+    key, limits = BatchKey(running.task), Limits(1)
+    jobs = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
+    return DispatchedBatch(
+        Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
+    )
+
+
+class Fleet:
+    """All devices of a worker."""
+
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        devices: Sequence[DeviceProcess],
+        name: str,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            app: The worker's.
+            settings: Of the worker.
+            devices: None of them has been started.
+            name: Node name of the worker.
+            on_lost: Called when the worker must end, with the reason for people.
+        """
+        self._app = app
+        self._settings = settings
+        self._hub: Any = Hub()
+        self.supervisor = PullSupervisor(
+            devices,
+            RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
+            settings.max_pass_s,
+            on_ready=lambda: None,
+            on_done=lambda *_: None,
+            on_death=lambda *_: None,
+            on_lost=on_lost,
+        )
+        self.supervisor.on_end = self._on_end
+        self.supervisor.on_joined = self._on_joined
+        self.supervisor.on_answer = self._on_answer
+        self._numbers = itertools.count(1)
+        self._answered = threading.Condition()
+        self._answers: dict[int, str] = {}
+        self._calls: list[Callable[[], None]] = []
+        self._calling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
+        self.beats = HolderBeats(app, name, self._tell_fenced)
+        self._is_leaving = False
+
+    # Start
+
+    def start(self, check: Callable[[], None], *, waits: bool) -> None:
+        """Starts the devices; waits for their models, if there is nothing else to do.
+
+        Raises:
+            StartError: A device cannot start; says why.
+        """
+        self.beats.start()
+        if waits:
+            self._start_and_wait(check)
+        else:
+            self.supervisor.begin(self._settings.device_start_timeout_s)
+            self._thread.start()
+
+    def _start_and_wait(self, check: Callable[[], None]) -> None:
+        failure: list[BaseException] = []
+        is_over = threading.Event()
+        is_interrupted = threading.Event()
+
+        def interrupted() -> None:
+            if is_interrupted.is_set():
+                raise StartError("the worker was told to stop")
+
+        def begin() -> None:
+            # Devices die with the thread that has started them, so it is the one that goes on.
+            try:
+                self.supervisor.start(self._hub, self._settings.device_start_timeout_s, interrupted)
+            except BaseException as error:  # noqa: BLE001 - raised on the other thread
+                failure.append(error)
+            finally:
+                is_over.set()
+
+        self._begin = begin
+        self._thread.start()
+        try:
+            while not is_over.wait(0.05):
+                check()
+        except BaseException:
+            is_interrupted.set()
+            raise
+        if failure:
+            raise failure[0]
+
+    _begin: Callable[[], None] | None = None
+
+    def _run(self) -> None:
+        self._hub._loop_thread = threading.get_ident()
+        if self._begin is not None:
+            self._begin()
+        self.supervisor.attach(self._hub)
+        self._hub.run_forever()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls a function on the loop's thread; from any thread."""
+        self._hub.call_soon(function)
+
+    # What devices say
+
+    def _on_joined(self, device: DeviceProcess, holder: str) -> None:
+        self.beats.join(device.name, holder)
+
+    def _tell_fenced(self, name: str) -> None:
+        def tell() -> None:
+            for device in self.supervisor.devices:
+                if device.name == name:
+                    self.supervisor.order(device, Fenced())
+
+        self.call(tell)
+
+    def _on_end(
+        self, device: DeviceProcess, batches: Sequence[DispatchedBatch], is_death: bool
+    ) -> None:
+        expired = [
+            (each.batch.jobs[0].id, each.hard_limit_s)
+            for each in batches
+            if each.expired and len(each.batch.jobs) == 1 and not each.urgent
+        ]
+        self.beats.leave(device.name, expired, is_death=is_death and not self._is_leaving)
+
+    def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
+        with self._answered:
+            self._answers[answer.number] = answer.value
+            self._answered.notify_all()
+
+    # Orders
+
+    def ask(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Has a command run by all devices; their answers, by the names of those that gave one."""
+        numbers: dict[int, str] = {}
+
+        def send() -> None:
+            for number, device in asked:
+                self.supervisor.order(device, Order(number, name, options))
+
+        asked = [
+            (next(self._numbers), device)
+            for device in [*self.supervisor.devices]
+            if device.state is State.READY
+        ]
+        numbers = {number: device.name for number, device in asked}
+        if not numbers:
+            return {}
+        self.call(send)
+        with self._answered:
+            self._answered.wait_for(lambda: numbers.keys() <= self._answers.keys(), ANSWER_S)
+            found = {name: self._answers.pop(number, None) for number, name in numbers.items()}
+        return {name: json.loads(value) for name, value in found.items() if value is not None}
+
+    def stop_taking(self) -> None:
+        """Has all devices take nothing more."""
+        self._is_leaving = True
+
+        def stop() -> None:
+            self.supervisor.stop_restarting()
+            for device in self.supervisor.devices:
+                if device.state is State.STARTING:
+                    device.kill()
+                elif device.link is not None:
+                    device.state = State.LEAVING
+                    self.supervisor.order(device, Stop())
+
+        self.call(stop)
+
+    # The end
+
+    def stop(self, is_cold: Callable[[], bool]) -> None:
+        """Waits until the devices have finished what they have begun, and ends them."""
+        self.stop_taking()
+        pause = threading.Event()
+        while not is_cold() and any(device.link for device in self.supervisor.devices):
+            pause.wait(0.02)
+        self._leave(kill_at_once=True)
+
+    def terminate(self) -> None:
+        """Kills the devices; what they hold goes back to the queues."""
+        self._is_leaving = True
+        self._leave(kill_at_once=True)
+
+    def _leave(self, *, kill_at_once: bool) -> None:
+        self._hub.stop()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._hub.call_soon(lambda: None)
+            self._thread.join(LEAVE_TIMEOUT_S)
+        self.supervisor.stop(kill_at_once=kill_at_once)
+        self.beats.stop()
+
+
+class HolderBeats:
+    """A thread that renews the leases of devices, and recovers those of dead holders."""
+
+    def __init__(self, app: Celery, name: str, on_fenced: Callable[[str], None]) -> None:
+        self._app = app
+        self._name = name
+        self._on_fenced = on_fenced
+        #: Device -> id by which it holds leases.
+        self._holders: dict[str, str] = {}
+        self._ended: list[tuple[str, Sequence[tuple[str, float | None]], bool]] = []
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._changed = threading.Event()
+        self._client: Any = None
+        self._expiries_s: dict[str, float] = {}
+        self._left: set[str] = set()
+        self.recovered = 0
+        #: When the last heartbeat was answered; None before the first one.
+        self.beat_s: float | None = None
+        self.is_silent = False
+        self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self, device: str, holder: str) -> None:
+        """Beats for a device from now on; its id is another one after it was fenced."""
+        with self._lock:
+            self._holders[device] = holder
+
+    def leave(
+        self, device: str, expired: Sequence[tuple[str, float | None]], *, is_death: bool
+    ) -> None:
+        """Gives back what a device held whose process has ended.
+
+        Args:
+            device: Its name.
+            expired: Ids of jobs that were alone in their batch, and ran for longer than they may;
+                each with its limit.
+            is_death: Whether what it ran may have killed it.
+        """
+        with self._lock:
+            holder = self._holders.pop(device, None)
+            if holder is not None:
+                self._ended.append((holder, expired, is_death))
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Gives back what is left, and ends the thread."""
+        with self._lock:
+            self._ended += [(holder, (), False) for holder in self._holders.values()]
+            self._holders.clear()
+        self._stopped.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(SOCKET_TIMEOUT_S)
+
+    def _connect(self) -> None:
+        with self._app.connection_for_read() as connection:
+            once_each = len(connection.alt or ())
+            connection.ensure_connection(
+                max_retries=once_each, interval_start=0, reraise_as_library_errors=False
+            )
+            channel: Any = connection.channel()
+            try:
+                self.keys = Keys(channel.global_keyprefix)
+                self.expiry_s = float(channel.lease_expiry_s)
+                self._client = channel._make_separate_client(self.expiry_s / 2)
+            finally:
+                channel.close()
+        self._scripts = transport_scripts(self._client)
+        self._detector = FailureDetector(self.expiry_s, max_gap_s=self.expiry_s / 2)
+
+    def _run(self) -> None:
+        pause_s = 0.2
+        while not (self._stopped.is_set() and not self._ended):
+            try:
+                with fork_gate.working():
+                    if self._client is None:
+                        self._connect()
+                    pause_s = self.expiry_s / BEATS_PER_EXPIRY
+                    self._recover_ended()
+                    if self._stopped.is_set():
+                        break
+                    self.beat(monotonic())
+            except (redis.RedisError, OSError) as error:
+                logger.debug("heartbeat: %r", error)
+                self.is_silent = True
+                if self._client is not None:
+                    self._detector.reset()
+                if self._stopped.is_set():
+                    break
+            except Exception:
+                logger.exception("heartbeat failed")
+            self._changed.wait(pause_s)
+            self._changed.clear()
+        if self._client is not None:
+            self._client.connection_pool.disconnect()
+
+    def beat(self, now_s: float) -> None:
+        """Renews the leases of all devices, and observes the other holders."""
+        with self._lock:
+            holders = dict(self._holders)
+        flat: Any = []
+        for device, holder in holders.items():
+            flat = self._scripts.run(
+                "renew", [self.keys.workers, self.keys.worker_info], holder, ""
+            )
+            if flat is None and self._holders.get(device) == holder:
+                self._on_fenced(device)
+        if not holders:
+            flat = self._client.zrange(self.keys.workers, 0, -1, withscores=True)
+            flat = list(itertools.chain.from_iterable(flat))
+        self.beat_s, self.is_silent = monotonic(), False
+        if flat is None:
+            return
+        heartbeats = {
+            name.decode(): int(float(beat))
+            for name, beat in zip(flat[::2], flat[1::2], strict=True)
+            if name.decode() not in holders.values()
+        }
+        expiries_s = self._read_expiries(heartbeats)
+        for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):
+            self._recover_dead(name, beat, now_s)
+
+    def _read_expiries(self, workers: Mapping[str, int]) -> Mapping[str, float]:
+        unknown = [worker for worker in workers if worker not in self._expiries_s]
+        if unknown:
+            infos: Any = self._client.hmget(self.keys.worker_info, unknown)
+            for worker, about in zip(unknown, infos, strict=True):
+                self._expiries_s[worker] = read_expiry(about) or self.expiry_s
+        self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
+        return self._expiries_s
+
+    def _recover_dead(self, worker: str, beat: int, now_s: float) -> None:
+        # Just after an outage many live holders look dead: like this one, they lost the connection.
+        counts = self._detector.undisturbed_s(now_s) >= 2 * self.expiry_s
+        self._recover(worker, str(beat), is_death=counts)
+
+    def _recover_ended(self) -> None:
+        while self._ended:
+            holder, expired, is_death = self._ended[0]
+            fields = {
+                build_expired_field(encode_id(task_id)): limit_s or 0.0
+                for task_id, limit_s in expired
+            }
+            if fields:
+                self._client.hset(self.keys.suspects, mapping=fields)
+            self._recover(holder, "", is_death=is_death)
+            self._ended.pop(0)
+
+    def _recover(self, worker: str, beat: str, *, is_death: bool) -> None:
+        about: Any = self._client.hget(self.keys.worker_info, worker)
+        try:
+            answer: Any = self._scripts.run(
+                "recover", self.keys.of_recovery(worker), worker, beat, int(is_death)
+            )
+        except redis.ResponseError as error:
+            if worker not in self._left:
+                self._left.add(worker)
+                logger.error(
+                    "worker %s is dead, and its jobs cannot go back to their queues: %s; see"
+                    " `batchery acl -Q` for what the user of a worker must be allowed",
+                    *(read_text(about, "name") or worker, error),
+                )
+            return
+        if answer is None:
+            return
+        count, suspects = answer
+        self.recovered += count
+        if not count and not beat:
+            return
+        why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
+        logger.warning(
+            "worker %s is dead; its jobs are back in their queues: %d%s",
+            *(read_text(about, "name") or worker, count, why),
+        )

@@ -1,0 +1,139 @@
+"""The worker's one part in batch jobs: it starts devices, which take their jobs from Redis.
+
+Everything else of the worker is Celery's own. Queues by which only batch jobs come are given to the
+devices, and are not consumed by Celery. Commands of remote control reach the devices, and their
+answers are put together with those of the worker.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from celery import bootsteps, signals
+from celery.worker import state as worker_state
+from celery.worker.control import Panel
+
+from batchery.errors import StartError
+from batchery.installation import get_installation
+from batchery.task import BatchTask
+from batchery_worker.device_pool.fleet import Fleet
+from batchery_worker.device_pool.process import DeviceProcess, start_process
+from batchery_worker.device_pool.startup import device_setups
+from batchery_worker.event_loop import is_cold_shutdown
+
+_Step: Any = bootsteps.StartStopStep
+
+logger = logging.getLogger("batchery.worker")
+
+#: Commands whose answers are lists of jobs; those of devices are added.
+LISTS = ("active", "reserved", "scheduled")
+
+#: Commands that change something in each device.
+CHANGES = (
+    *("revoke", "revoke_by_stamped_headers", "terminate", "rate_limit", "time_limit"),
+    *("enable_events", "disable_events"),
+)
+
+
+class DevicesStep(_Step):  # type: ignore[misc]
+    """Starts devices that pull, and ends them."""
+
+    requires = ("batchery_worker.bootstep:BatchStep",)
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        parent.fleet = None
+
+    def include_if(self, parent: Any) -> bool:
+        """Whether the worker's devices pull."""
+        return getattr(parent, "pull_plan", None) is not None
+
+    def create(self, parent: Any) -> None:
+        """Called by Celery with its `WorkController`."""
+        app, plan = parent.app, parent.pull_plan
+        settings = get_installation(app).settings
+        setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
+        devices = [DeviceProcess(setup, start_process) for setup in setups]
+        self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
+        self._has_other_work = plan.has_other_work
+        extend_commands(self.fleet)
+        signals.worker_shutting_down.connect(self._on_shutting_down)
+
+    def _on_shutting_down(self, **_: Any) -> None:
+        # Celery stops its consumer first, which may take seconds.
+        self.fleet.stop_taking()
+
+    def start(self, parent: Any) -> None:
+        """Starts the devices; waits for models where there is nothing else to do."""
+        try:
+            self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
+        except StartError as error:
+            self.fleet.terminate()
+            logger.critical("%s", error)
+            raise SystemExit(error.exit_code) from None
+        except BaseException:
+            self.fleet.terminate()
+            raise
+
+    def stop(self, parent: Any) -> None:  # noqa: ARG002 - as Celery calls it
+        """Finishes what the devices have begun."""
+        self.fleet.stop(is_cold_shutdown)
+
+    def terminate(self, parent: Any) -> None:  # noqa: ARG002 - as Celery calls it
+        """Kills the devices; what they hold goes back."""
+        self.fleet.terminate()
+
+    def info(self, parent: Any) -> Mapping[str, Any]:  # noqa: ARG002 - as Celery calls it
+        """What `inspect stats` shows of devices."""
+        return {}
+
+
+def _on_lost(why: str) -> None:
+    logger.critical("%s: the worker stops, its jobs go back to the queue", why)
+    setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def extend_commands(fleet: Fleet) -> None:
+    """Lets commands of remote control reach the devices of this process's worker."""
+    for name in LISTS:
+        _extend(name, partial(_listed, fleet, name))
+    for name in CHANGES:
+        _extend(name, partial(_changed, fleet, name))
+    _extend("query_task", partial(_queried, fleet))
+
+
+def _extend(name: str, function: Callable[..., Any]) -> None:
+    stock = getattr(Panel.data[name], "batchery_stock", Panel.data[name])
+    extended: Any = partial(function, stock)
+    extended.batchery_stock = stock
+    Panel.data[name] = extended
+
+
+def _listed(fleet: Fleet, name: str, stock: Any, state: Any, **options: Any) -> Any:
+    answer = list(stock(state, **options) or ())
+    for found in fleet.ask(name, options).values():
+        if isinstance(found, list):
+            answer += found
+    return answer
+
+
+def _changed(fleet: Fleet, name: str, stock: Any, state: Any, *args: Any, **options: Any) -> Any:
+    answer = stock(state, *args, **options)
+    if args:
+        options = {**options, **dict(zip(("task_id",), args, strict=False))}
+    for found in fleet.ask(name, options).values():
+        ours = isinstance(found, dict) and found.get("ok")
+        if ours and "unknown" in str(answer):
+            answer = found
+    return answer
+
+
+def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:
+    answer = dict(stock(state, ids, **options) or {})
+    for found in fleet.ask("query_task", {"ids": ids, **options}).values():
+        answer.update(found if isinstance(found, dict) else {})
+    return answer
+
+
+__all__ = ["BatchTask", "DevicesStep"]
