@@ -6,6 +6,7 @@ answers are put together with those of the worker.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from celery import bootsteps, signals
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
+from kombu import Exchange, Queue
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
@@ -84,9 +86,13 @@ class DevicesStep(_Step):  # type: ignore[misc]
         """Kills the devices; what they hold goes back."""
         self.fleet.terminate()
 
-    def info(self, parent: Any) -> Mapping[str, Any]:  # noqa: ARG002 - as Celery calls it
+    def info(self, parent: Any) -> Mapping[str, Any]:
         """What `inspect stats` shows of devices."""
-        return {}
+        pool = getattr(parent.pool, "info", None) or {}
+        total = Counter(worker_state.total_count)
+        for found in self.fleet.ask("batchery_total", {}).values():
+            total.update(found)
+        return {"pool": {**pool, **(self.fleet.figures() or {})}, "total": total}
 
 
 def _on_lost(why: str) -> None:
@@ -101,6 +107,7 @@ def extend_commands(fleet: Fleet) -> None:
     for name in CHANGES:
         _extend(name, partial(_changed, fleet, name))
     _extend("query_task", partial(_queried, fleet))
+    _extend("active_queues", partial(_with_queues, fleet))
 
 
 def _extend(name: str, function: Callable[..., Any]) -> None:
@@ -127,6 +134,11 @@ def _changed(fleet: Fleet, name: str, stock: Any, state: Any, *args: Any, **opti
         if ours and "unknown" in str(answer):
             answer = found
     return answer
+
+
+def _with_queues(fleet: Fleet, stock: Any, state: Any, **options: Any) -> Any:
+    names = [Queue(name, exchange=Exchange(name), routing_key=name) for name in fleet.queues]
+    return [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
 
 
 def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery.worker import state as worker_state
+from kombu import Exchange, Queue
 
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.forwarding import BATCHES, ORDINARY
 from batchery_worker.ipc.messages import PullSetup
 
 
@@ -82,39 +84,37 @@ def plan_pull(
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
+    all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
     # A task without a route may come by any queue that no ordinary task has.
-    anywhere = {
-        task.name: task.max_batch_size or settings.max_batch_size
-        for task in tasks
-        if find_queue(task) is None
-    }
+    anywhere = {task.name: all_sizes[task.name] for task in tasks if find_queue(task) is None}
     sizes: dict[str, dict[str, int]] = {}
     for name in consumed:
         kind = kinds.get(name)
-        batch = dict(kind.batch) if kind is not None else dict(anywhere)
+        batch = dict(anywhere if kind is None else kind.batch)
         if batch and not (kind is not None and kind.ordinary):
             sizes[name] = {**anywhere, **batch}
             app.amqp.queues.deselect(name)
-    devices = choose_devices(settings.devices)
+            app.amqp.queues.select_add(
+                Queue(name + ORDINARY, Exchange(name + ORDINARY), name + ORDINARY)
+            )
+        else:
+            sizes[name + BATCHES] = all_sizes
+    for task in all_tasks:
+        type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
-    parts = dict.fromkeys((), 1 << 20)
     app.conf.broker_transport_options = {**options, "leases": False}
+    named = ("fetch_messages", "queue_prefetch")
     return PullPlan(
         app=app,
         tasks=tasks,
-        devices=devices,
+        devices=choose_devices(settings.devices),
         has_other_work=has_other_work,
         hostname=worker.hostname,
         sends_events=bool(worker.task_events),
         limits=(worker.soft_time_limit, worker.time_limit),
         options={
             "fetch_messages": max(prefetch_jobs([task], settings, 1) for task in tasks),
-            **{
-                name: options[name]
-                for name in ("fetch_messages", "queue_prefetch")
-                if name in options
-            },
-            **({"queue_prefetch": parts} if parts else {}),
+            **{name: options[name] for name in named if name in options},
             "class_levels": sorted(each.level for each in settings.classes.values()),
         },
         sizes=sizes,

@@ -26,13 +26,14 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
 
     On the thread of the event loop.
     """
-    ask = getattr(consumer.pool, "figures", None)
+    fleet = getattr(consumer.controller, "fleet", None)
+    ask = getattr(consumer.pool, "figures", None) if fleet is None else fleet.figures
     if ask is None or (found := ask()) is None:
         return None
     watch = getattr(consumer.controller, "watch", None)
     return {
         **found,
-        "queues": _queues(consumer),
+        "queues": sorted({*_queues(consumer), *(fleet.queues if fleet is not None else ())}),
         "time_s": time.time(),
         **(watch.figures() if watch is not None else {}),
     }

@@ -152,6 +152,23 @@ class TextFigures:
             self.pauses_s += pause_s
 
 
+def add(first: Any, second: Any) -> Any:
+    """Adds figures of the same kind; what cannot be added is that of the first one."""
+    if is_dataclass(first) and not isinstance(first, type):
+        own = cast(Any, first)
+        names = [each.name for each in fields(own)]
+        return replace(
+            own, **{name: add(getattr(own, name), getattr(second, name)) for name in names}
+        )
+    if isinstance(first, Mapping):
+        shared = {key: add(value, second[key]) for key, value in first.items() if key in second}
+        merged = {**first, **second, **shared}
+        return Counter(merged) if isinstance(first, Counter) else merged
+    if isinstance(first, int | float) and not isinstance(first, bool) and second is not None:
+        return first + second
+    return second if first is None else first
+
+
 def find_bound(bounds: Sequence[float], value: float) -> float:
     """The least of some bounds, of which the last one is infinite, that is not below a value."""
     return bounds[bisect_left(bounds, value)]

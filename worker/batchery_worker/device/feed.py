@@ -237,7 +237,9 @@ class Feed:
         self.dispatcher.attach(self.turns)
         self.eventer = self._make_eventer(pull)
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
-        self.consumer = StockConsumer(app, pull.hostname, pool, self.turns.timer, self.eventer)
+        self.consumer = StockConsumer(
+            *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_queue
+        )
         self.source = RedisSource(app, list(pull.queues), pull.options, self._deliver, self._held)
         self.source.workload = Workload(self, sizes, all_sizes)
         self._channel = LeaseChannel(self.source.lease_store)
@@ -386,6 +388,9 @@ class Feed:
     def _deliver(self, payload: Any) -> None:
         deliver(self.consumer, self._channel, payload)
 
+    def _find_queue(self, key: str) -> str:
+        return self.source.inbox.find_place(key)[0]
+
     def _held(self) -> set[str]:
         """Tokens of all jobs that are here."""
         return set(self.source.lease_store.leases)
@@ -432,6 +437,10 @@ class Feed:
         if given:
             logger.info("%d jobs go back to their queue: another device waits", len(given))
         return given
+
+    def figures(self) -> dict[str, Any]:
+        """What the worker is told of this device."""
+        return {**self.dispatcher.info(), "leases": self.source.lease_store.figures()}
 
     # The end
 

@@ -134,7 +134,9 @@ class PullingDevice(Device):
         try:
             with feed.lock:
                 if order.name == "batchery":
-                    found: Any = feed.dispatcher.info()
+                    found: Any = feed.figures()
+                elif order.name == "batchery_total":
+                    found = dict(worker_state.total_count)
                 else:
                     state = _State(feed.consumer)
                     found = Panel.data[order.name](state, **order.options)
@@ -151,6 +153,6 @@ class _State:
         self.consumer = consumer
         self.app = consumer.app
         self.hostname = consumer.hostname
-        self.tset = None
+        self.tset = set
 
     state = worker_state

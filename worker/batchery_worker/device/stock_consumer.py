@@ -16,9 +16,11 @@ from celery.worker import state as worker_state
 from kombu.transport.virtual import Base64
 from kombu.transport.virtual import Message as KombuMessage
 
+from batchery.task import BatchTask
 from batchery.transport.inbox import Message
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
+from batchery_worker.forwarding import forward_to_pool
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import TimeLimits
 
@@ -30,6 +32,8 @@ Admit = Callable[[TaskCall, Any, TimeLimits], None]
 
 class LeaseChannel:
     """What a message, and Celery's request, need of the channel that brought it."""
+
+    no_ack_consumers = None
 
     def __init__(self, lease_store: LeaseStore) -> None:
         self.lease_store = lease_store
@@ -113,7 +117,13 @@ class StockConsumer(GuardedConsumer):
     """Reads messages as Celery's worker does: revoked and expired jobs, ETA, rates, refusals."""
 
     def __init__(
-        self, app: Celery, hostname: str, pool: CallPool, timer: Any, eventer: Any
+        self,
+        app: Celery,
+        hostname: str,
+        pool: CallPool,
+        timer: Any,
+        eventer: Any,
+        find_queue: Callable[[str], str],
     ) -> None:
         """Reads no message yet.
 
@@ -123,6 +133,7 @@ class StockConsumer(GuardedConsumer):
             pool: Takes what may run.
             timer: Celery's requests with an ETA wait there.
             eventer: Sends task events.
+            find_queue: The queue of a list's key.
         """
         self.app = app
         self.hostname = hostname
@@ -148,6 +159,10 @@ class StockConsumer(GuardedConsumer):
         self.on_task_request = refuse_what_raises(SimpleNamespace(consumer=self), self._execute)
         bound_decompression()
         self.update_strategies()
+        forward = forward_to_pool(find_queue)
+        for name, task in app.tasks.items():
+            if not isinstance(task, BatchTask):
+                self.strategies[name] = forward
         self.handle = self.create_task_handler()
 
     def _execute(self, request: Any) -> None:

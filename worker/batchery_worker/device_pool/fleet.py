@@ -18,6 +18,14 @@ from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
 from batchery.fork_gate import fork_gate
+from batchery.protocol.figures import (
+    BatchFigures,
+    BatchSums,
+    LeaseFigures,
+    add,
+    read_figures,
+    report,
+)
 from batchery.settings import Settings
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
@@ -167,6 +175,9 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
         self.beats = HolderBeats(app, name, self._tell_fenced)
         self._is_leaving = False
+        #: The last figures of each device.
+        self._known: dict[str, dict[str, Any]] = {}
+        self.restarts = 0
 
     # Start
 
@@ -241,6 +252,7 @@ class Fleet:
     def _on_end(
         self, device: DeviceProcess, batches: Sequence[DispatchedBatch], is_death: bool
     ) -> None:
+        self.restarts += is_death
         expired = [
             (each.batch.jobs[0].id, each.hard_limit_s)
             for each in batches
@@ -276,6 +288,19 @@ class Fleet:
             self._answered.wait_for(lambda: numbers.keys() <= self._answers.keys(), ANSWER_S)
             found = {name: self._answers.pop(number, None) for number, name in numbers.items()}
         return {name: json.loads(value) for name, value in found.items() if value is not None}
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """Names of the queues that devices take from."""
+        pulls = [each.setup.pull for each in self.supervisor.devices]
+        return sorted({name for pull in pulls if pull is not None for name in pull.queues})
+
+    def figures(self) -> dict[str, Any] | None:
+        """What `celery inspect batchery` shows; None before the first device was ready."""
+        self._known.update(self.ask("batchery", {}))
+        devices = [*self.supervisor.devices, *self.supervisor.given_up]
+        found = [self._known[each.name] for each in devices if each.name in self._known]
+        return merge(found, devices, self.restarts, self.beats)
 
     def stop_taking(self) -> None:
         """Has all devices take nothing more."""
@@ -333,6 +358,7 @@ class HolderBeats:
         self._expiries_s: dict[str, float] = {}
         self._left: set[str] = set()
         self.recovered = 0
+        self.expiry_s = 5.0
         #: When the last heartbeat was answered; None before the first one.
         self.beat_s: float | None = None
         self.is_silent = False
@@ -494,3 +520,52 @@ class HolderBeats:
             "worker %s is dead; its jobs are back in their queues: %d%s",
             *(read_text(about, "name") or worker, count, why),
         )
+
+
+#: What a worker knows better of a device than that itself.
+OF_PROCESS = ("state", "error", "pid", "load_s", "resident_kib")
+
+
+def merge(
+    found: Sequence[Mapping[str, Any]],
+    devices: Sequence[DeviceProcess],
+    restarts: int,
+    beats: HolderBeats,
+) -> dict[str, Any]:
+    """The figures of a worker, made of those of its devices."""
+    own = {device.name: device.figures() for device in devices}
+    for name, figures in own.items():
+        for each in found:
+            if name in each["devices"]:
+                known = {key: figures[key] for key in OF_PROCESS}
+                own[name] = {**each["devices"][name], **known}
+        own[name].setdefault("done", report(BatchSums()))
+    batches, leases = BatchFigures(), LeaseFigures()
+    costs: dict[str, Any] = {}
+    by_queue: dict[str, Any] = {}
+    oldest_s: list[float] = []
+    for each in found:
+        read = read_figures(each)
+        if read is None:
+            continue
+        batches = add(batches, read.batches)
+        leases = add(leases, read.leases)
+        costs.update(each["costs"])
+        if read.oldest_waiting_s is not None:
+            oldest_s.append(read.oldest_waiting_s)
+        for queue, waiting in each["waiting_by_queue"].items():
+            known = by_queue.setdefault(queue, {"jobs": 0, "oldest_s": 0.0})
+            known["jobs"] += waiting["jobs"]
+            known["oldest_s"] = max(known["oldest_s"], waiting["oldest_s"])
+    batches.device_restarts += restarts
+    leases.recovered += beats.recovered
+    return {
+        "devices": own,
+        "costs": costs,
+        "clock_s": round(monotonic(), 3),
+        "waiting": sum(each["waiting"] for each in found),
+        "oldest_waiting_s": max(oldest_s, default=None),
+        "waiting_by_queue": by_queue,
+        "batches": report(batches),
+        "leases": report(leases),
+    }

@@ -54,7 +54,8 @@ class WorkerWatch:
     def judge(self) -> Verdict:
         """Whether the worker is live, and ready."""
         pool, consumer = self._worker.pool, getattr(self._worker, "consumer", None)
-        devices = getattr(pool, "devices", ())
+        fleet = getattr(self._worker, "fleet", None)
+        devices = getattr(pool, "devices", ()) if fleet is None else fleet.supervisor.devices
         sights = None
         if devices is not None:
             now_s = monotonic()
@@ -72,23 +73,27 @@ class WorkerWatch:
             and consumer is not None
             and consumer.connection
             and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
-            and (opened or not getattr(channel, "leases", False))
+            and (opened or fleet is not None or not getattr(channel, "leases", False))
         )
         self._store = store = opened or self._store
         sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
-        if store is not None:
+        beats = fleet.beats if fleet is not None else store
+        if beats is not None:
             sight = sight._replace(
-                unheard_s=0.0 if store.beat_s is None else monotonic() - store.beat_s,
-                beat_pause_s=store.expiry_s / BEATS_PER_EXPIRY,
-                is_silent=store.is_silent,
+                unheard_s=0.0 if beats.beat_s is None else monotonic() - beats.beat_s,
+                beat_pause_s=beats.expiry_s / BEATS_PER_EXPIRY,
+                is_silent=beats.is_silent,
             )
         return judge(sight, self._max_pass_s)
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
         verdict, store = self.judge(), self._store
+        leases: dict[str, Any] = {}
+        if getattr(self._worker, "fleet", None) is None:
+            leases["leases"] = None if store is None else store.figures()
         return {
-            "leases": None if store is None else store.figures(),
+            **leases,
             "health": asdict(self._build_health(verdict)),
             "loop_lag_s": self._find_lag_s(),
         }
@@ -147,6 +152,9 @@ class WorkerWatch:
 
     def _ask(self) -> WorkerFigures | None:
         """The figures, from the event loop; the last ones if it does not answer in time."""
+        if getattr(self._worker, "fleet", None) is not None:
+            self._known = read_figures(collect_figures(self._worker.consumer) or {})
+            return self._known
         if getattr(self._worker.pool, "devices", None) is None:
             return self._known
         answer: Future[dict[str, Any] | None] = Future()

@@ -1,0 +1,81 @@
+"""Jobs that came by a queue of the other kind: batch jobs go on to devices, ordinary ones to Celery.
+
+A queue by which only batch jobs come is taken by devices, and any other one by Celery's consumer.
+Anybody may send any job to any queue, so each queue has a list beside it for the other kind.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from kombu.utils.json import dumps
+
+from batchery.transport.redis_schema import transport_scripts
+
+logger = logging.getLogger("batchery.worker")
+
+#: Ends of the names of the lists beside a queue.
+BATCHES, ORDINARY = ".batches", ".ordinary"
+
+
+def forward_to_devices(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None]:
+    """Celery's strategy of a batch task whose jobs come to the worker's own consumer."""
+    consumed = set(app.amqp.queues.consume_from)
+
+    def handle(
+        message: Any,
+        body: Any,  # noqa: ARG001 - as Celery calls it
+        ack: Callable[..., Any],
+        reject: Callable[..., Any],  # noqa: ARG001
+        callbacks: Any,
+        **_: Any,
+    ) -> None:
+        channel, came_by = message.channel, message.delivery_info.get("routing_key")
+        queue = came_by if came_by in consumed else app.conf.task_default_queue
+        scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
+        prefix = channel.global_keyprefix
+        keys = [
+            f"{prefix}{channel.unacked_key}",
+            f"{prefix}{channel.unacked_index_key}",
+            f"{prefix}{queue}{BATCHES}",
+        ]
+        scripts.run("forward_unacked", keys, message.delivery_tag, _spell(channel, message))
+        # Kombu's own count of messages that are not settled goes down.
+        ack(logger, ())
+        for callback in callbacks:
+            callback(message)
+
+    return handle
+
+
+def _spell(channel: Any, message: Any) -> str:
+    """A message as it stood in its queue."""
+    return str(
+        dumps(
+            {
+                "body": channel.encode_body(message.body, "base64")[0],
+                "headers": message.headers,
+                "properties": {**message.properties, "body_encoding": "base64"},
+                "content-type": message.content_type,
+                "content-encoding": message.content_encoding,
+            }
+        )
+    )
+
+
+def forward_to_pool(find_queue: Callable[[str], str]) -> Callable[..., Any]:
+    """Makes a device's strategy of an ordinary task, whose jobs it cannot run.
+
+    Args:
+        find_queue: The queue that a lease's message came by.
+    """
+
+    def handle(message: Any, *_: Any, **__: Any) -> None:
+        store, token = message.channel.lease_store, message.delivery_tag
+        queue = find_queue(store.get_key(token) or "")
+        keys = [store.lease_key, store.keys.queue(queue + ORDINARY)]
+        store.scripts.run("forward", keys, token)
+        store.lost([token])
+
+    return handle
