@@ -21,8 +21,9 @@ from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
-from batchery_worker.device_pool.startup import device_setups
+from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.event_loop import is_cold_shutdown
+from batchery_worker.pull_plan import PullPlan
 
 _Step: Any = bootsteps.StartStopStep
 
@@ -59,7 +60,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
         devices = [DeviceProcess(setup, start_process) for setup in setups]
         self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
         self._has_other_work = plan.has_other_work
-        extend_commands(self.fleet)
+        extend_commands(self.fleet, plan)
         signals.worker_shutting_down.connect(self._on_shutting_down)
 
     def _on_shutting_down(self, **_: Any) -> None:
@@ -100,7 +101,7 @@ def _on_lost(why: str) -> None:
     setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
 
 
-def extend_commands(fleet: Fleet) -> None:
+def extend_commands(fleet: Fleet, plan: PullPlan) -> None:
     """Lets commands of remote control reach the devices of this process's worker."""
     for name in LISTS:
         _extend(name, partial(_listed, fleet, name))
@@ -108,6 +109,9 @@ def extend_commands(fleet: Fleet) -> None:
         _extend(name, partial(_changed, fleet, name))
     _extend("query_task", partial(_queried, fleet))
     _extend("active_queues", partial(_with_queues, fleet))
+    _extend("add_consumer", partial(_add_consumer, fleet, plan))
+    _extend("cancel_consumer", partial(_cancel_consumer, fleet, plan))
+    _extend("pool_restart", partial(_restart, fleet, plan))
 
 
 def _extend(name: str, function: Callable[..., Any]) -> None:
@@ -133,6 +137,34 @@ def _changed(fleet: Fleet, name: str, stock: Any, state: Any, *args: Any, **opti
         ours = isinstance(found, dict) and found.get("ok")
         if ours and "unknown" in str(answer):
             answer = found
+    return answer
+
+
+def _add_consumer(
+    fleet: Fleet, plan: PullPlan, stock: Any, state: Any, queue: str, *args: Any, **options: Any
+) -> Any:
+    is_known = queue in plan.sizes
+    is_celerys = plan.add(queue)
+    if not is_known:
+        fleet.take_from(plan.sizes)
+    if is_celerys:
+        return stock(state, queue, *args, **options)
+    return {"ok": f"{'already consuming from' if is_known else 'add consumer'} {queue}"}
+
+
+def _cancel_consumer(
+    fleet: Fleet, plan: PullPlan, stock: Any, state: Any, queue: str, **options: Any
+) -> Any:
+    is_celerys = plan.remove(queue)
+    fleet.take_from(plan.sizes)
+    if is_celerys:
+        return stock(state, queue, **options)
+    return {"ok": f"no longer consuming from {queue}"}
+
+
+def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: Any) -> Any:
+    answer = stock(state, **options)
+    fleet.recycle(task_modules(plan.tasks))
     return answer
 
 

@@ -7,7 +7,7 @@ earlier one, which can no longer be acknowledged, and the job goes on.
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
@@ -53,6 +53,30 @@ class TaskCall:
 
     def __post_init__(self) -> None:
         self.task_name, self.task_id, self.message = self.args[:3]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no request of Celery's, as those of `device/plain_call.py`."""
+        return False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether nobody has revoked it; only of a plain one."""
+        return True
+
+    @property
+    def embed(self) -> Mapping[str, Any]:
+        """Callbacks, and what follows in a chain."""
+        return (self.request.embed if self.request is not None else None) or {}
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """Its keyword arguments."""
+        return self.message.get("kwargs") or {}
+
+    def accept(self, pid: int) -> None:
+        """Tells Celery that it begins in a process."""
+        _accept(self, pid)
 
     @property
     def lease(self) -> LeaseHandle | None:
@@ -145,10 +169,12 @@ class InFlight:
             return
         call.accepted = True
         self._calls[call.task_id] = call
-        _accept(call, pid)
+        call.accept(pid)
 
     def wants(self, call: TaskCall) -> bool:
         """Whether a job must still run; it may have been revoked, or have expired."""
+        if call.is_plain and call.is_wanted:
+            return True
         request = call.request
         if request is None:
             return True
@@ -163,6 +189,9 @@ class InFlight:
             # Celery stores the revocation, which may fail. The other jobs of the batch must run.
             logger.exception("%s[%s] cannot be revoked", call.task_name, call.task_id)
             return True
+
+    def __iter__(self) -> Iterator[TaskCall]:
+        return iter(list(self._calls.values()))
 
     def remove(self, call: TaskCall) -> None:
         """Forgets a job that is settled, or that nobody wants any more."""

@@ -240,11 +240,18 @@ class LateBinding:
         gave = 0
         if old and self._channel.others_wait():
             gave = sum(
-                backlog.offer(before_s, partial(self._give, is_batch)) for is_batch, backlog in old
+                backlog.offer(
+                    before_s, partial(self._give_calls if is_batch else self._give, is_batch)
+                )
+                for is_batch, backlog in old
             )
         self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_GIVING_PAUSE_S)
         if held or (self._batches is not None and self._batches.has_suspects):
             self.plan_look()
+
+    def _give_calls(self, is_batch: bool, calls: Sequence[Any]) -> Collection[Any]:
+        given = self._give(is_batch, [call.request for call in calls])
+        return [call for call in calls if call.request in given]
 
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
         by_token, store = {}, self._channel.lease_store

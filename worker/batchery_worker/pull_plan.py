@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery.worker import state as worker_state
@@ -16,7 +16,7 @@ from batchery_worker.forwarding import BATCHES, ORDINARY
 from batchery_worker.ipc.messages import PullSetup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullPlan:
     """What a worker's devices do."""
 
@@ -28,8 +28,12 @@ class PullPlan:
     sends_events: bool
     limits: tuple[float | None, float | None]
     options: Mapping[str, Any]
+    kinds: Mapping[str, Any]
+    #: Maximum batch size of each task, and of those that may come by any queue.
+    all_sizes: Mapping[str, int]
+    anywhere: Mapping[str, int]
     #: Queue -> task -> maximum batch size.
-    sizes: Mapping[str, Mapping[str, int]]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def setup(self, served: Sequence[str], is_shared: bool) -> PullSetup:
         """What a device must know that serves some tasks.
@@ -38,26 +42,38 @@ class PullPlan:
             served: Names of the tasks.
             is_shared: Whether it also serves tasks that are not named.
         """
-        slotted = {task.name for task in self.tasks if task.slots}
-        own = set(served)
-        sizes = {
-            queue: {
-                name: size
-                for name, size in each.items()
-                if name in own or (is_shared and name not in slotted)
-            }
-            for queue, each in self.sizes.items()
-        }
-        sizes = {queue: each for queue, each in sizes.items() if each}
         return PullSetup(
-            queues=tuple(sizes),
-            sizes=sizes,
+            queues=(),
+            sizes={},
             options=self.options,
             hostname=self.hostname,
             sends_events=self.sends_events,
             limits=self.limits,
             revoked=tuple(worker_state.revoked),
-        )
+            own=None if is_shared else frozenset(served),
+            slotted=frozenset(task.name for task in self.tasks if task.slots),
+        ).with_queues(self.sizes)
+
+    def add(self, queue: str) -> bool:
+        """Has devices take from one more queue; returns whether Celery's consumer must, too."""
+        sizes = self.sizes_of(queue)
+        self.sizes = {**self.sizes, **sizes}
+        return queue not in sizes
+
+    def remove(self, queue: str) -> bool:
+        """Has devices take no longer from a queue; returns whether Celery's consumer has it."""
+        gone = {queue, queue + BATCHES}
+        is_ours = queue in self.sizes
+        self.sizes = {name: each for name, each in self.sizes.items() if name not in gone}
+        return not is_ours
+
+    def sizes_of(self, queue: str) -> dict[str, Mapping[str, int]]:
+        """The list from which devices take the jobs of a queue, and the tasks whose jobs come."""
+        kind = self.kinds.get(queue)
+        batch = dict(self.anywhere if kind is None else kind.batch)
+        if batch and not (kind is not None and kind.ordinary):
+            return {queue: {**self.anywhere, **batch}}
+        return {queue + BATCHES: self.all_sizes}
 
 
 def pulls(worker: Any) -> bool:
@@ -87,24 +103,12 @@ def plan_pull(
     all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
     # A task without a route may come by any queue that no ordinary task has.
     anywhere = {task.name: all_sizes[task.name] for task in tasks if find_queue(task) is None}
-    sizes: dict[str, dict[str, int]] = {}
-    for name in consumed:
-        kind = kinds.get(name)
-        batch = dict(anywhere if kind is None else kind.batch)
-        if batch and not (kind is not None and kind.ordinary):
-            sizes[name] = {**anywhere, **batch}
-            app.amqp.queues.deselect(name)
-            app.amqp.queues.select_add(
-                Queue(name + ORDINARY, Exchange(name + ORDINARY), name + ORDINARY)
-            )
-        else:
-            sizes[name + BATCHES] = all_sizes
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, "leases": False}
     named = ("fetch_messages", "queue_prefetch")
-    return PullPlan(
+    plan = PullPlan(
         app=app,
         tasks=tasks,
         devices=choose_devices(settings.devices),
@@ -117,5 +121,13 @@ def plan_pull(
             **{name: options[name] for name in named if name in options},
             "class_levels": sorted(each.level for each in settings.classes.values()),
         },
-        sizes=sizes,
+        kinds=kinds,
+        all_sizes=all_sizes,
+        anywhere=anywhere,
     )
+    for name in consumed:
+        if not plan.add(name):
+            app.amqp.queues.deselect(name)
+            beside = name + ORDINARY
+            app.amqp.queues.select_add(Queue(beside, Exchange(beside), beside))
+    return plan

@@ -42,7 +42,8 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
 @control_command(name=RELOAD)
 def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]:
     """Loads another version of a model; asked again, it says how far that is."""
-    order = getattr(state.consumer.pool, "reload", None)
+    fleet = getattr(state.consumer.controller, "fleet", None)
+    order = getattr(state.consumer.pool if fleet is None else fleet, "reload", None)
     return NO_DEVICE if order is None else order(number, task, **options) or NO_DEVICE
 
 

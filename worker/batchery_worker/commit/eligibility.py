@@ -127,10 +127,9 @@ class CommitEligibility:
         self, task: BatchTask, job: Job[TaskCall], token: str, dispatched_s: float
     ) -> JobCommit:
         call = job.payload
-        assert call.request is not None
-        call.tracer_reason = self._find_tracer_reason(task) or request_needs_tracer(
-            call.message, call.request.embed
-        )
+        call.tracer_reason = self._find_tracer_reason(task)
+        if call.tracer_reason is None and not call.is_plain:
+            call.tracer_reason = request_needs_tracer(call.message, call.embed)
         if call.tracer_reason is not None:
             return None
         fields = stored_fields(
@@ -168,6 +167,8 @@ def _text_chars(task: BatchTask, call: TaskCall) -> int | None:
 
 def has_readers(call: TaskCall, task: BatchTask) -> bool:
     """Whether events of the job are sent."""
+    if call.is_plain:
+        return False
     eventer: Any = call.request and call.request.eventer
     if not eventer or not eventer.enabled or not task.send_events:
         return False

@@ -214,8 +214,8 @@ class Stacks:
 
 def _listened(call: TaskCall) -> ListenedJob:
     """Makes a job's request as Celery's tracer makes it."""
-    embed = (call.request.embed if call.request is not None else None) or {}
-    return ListenedJob(Context(dict(call.message), called_directly=False, is_eager=False, **embed))
+    message = dict(call.message)
+    return ListenedJob(Context(message, called_directly=False, is_eager=False, **call.embed))
 
 
 def _has_receivers(task: Any, sent: tuple[Any, ...]) -> bool:

@@ -163,8 +163,7 @@ class Settlement:
 
     def _listened_first(self, job: CommittedJob, listened: list[CommittedJob]) -> None:
         """Settles a committed job, unless something listens to it: then it is added to a list."""
-        request = job.call.request
-        if request is None or request.discarded:
+        if not job.call.is_plain and (job.call.request is None or job.call.request.discarded):
             self._in_flight.remove(job.call)
         elif job.make_value is not None:
             listened.append(job)
@@ -187,6 +186,12 @@ class Settlement:
         """Settles a job whose result is stored already, and whose message is acknowledged."""
         call, text, runtime_s = job.call, job.text, job.runtime_s
         self._in_flight.remove(call)
+        if call.is_plain:
+            self._metrics.committed_jobs += 1
+            if lease := call.lease:
+                lease.store.committed([lease.token])
+            worker_state.total_count[call.task_name] += 1
+            return
         request = call.request
         if request is None or request.discarded:
             return
@@ -234,13 +239,17 @@ class Settlement:
     def fenced(self, call: TaskCall) -> None:
         """Drops a job that another worker has now."""
         self._in_flight.remove(call)
-        request = call.request
-        if request is None or request.discarded:
-            return
-        if lease := request.lease:
-            lease.store.lost([lease.token])
-        request.acknowledged = True
-        worker_state.task_ready(request)
+        if call.is_plain:
+            if lease := call.lease:
+                lease.store.lost([lease.token])
+        else:
+            request = call.request
+            if request is None or request.discarded:
+                return
+            if lease := request.lease:
+                lease.store.lost([lease.token])
+            request.acknowledged = True
+            worker_state.task_ready(request)
         self._metrics.fenced_jobs += 1
         self._metrics.job_ended(call.task_name, "fenced")
 

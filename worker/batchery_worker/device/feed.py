@@ -9,27 +9,34 @@ import logging
 import os
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
-from celery import Celery
+import redis
+from celery import Celery, signals
+from celery.app import trace
 from celery.worker import state as worker_state
 from kombu.asynchronous.timer import Timer
 
 from batchery.installation import get_installation
-from batchery.settings import Settings
-from batchery.transport.inbox import Capacity
+from batchery.task import BatchTask
+from batchery.transport.dead_letters import MAX_MESSAGE_BYTES
+from batchery.transport.inbox import Capacity, read_json
+from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
+from batchery_worker.device.plain_call import PlainCall, read_plain
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.in_flight import DispatchedBatch
+from batchery_worker.forwarding import BATCHES
+from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
 
 logger = logging.getLogger("batchery.device")
@@ -39,6 +46,9 @@ LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
 HELD_S = 0.1
+
+#: How often other workers may be told of what this device holds, in seconds.
+DESCRIBE_S = 1.0
 
 
 class Turns:
@@ -241,12 +251,48 @@ class Feed:
             *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_queue
         )
         self.source = RedisSource(app, list(pull.queues), pull.options, self._deliver, self._held)
-        self.source.workload = Workload(self, sizes, all_sizes)
+        self._serve(pull)
         self._channel = LeaseChannel(self.source.lease_store)
         worker_state.revoked.update(pull.revoked)
-        self._settings: Settings = settings
-        self._pull = pull
+        self._described = ""
+        self._describe()
+        self._pool = pool
+        self._plain_tasks = frozenset(
+            name
+            for name, task in app.tasks.items()
+            if isinstance(task, BatchTask) and task.acks_late and not task.rate_limit
+        )
         self._giving = self.turns.call_later(HELD_S, self._give)
+
+    def _serve(self, pull: PullSetup) -> None:
+        self._pull = pull
+        sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
+        all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
+        self.source.workload = Workload(self, sizes, all_sizes)
+        names = [each.removesuffix(BATCHES) for each in pull.queues]
+        store = self.source.lease_store
+        store.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
+
+    def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Takes from other queues from now on."""
+        self._serve(self._pull.with_queues(sizes))
+        self.source.select_queues(self._pull.queues)
+        self._wake()
+
+    def _describe(self) -> None:
+        """Tells other workers, through Redis, what this device takes, and how much it holds."""
+        self.turns.call_later(DESCRIBE_S, self._describe)
+        store, leased = self.source.lease_store, Counter[str]()
+        for key, count in store.leases.by_key().items():
+            leased[self._find_queue(key).removesuffix(BATCHES)] += count
+        text = store.describe(leased, len(worker_state.scheduled_requests))
+        if text != self._described and not store.fenced:
+            keys = [store.keys.workers, store.keys.worker_info]
+            try:
+                store.scripts.run("renew", keys, store.worker, text)
+                self._described = text
+            except (redis.RedisError, OSError) as error:
+                logger.debug("others cannot be told of this device: %r", error)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
         events: Any = self._app.events
@@ -354,7 +400,7 @@ class Feed:
         if is_asked:
             if answer := source.read():
                 with self.lock:
-                    source.take_in(answer)
+                    self._take_in(answer)
                 return None
             if source.may_have_more:
                 next_s = min(next_s or 0.05, 0.05)
@@ -388,6 +434,48 @@ class Feed:
     def _deliver(self, payload: Any) -> None:
         deliver(self.consumer, self._channel, payload)
 
+    def _make_call(self, payload: Any) -> TaskCall:
+        """Makes a call of a plain message by Celery's own request."""
+        message = self._channel.message_to_python(payload)
+        return self._pool.make_call(self.consumer.make_request(message))
+
+    def _take_in(self, answer: Any) -> None:
+        """Takes messages in, in their order."""
+        store = self.source.lease_store
+        if answer[0] or not self._may_be_plain:
+            self.source.take_in(answer)
+            return
+        first, keys = int(answer[1]), self.source.fetcher.keys
+        for at in range(len(answer) // 2 - 1):
+            token, key, raw = str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at]
+            job = None
+            with suppress(Exception):  # Whatever it is, Celery's own code will say so.
+                job = self._read(store, token, raw)
+            if job is None:
+                self.source.hand_over((token, key, raw))
+            else:
+                store.leases.take(token, self.source.qos, key)
+                self.dispatcher.take_in(job)
+
+    def _read(self, store: LeaseStore, token: str, raw: bytes) -> Any:
+        """Reads a plain job; None if it is not plain."""
+        payload = read_json(raw)
+        message = read_plain(payload, self._plain_tasks)
+        if message is None or len(raw) > MAX_MESSAGE_BYTES:
+            return None
+        payload["properties"]["publish_tag"] = payload["properties"].get("delivery_tag")
+        payload["properties"]["delivery_tag"] = token
+        call = PlainCall(store, token, payload, message, self._make_call)
+        task = self._app.tasks[call.task_name]
+        hard, soft = message.get("timelimit") or (None, None)
+        limits = self._pool.choose_limits(task, soft, hard)
+        return self.dispatcher.admission.job(call, task, limits, monotonic())
+
+    def materialise(self) -> None:
+        """Makes Celery's requests of all jobs that are here, so that Celery's commands see them."""
+        for call in self.dispatcher.list_calls():
+            _ = call.request
+
     def _find_queue(self, key: str) -> str:
         return self.source.inbox.find_place(key)[0]
 
@@ -416,13 +504,13 @@ class Feed:
         except Exception:
             logger.debug("nothing can be given back", exc_info=True)
 
-    def _give_to_waiting(self, requests: Any) -> Any:
+    def _give_to_waiting(self, calls: Any) -> Any:
         store = self.source.lease_store
+        leases = {call.lease.token: call for call in calls if call.lease is not None}
         by_token = {
-            request.message.delivery_tag: request
-            for request in requests
-            if store.holds(request.message.delivery_tag)
-            and store.deaths(request.message.delivery_tag) is None
+            token: call
+            for token, call in leases.items()
+            if store.holds(token) and store.deaths(token) is None
         }
         jobs = []
         for token in sorted(by_token, key=int):
@@ -431,9 +519,10 @@ class Feed:
                 name = self.source.inbox.find_place(lease.key)[0]
                 jobs.append((HeldJob(token, True), store.keys.queue(name)))
         given = [by_token[token] for token in store.give_to_waiting(jobs)] if jobs else []
-        for request in given:
-            request.acknowledged = True
-            worker_state.task_ready(request)
+        for call in given:
+            if not call.is_plain:
+                call.request.acknowledged = True
+                worker_state.task_ready(call.request)
         if given:
             logger.info("%d jobs go back to their queue: another device waits", len(given))
         return given
@@ -441,6 +530,12 @@ class Feed:
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
         return {**self.dispatcher.info(), "leases": self.source.lease_store.figures()}
+
+    @property
+    def _may_be_plain(self) -> bool:
+        """Whether nobody hears of each job: no log, no events, no receivers."""
+        is_heard = self.eventer.enabled or signals.task_received.receivers
+        return not (is_heard or trace.logger.isEnabledFor(logging.INFO))
 
     # The end
 

@@ -135,9 +135,13 @@ class PullingDevice(Device):
             with feed.lock:
                 if order.name == "batchery":
                     found: Any = feed.figures()
+                elif order.name == "batchery_queues":
+                    feed.take_from(order.options["sizes"])
+                    found = None
                 elif order.name == "batchery_total":
                     found = dict(worker_state.total_count)
                 else:
+                    feed.materialise()
                     state = _State(feed.consumer)
                     found = Panel.data[order.name](state, **order.options)
             return str(dumps(found))

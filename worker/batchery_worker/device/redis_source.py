@@ -202,6 +202,13 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
+    def hand_over(self, taken: tuple[str, str, bytes]) -> None:
+        """Hands one message over."""
+        try:
+            self.inbox._hand_over([taken], with_suspects=False)
+        except (redis.RedisError, OSError) as error:
+            self._lose(error)
+
     @property
     def may_have_more(self) -> bool:
         """Whether the last answer does not say that the lists are empty and watched."""

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
+from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
 from kombu.transport.virtual import Base64
 from kombu.transport.virtual import Message as KombuMessage
+from kombu.utils.imports import symbol_by_name
 
 from batchery.task import BatchTask
 from batchery.transport.inbox import Message
@@ -77,21 +79,26 @@ class CallPool:
 
     def apply_async(self, target: Callable[..., Any], args: Any = (), **options: Any) -> None:
         """Takes a job from Celery's request."""
-        callback = options["callback"]
-        request = callback.__self__
-        call = TaskCall(
-            target=target,
-            args=args,
-            callback=callback,
-            accept_callback=options["accept_callback"],
-            error_callback=options["error_callback"],
-            request=request,
-        )
+        request = options["callback"].__self__
         task = self._app.tasks[args[0]]
         hard, soft = request.time_limits
-        soft, hard = soft or task.soft_time_limit, hard or task.time_limit
+        limits = self.choose_limits(task, soft, hard)
+        self._admit(_make_call(target, args, request), task, limits)
+
+    def choose_limits(self, task: Any, soft: float | None, hard: float | None) -> TimeLimits:
+        """The soft and the hard limit of a job: its own, its task's, or the command line's."""
         own_soft, own_hard = self._limits
-        self._admit(call, task, (soft or own_soft, hard or own_hard))
+        soft, hard = soft or task.soft_time_limit, hard or task.time_limit
+        return soft or own_soft, hard or own_hard
+
+    def make_call(self, request: Any) -> TaskCall:
+        """Makes a call of a request that needs no more of Celery's before it runs."""
+        trace_task = fast_trace_task if self._app.use_fast_trace_task else trace_task_ret
+        args = (
+            *(request._type, request.id, request.request_dict, request.body),
+            *(request.content_type, request.content_encoding),
+        )
+        return _make_call(trace_task, args, request)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Ends nothing: a device has jobs of others, too."""
@@ -99,6 +106,17 @@ class CallPool:
     def cancel_job(self, job_id: str) -> None:
         """Ends what a job that was terminated while it runs has for itself."""
         self._cancel(job_id)
+
+
+def _make_call(target: Any, args: Any, request: Any) -> TaskCall:
+    return TaskCall(
+        target=target,
+        args=args,
+        callback=request.on_success,
+        accept_callback=request.on_accepted,
+        error_callback=request.on_failure,
+        request=request,
+    )
 
 
 class NoQos:
@@ -164,6 +182,24 @@ class StockConsumer(GuardedConsumer):
             if not isinstance(task, BatchTask):
                 self.strategies[name] = forward
         self.handle = self.create_task_handler()
+
+    def make_request(self, message: Any) -> Any:
+        """Makes Celery's request of a message that was checked."""
+        task = self.app.tasks[message.headers["task"]]
+        return symbol_by_name(task.Request)(
+            message,
+            on_ack=message.ack_log_error,
+            on_reject=message.reject_log_error,
+            app=self.app,
+            hostname=self.hostname,
+            eventer=self.event_dispatcher,
+            task=task,
+            connection_errors=self.connection_errors,
+            body=message.body,
+            headers=message.headers,
+            decoded=False,
+            utc=self.app.uses_utc_timezone(),
+        )
 
     def _execute(self, request: Any) -> None:
         with suppress(TaskRevokedError):

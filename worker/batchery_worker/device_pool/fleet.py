@@ -9,6 +9,8 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -39,6 +41,7 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     Answer,
@@ -173,6 +176,7 @@ class Fleet:
         self._calls: list[Callable[[], None]] = []
         self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
+        self.control = DeviceControl(app, self.supervisor)
         self.beats = HolderBeats(app, name, self._tell_fenced)
         self._is_leaving = False
         #: The last figures of each device.
@@ -301,6 +305,23 @@ class Fleet:
         devices = [*self.supervisor.devices, *self.supervisor.given_up]
         found = [self._known[each.name] for each in devices if each.name in self._known]
         return merge(found, devices, self.restarts, self.beats)
+
+    def reload(self, number: str, task: str, **options: Any) -> dict[str, Any]:
+        """Begins to load another version of a model, and says how far that is."""
+        self.call(partial(self.control.reload, number, task, **options))
+        return self.control.report(number)
+
+    def recycle(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, which imports these modules; no job is lost."""
+        self.call(partial(self.supervisor.recycle, modules))
+
+    def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Has all devices take from these queues, each with the tasks whose jobs come by it."""
+        for device in self.supervisor.devices:
+            if (pull := device.setup.pull) is not None:
+                pull = pull.with_queues(sizes)
+                device.setup = replace(device.setup, pull=pull)
+        self.ask("batchery_queues", {"sizes": sizes})
 
     def stop_taking(self) -> None:
         """Has all devices take nothing more."""

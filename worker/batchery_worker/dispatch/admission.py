@@ -94,14 +94,16 @@ class Admission:
         header = message.get(HEADER)
         call.items, call.is_multi_item = multi_item.read_items(argument, header)
         keywords = message.get("kwargs")
-        if reason := why_unportable([*call.items, keywords] if keywords else call.items):
+        if not call.is_plain and (
+            reason := why_unportable([*call.items, keywords] if keywords else call.items)
+        ):
             raise InvalidItem(
                 f"the job cannot be handed to a device: {reason};"
                 " send plain data, not nested by the hundreds"
             )
         options = self.options(task)
         if options.needs_context:
-            call.context = _context(message, call.request and call.request.embed)
+            call.context = _context(message, call.embed)
         unix_s = self._clock()
         return Job(
             id=call.task_id,

@@ -137,7 +137,7 @@ class BatchDemand:
             old += [
                 job
                 for job in held[kept:]
-                if job.arrived_s <= before_s and job.payload.request is not None
+                if job.arrived_s <= before_s and job.payload.lease is not None
             ]
         return self._give(old, give)
 
@@ -146,8 +146,8 @@ class BatchDemand:
         jobs: Sequence[Job[TaskCall]],
         give: Callable[[Sequence[Any]], Collection[Any]],
     ) -> int:
-        given = give([job.payload.request for job in jobs]) if jobs else ()
-        gone = [job for job in jobs if job.payload.request in given]
+        given = give([job.payload for job in jobs]) if jobs else ()
+        gone = [job for job in jobs if job.payload in given]
         self._scheduler.remove(gone)
         for job in gone:
             # A suspect had begun. If it comes back, it must begin anew.

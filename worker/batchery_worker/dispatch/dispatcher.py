@@ -71,7 +71,7 @@ class Dispatcher:
         #: The kinds of devices, see `Scheduler.next_batch`.
         self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
         self._have_models = any(device.models for device in devices)
-        self._admission = Admission(settings)
+        self.admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
         self._scheduler: Scheduler[TaskCall] = Scheduler(
@@ -166,7 +166,7 @@ class Dispatcher:
             # What others had before it came is no credit of it.
             charge_slots(self._scheduler, self._supervisor.devices, monotonic())
         try:
-            job = self._admission.job(call, task, limits, monotonic())
+            job = self.admission.job(call, task, limits, monotonic())
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
             known = isinstance(error, BatcheryError)
             self._in_flight.add(call, os.getpid())
@@ -177,9 +177,17 @@ class Dispatcher:
             self._in_flight.add(call, os.getpid())
             self._settlement.fail(call, InvalidItem(f"{task.name}: {NO_DEVICE}"))
             return
+        self.take_in(job)
+
+    def take_in(self, job: Job[TaskCall]) -> None:
+        """Takes a job in that was read."""
         self._poison.admit(job)
         # A job with an ETA comes from a timer of the loop.
         self._plan_dispatch(wakes=True)
+
+    def list_calls(self) -> list[TaskCall]:
+        """The calls of all jobs that are here."""
+        return [*self._in_flight, *(job.payload for job in self._scheduler)]
 
     def forget_waiting(self) -> None:
         """Drops every job that was not accepted: the broker will deliver it again."""
@@ -447,13 +455,13 @@ class Dispatcher:
             self._scheduler.ended(batch, run_s=0.0)
             return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
-        options = self._admission.options(task)
+        options = self.admission.options(task)
         dispatched_s = monotonic()
         in_slots = bool(device.setup.slots)
         work = Work(
             id=next(self._batch_ids),
             task=task.name,
-            keywords=jobs[0].payload.message.get("kwargs") or {},
+            keywords=jobs[0].payload.keywords,
             jobs=[(job.id, job.payload.items, job.payload.is_multi_item) for job in jobs],
             max_batch_size=jobs[0].limits.max_batch_size,
             max_batch_tokens=options.max_batch_tokens,

@@ -50,6 +50,8 @@ def piece_context(jobs: Sequence[Job[TaskCall]], settings: Settings) -> PieceCon
 
 def _may_have_run(call: TaskCall) -> bool:
     """Whether a job has been on a device before: here, in another worker, or before a retry."""
+    if call.is_plain:
+        return call.accepted or bool(call.message.get("retries"))
     delivery = {} if call.request is None else call.request.delivery_info
     again = delivery.get("redelivered") or call.message.get("retries")
     return call.accepted or bool(again)

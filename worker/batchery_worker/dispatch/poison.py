@@ -47,6 +47,9 @@ class PoisonDetector:
 
     def admit(self, job: Job[TaskCall]) -> None:
         """Takes in a job, which may have been on a device when an earlier worker died."""
+        if job.payload.is_plain:
+            self._scheduler.admit(job)
+            return
         lease = job.payload.lease
         if lease is not None and (limit_s := lease.store.expired_s(lease.token)) is not None:
             self._in_flight.add(job.payload, os.getpid())

@@ -24,7 +24,8 @@ def limit_in_slots(
         dispatched: The same; its process is killed only some time after the hard limit.
         sheds_late: Whether jobs are given up that cannot make their deadline.
     """
-    hard_s, request = dispatched.hard_limit_s, job.payload.request
+    hard_s, call = dispatched.hard_limit_s, job.payload
+    request = None if call.is_plain else call.request
     if hard_s is not None:
         dispatched.hard_limit_s = hard_s + MAX_STEP_S
     deadline_s = job.deadline_s - dispatched.dispatched_s if sheds_late else inf

@@ -105,6 +105,23 @@ class PullSetup:
     limits: tuple[float | None, float | None] = (None, None)
     #: Ids of jobs that were revoked before.
     revoked: Sequence[str] = ()
+    #: Tasks with slots that the device serves, or all it serves if it has one; None for the others.
+    own: frozenset[str] | None = None
+    #: Tasks that have devices of their own.
+    slotted: frozenset[str] = frozenset()
+
+    def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "PullSetup":
+        """The same for other queues: queue -> task -> maximum batch size."""
+        mine = {queue: self._choose(each) for queue, each in sizes.items()}
+        mine = {queue: each for queue, each in mine.items() if each}
+        return replace(self, queues=tuple(mine), sizes=mine)
+
+    def _choose(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
+        return {
+            name: size
+            for name, size in sizes.items()
+            if (name in self.own if self.own is not None else name not in self.slotted)
+        }
 
 
 @dataclass(frozen=True, slots=True)
