@@ -213,7 +213,9 @@ class Device:
             computed = self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = computed.forward_ms
         # With nothing else to do meanwhile: another thread would start later.
-        self._hand_over(computed, at_once=not self._ahead and self._intake.is_empty)
+        # Nor behind a short one: both threads would wait for the interpreter.
+        is_free = not self._ahead and self._intake.is_empty
+        self._hand_over(computed, at_once=is_free or computed.forward_ms < LONG_MS)
 
     @cached_property
     def _intake(self) -> Intake[Any]:
