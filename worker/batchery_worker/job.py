@@ -50,7 +50,7 @@ class Limits:
     target_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Job(Generic[T]):
     """One message, as the scheduler sees it."""
 

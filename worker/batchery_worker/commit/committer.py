@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,7 +221,7 @@ def encode_fields(task_id: str, fields: Mapping[str, Any]) -> str:
         ValueError: JSON cannot write a field either.
     """
     more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
-    return f'{more}"task_id": {json.dumps(task_id)}'
+    return f'{more}"task_id": {encode_basestring_ascii(task_id)}'
 
 
 def _extended_fields(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +297,7 @@ class CommitStatus(StrEnum):
     NEEDS_TRACER = "needs tracer"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodedOutcome:
     """A job's outcome, encoded by `encode_outcome`."""
 
@@ -308,7 +309,7 @@ class EncodedOutcome:
 COMMIT_STATUSES = (CommitStatus.FENCED, CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     """One job in a call of the script."""
 
@@ -387,7 +388,7 @@ class RedisCommitter:
             return None
         token, waited_ms, fields = context
         try:
-            key = self._backend.get_key_for_task(job.task_id)
+            key = self._prefix + job.task_id.encode()
             value = b""
             if fields is not None:
                 value = writer.write(job.task_id, _json(kind, content), waited_ms, fields)
@@ -397,6 +398,10 @@ class RedisCommitter:
         if len(value) > self._backend._MAX_STR_VALUE_SIZE:
             return None
         return _Entry(index, job.task_id, key, token, value)
+
+    @cached_property
+    def _prefix(self) -> bytes:
+        return bytes(self._backend.get_key_for_task("-")[:-1])
 
     def _run(self, part: Sequence[_Entry], context: CommitContext) -> Sequence[CommitStatus]:
         try:

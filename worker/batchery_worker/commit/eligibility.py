@@ -132,6 +132,12 @@ class CommitEligibility:
             call.tracer_reason = request_needs_tracer(call.message, call.embed)
         if call.tracer_reason is not None:
             return None
+        if call.is_plain and not self._extended:
+            message = call.message
+            if not (message.get("group") or message.get("parent_id")):
+                ignores = message.get("ignore_result")
+                ignores = task.ignore_result if ignores is None else ignores
+                return token, round((dispatched_s - job.sent_s) * 1e3, 3), None if ignores else {}
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )

@@ -146,6 +146,12 @@ class Settlement:
         """Settles the jobs of a batch that a device has answered."""
         listened: list[CommittedJob] = []
         for call, status, rest, info in answered:
+            if call.is_plain and not rest and status == CommitStatus.COMMITTED:
+                self._in_flight.remove(call)
+                call.store.committed([call.token])
+                self._metrics.committed_jobs += 1
+                worker_state.total_count[call.task_name] += 1
+                continue
             if status == CommitStatus.FENCED:
                 self.fenced(call)
             elif status == CommitStatus.REVOKED:

@@ -11,9 +11,9 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +25,9 @@ from kombu.asynchronous.timer import Timer
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.dead_letters import MAX_MESSAGE_BYTES
-from batchery.transport.inbox import Capacity, read_json
-from batchery.transport.lease_store import LeaseStore
+from batchery.transport.inbox import Capacity
 from batchery.transport.leases import HeldJob
-from batchery_worker.device.plain_call import PlainCall, read_plain
+from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
@@ -257,11 +255,16 @@ class Feed:
         self._described = ""
         self._describe()
         self._pool = pool
-        self._plain_tasks = frozenset(
-            name
+        admission = self.dispatcher.admission
+        plain = {
+            name: (admission.options(task).limits, pool.choose_limits(task, None, None))
             for name, task in app.tasks.items()
-            if isinstance(task, BatchTask) and task.acks_late and not task.rate_limit
-        )
+            if isinstance(task, BatchTask)
+            and task.acks_late
+            and not task.rate_limit
+            and not admission.options(task).needs_context
+        }
+        self._reader = PlainReader(plain, admission, self._make_call)
         self._giving = self.turns.call_later(HELD_S, self._give)
 
     def _serve(self, pull: PullSetup) -> None:
@@ -446,30 +449,19 @@ class Feed:
             self.source.take_in(answer)
             return
         first, keys = int(answer[1]), self.source.fetcher.keys
+        read, take, owner = self._reader.read, store.leases.take, self.source.qos
+        now_s, unix_s = monotonic(), time()
         for at in range(len(answer) // 2 - 1):
             token, key, raw = str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at]
-            job = None
-            with suppress(Exception):  # Whatever it is, Celery's own code will say so.
-                job = self._read(store, token, raw)
+            try:
+                job = read(store, token, raw, now_s, unix_s)
+            except Exception:  # noqa: BLE001 - whatever it is, Celery's own code will say so
+                job = None
             if job is None:
                 self.source.hand_over((token, key, raw))
             else:
-                store.leases.take(token, self.source.qos, key)
+                take(token, owner, key)
                 self.dispatcher.take_in(job)
-
-    def _read(self, store: LeaseStore, token: str, raw: bytes) -> Any:
-        """Reads a plain job; None if it is not plain."""
-        payload = read_json(raw)
-        message = read_plain(payload, self._plain_tasks)
-        if message is None or len(raw) > MAX_MESSAGE_BYTES:
-            return None
-        payload["properties"]["publish_tag"] = payload["properties"].get("delivery_tag")
-        payload["properties"]["delivery_tag"] = token
-        call = PlainCall(store, token, payload, message, self._make_call)
-        task = self._app.tasks[call.task_name]
-        hard, soft = message.get("timelimit") or (None, None)
-        limits = self._pool.choose_limits(task, soft, hard)
-        return self.dispatcher.admission.job(call, task, limits, monotonic())
 
     def materialise(self) -> None:
         """Makes Celery's requests of all jobs that are here, so that Celery's commands see them."""

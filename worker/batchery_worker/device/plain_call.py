@@ -5,15 +5,27 @@ hook that looks, is revoked, or remote control asks which jobs are here.
 """
 
 from binascii import a2b_base64
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from celery.worker import state as worker_state
 from pydantic_core import from_json
 
-from batchery.protocol.headers import Form
+from batchery.protocol.headers import (
+    DEADLINE,
+    HEADER,
+    SENT_AT,
+    TENANT,
+    Form,
+    read_deadline,
+    read_items,
+    read_sent_at,
+)
 from batchery.transport.lease_store import LeaseStore
+from batchery_worker.dispatch.admission import Admission, encode_keywords
 from batchery_worker.in_flight import TaskCall
+from batchery_worker.job import BatchKey, Job, Limits, TimeLimits
 from batchery_worker.request import LeaseHandle
 
 #: Headers that only Celery's own code handles, if a message has one of them.
@@ -37,7 +49,7 @@ class PlainCall:
     __slots__ = (
         *("store", "token", "task_name", "task_id", "message", "keywords", "publish_tag"),
         *("items", "is_multi_item", "context", "accepted", "tracer_reason", "listened"),
-        *("_payload", "_make", "_full", "_pid"),
+        *("_lease", "_payload", "_make", "_full", "_pid"),
     )
 
     store: LeaseStore
@@ -64,6 +76,7 @@ class PlainCall:
         self.keywords = message["kwargs"]
         self.publish_tag = payload["properties"].get("publish_tag")
         self.context = b""
+        self._lease = LeaseHandle(store, token)
         self.accepted = False
         self.tracer_reason: str | None = None
         self.listened: Any = None
@@ -87,7 +100,7 @@ class PlainCall:
         """Its lease; None if it has none any more."""
         if self._full is not None:
             return self._full.lease
-        return LeaseHandle(self.store, self.token)
+        return self._lease
 
     @property
     def full(self) -> TaskCall:
@@ -136,28 +149,81 @@ class PlainCall:
         return self.full.error_callback
 
 
-def read_plain(payload: Any, tasks: Collection[str]) -> dict[str, Any] | None:
-    """The headers of a plain message, with its arguments; None for any other.
+class PlainReader:
+    """Reads plain messages as jobs; what is the same for many jobs is worked out once."""
 
-    Args:
-        payload: The message as it stood in its queue, read.
-        tasks: Names of the tasks whose jobs may be plain.
-    """
-    headers, properties = payload["headers"], payload["properties"]
-    if headers.get("task") not in tasks or payload["content-type"] != "application/json":
-        return None
-    if any(map(headers.get, ODD_HEADERS)):
-        return None
-    task_id, body = headers.get("id"), payload["body"]
-    if type(task_id) is not str or not task_id.isprintable():
-        return None
-    info = properties.get("delivery_info") or {}
-    if info.get("redelivered") or type(body) is not str or task_id in _REVOKED:
-        return None
-    text = a2b_base64(body) if properties.get("body_encoding") == "base64" else body.encode()
-    if TYPE_MARK in text:
-        return None
-    args, keywords, embed = from_json(text, cache_strings="keys")
-    if any(embed.values()) or type(args) is not list or type(keywords) is not dict:
-        return None
-    return {**headers, "args": args, "kwargs": keywords, "delivery_info": info}
+    def __init__(
+        self, tasks: Mapping[str, tuple[Limits, TimeLimits]], admission: Admission, make: MakeCall
+    ) -> None:
+        """Has read none.
+
+        Args:
+            tasks: The limits of batches, and of time, of the tasks whose jobs may be plain.
+            admission: Knows lanes, and reads odd items.
+            make: See `PlainCall`.
+        """
+        self._tasks = tasks
+        self._admission = admission
+        self._make = make
+        self._keys = {name: BatchKey(name, "", limits) for name, (_, limits) in tasks.items()}
+
+    def read(
+        self, store: LeaseStore, token: str, raw: bytes, now_s: float, unix_s: float
+    ) -> Job[Any] | None:
+        """Reads a message.
+
+        Args:
+            store: Has its lease.
+            token: That of its lease.
+            raw: The message as it stood in its queue.
+            now_s: The time, on the scheduler's clock.
+            unix_s: The same in Unix seconds.
+
+        Returns:
+            None for a message that is not plain, or malformed: Celery's own code says so.
+
+        Raises:
+            Exception: The same.
+        """
+        if TYPE_MARK in raw:
+            return None
+        payload = from_json(raw, cache_strings="keys")
+        headers, properties = payload["headers"], payload["properties"]
+        task, task_id, body = headers["task"], headers["id"], payload["body"]
+        key = self._keys.get(task)
+        if key is None or payload["content-type"] != JSON or any(map(headers.get, ODD_HEADERS)):
+            return None
+        info = properties["delivery_info"]
+        if "redelivered" in info or not task_id.isprintable() or task_id in _REVOKED:
+            return None
+        text = a2b_base64(body) if properties.get("body_encoding") == "base64" else body.encode()
+        args, keywords, embed = from_json(text, cache_strings="keys")
+        if TYPE_MARK in text or any(embed.values()) or len(args) != 1:
+            return None
+        header = headers.get(HEADER)
+        own_limits = headers.get("timelimit")
+        if own_limits and own_limits != NO_LIMITS:
+            return None
+        if keywords:
+            key = BatchKey(task, encode_keywords(keywords), key.time_limits)
+        properties["publish_tag"], properties["delivery_tag"] = properties["delivery_tag"], token
+        headers["args"], headers["kwargs"], headers["delivery_info"] = args, keywords, info
+        call = PlainCall(store, token, payload, headers, self._make)
+        call.items, call.is_multi_item = read_items(args[0], header)
+        sent_s = headers.get(SENT_AT)
+        return Job(
+            task_id,
+            key,
+            self._tasks[task][0],
+            len(call.items),
+            now_s,
+            call,
+            self._admission.find_lane(properties.get("priority"), headers.get(TENANT) or ""),
+            now_s + read_deadline(headers) - unix_s if DEADLINE in headers else inf,
+            waited_s=0.0 if sent_s is None else unix_s - read_sent_at(headers, unix_s),
+        )
+
+
+JSON = "application/json"
+
+NO_LIMITS = [None, None]

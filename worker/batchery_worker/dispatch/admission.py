@@ -108,7 +108,7 @@ class Admission:
         return Job(
             id=call.task_id,
             # In slots jobs of all keywords run beside each other, so they are one line.
-            key=BatchKey(task.name, "" if task.slots else _encode(keywords), time_limits),
+            key=BatchKey(task.name, "" if task.slots else encode_keywords(keywords), time_limits),
             limits=options.limits,
             items=len(call.items),
             arrived_s=now_s,
@@ -121,10 +121,13 @@ class Admission:
 
     def _lane(self, message: Mapping[str, Any]) -> Lane:
         delivery: Any = message.get("delivery_info") or {}
-        priority = delivery.get("priority") or 0
+        return self.find_lane(delivery.get("priority"), read_tenant(message))
+
+    def find_lane(self, priority: Any, tenant: str) -> Lane:
+        """The lane of jobs with a priority, as their message has it, and of a tenant."""
         if type(priority) is not int:
             priority = 0
-        return Lane(self._classes[max(0, min(priority, LOWEST_PRIORITY))], read_tenant(message))
+        return Lane(self._classes[max(0, min(priority, LOWEST_PRIORITY))], tenant)
 
 
 def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:
@@ -135,7 +138,7 @@ def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> byt
         raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
 
 
-def _encode(keywords: Mapping[str, Any] | None) -> str:
+def encode_keywords(keywords: Mapping[str, Any] | None) -> str:
     """Spells keywords so that equal ones are spelled equally, in any order.
 
     Raises:
