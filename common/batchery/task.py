@@ -67,6 +67,9 @@ OTHER_SEND_OPTIONS = {
     *("stamped_headers", "timestamp", "type", "user_id"),
 } - {"args", "kwargs", "name", "options", "properties", "self"}
 
+#: Options that say where a job goes.
+DESTINATIONS = ("queue", "exchange", "routing_key")
+
 #: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
 MIN_BULK_ITEMS = 16
 
@@ -211,6 +214,25 @@ class BatchTask(_Task):
         if app.conf.task_serializer == SIGNED and cls.serializer == BatchTask.serializer:
             cls.serializer = SIGNED
         return super().bind(app)
+
+    def _get_exec_options(self) -> dict[str, Any]:
+        # Celery asks here for a task's default options, in `delay` as in `send_task`.
+        options = super()._get_exec_options()  # type: ignore[misc]
+        if any(options.get(name) is not None for name in DESTINATIONS):
+            return cast(dict[str, Any], options)
+        own = self.own_queue
+        return options if own is None else {**options, "queue": own}
+
+    @property
+    def own_queue(self) -> str | None:
+        """The queue that is named like it, which it has without a route; None if it has one."""
+        try:
+            if self.app.amqp.router.lookup_route(self.name, (), {}, {}, type(self)):
+                return None
+        except Exception:  # noqa: BLE001 - it is the app's own code
+            return None
+        queues = self.app.amqp.queues
+        return self.name if queues.create_missing or self.name in queues else None
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:  # noqa: ARG003 - as Celery calls it

@@ -66,10 +66,23 @@ def ask(app: Celery, command: str, names: list[str]) -> Any:
         return None
 
 
-def queue_length(redis_url: str, queue: str = "celery") -> int:
-    """The number of messages in a queue's list of a priority, and in those of its tenants."""
+def queue_length(redis_url: str, queue: str | None = None) -> int:
+    """The number of messages in a queue's list of a priority, and in those of its tenants.
+
+    Args:
+        redis_url: The broker.
+        queue: None for all queues.
+    """
     with open_redis(redis_url) as redis:
-        return sum(int(redis.llen(each)) for each in _lists_of(queue))
+        if queue is not None:
+            return sum(int(redis.llen(each)) for each in _lists_of(queue))
+        lists = set(redis.scan_iter(_type="list", count=1000))
+        return sum(int(redis.llen(each)) for each in lists if not is_reply(each))
+
+
+def is_reply(key: bytes) -> bool:
+    """Whether a list has answers of remote control."""
+    return b"pidbox" in key or b"celeryev" in key
 
 
 def messages_in(redis: Any, queue: str) -> list[Any]:

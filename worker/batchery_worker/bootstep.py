@@ -527,9 +527,10 @@ def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:
         return
     left_out = (context and context.params.get("exclude_queues")) or ()
     for task in tasks:
-        if isinstance(task, ModelTask) and task.model_queue not in left_out:
+        own = task.model_queue if isinstance(task, ModelTask) else task.own_queue
+        if own is not None and own not in left_out:
             try:
-                queues.select_add(queues[task.model_queue])
+                queues.select_add(queues[own])
             except KeyError as name:
                 text = f"task {task.name!r}: its queue {name} is not among task_queues, and the app"
                 text += " creates no others (task_create_missing_queues); add it there"

@@ -69,6 +69,8 @@ class DevicesStep(_Step):  # type: ignore[misc]
 
     def start(self, parent: Any) -> None:
         """Starts the devices; waits for models where there is nothing else to do."""
+        # After the banner, which names all queues.
+        parent.pull_plan.take_queues()
         try:
             self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
         except StartError as error:
@@ -122,7 +124,7 @@ def _extend(name: str, function: Callable[..., Any]) -> None:
 
 
 def _listed(fleet: Fleet, name: str, stock: Any, state: Any, **options: Any) -> Any:
-    answer = list(stock(state, **options) or ())
+    answer = [each for each in stock(state, **options) or () if each is not None]
     for found in fleet.ask(name, options).values():
         if isinstance(found, list):
             answer += found

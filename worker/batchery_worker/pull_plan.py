@@ -54,6 +54,15 @@ class PullPlan:
             slotted=frozenset(task.name for task in self.tasks if task.slots),
         ).with_queues(self.sizes)
 
+    def take_queues(self) -> None:
+        """Takes the queues of batch tasks from Celery's consumer, which gets those beside them."""
+        queues = self.app.amqp.queues
+        for name in self.sizes:
+            if not name.endswith(BATCHES):
+                queues.deselect(name)
+                beside = name + ORDINARY
+                queues.select_add(Queue(beside, Exchange(beside), beside))
+
     def add(self, queue: str) -> bool:
         """Has devices take from one more queue; returns whether Celery's consumer must, too."""
         sizes = self.sizes_of(queue)
@@ -126,8 +135,5 @@ def plan_pull(
         anywhere=anywhere,
     )
     for name in consumed:
-        if not plan.add(name):
-            app.amqp.queues.deselect(name)
-            beside = name + ORDINARY
-            app.amqp.queues.select_add(Queue(beside, Exchange(beside), beside))
+        plan.add(name)
     return plan

@@ -543,7 +543,13 @@ class Feed:
         with self.lock:
             self.dispatcher.finish()
         self.eventer.close()
-        self.source.lease_store.close()
+        store = self.source.lease_store
+        if held := len(store.leases):
+            logger.info("jobs given back to their queues: %d", held)
+        try:
+            store.close()
+        except (redis.RedisError, OSError) as error:
+            logger.warning("leases could not be given back, they will expire: %s", error)
 
     @contextmanager
     def looked_at(self) -> Iterator[Dispatcher]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import redis
 from celery import Celery
+from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
@@ -70,6 +71,7 @@ class PullSupervisor(DeviceSupervisor):
     on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None]
     on_joined: Callable[[DeviceProcess, str], None]
     on_answer: Callable[[DeviceProcess, Answer], None]
+    on_busy: Callable[[], None]
 
     def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
         if isinstance(reply, Joined):
@@ -81,6 +83,7 @@ class PullSupervisor(DeviceSupervisor):
             self._give_time_back(device, dispatched)
             if not dispatched.in_slots:
                 self._watch(device)
+            self.on_busy()
         elif isinstance(reply, Answer):
             self.on_answer(device, reply)
         elif isinstance(reply, RecycleDue):
@@ -96,6 +99,7 @@ class PullSupervisor(DeviceSupervisor):
             device.hold(reply.id, dispatched)
             if dispatched.in_slots or device.in_turn == [dispatched]:
                 self._begin(device, dispatched)
+        self.on_busy()
         if reply.is_unwanted:
             self._limit_unwanted(device, dispatched)
 
@@ -124,6 +128,7 @@ class PullSupervisor(DeviceSupervisor):
         batches = [*device.batches.values()]
         super()._on_process_death(device)
         self.on_end(device, batches, True)
+        self.on_busy()
 
 
 def describe(running: Running) -> DispatchedBatch:
@@ -133,6 +138,19 @@ def describe(running: Running) -> DispatchedBatch:
     return DispatchedBatch(
         Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
     )
+
+
+class BusyDevices:
+    """Stands for the jobs of devices among the active requests of Celery's worker."""
+
+    acknowledged = True
+    id = name = "batchery"
+
+    def cancel(self, *_: Any, **__: Any) -> None:
+        """Does nothing: the worker ends its devices."""
+
+    def info(self, **_: Any) -> None:
+        """Nothing: devices tell of their jobs."""
 
 
 class Fleet:
@@ -182,6 +200,8 @@ class Fleet:
         #: The last figures of each device.
         self._known: dict[str, dict[str, Any]] = {}
         self.restarts = 0
+        self._busy = BusyDevices()
+        self.supervisor.on_busy = self._note_busy
 
     # Start
 
@@ -241,6 +261,13 @@ class Fleet:
         self._hub.call_soon(function)
 
     # What devices say
+
+    def _note_busy(self) -> None:
+        """Lets a soft shutdown of Celery's wait for devices as for its own jobs."""
+        if any(device.batches for device in self.supervisor.devices):
+            worker_state.active_requests.add(self._busy)
+        else:
+            worker_state.active_requests.discard(self._busy)
 
     def _on_joined(self, device: DeviceProcess, holder: str) -> None:
         self.beats.join(device.name, holder)

@@ -70,6 +70,10 @@ class Dispatcher:
         self._settings = settings
         #: The kinds of devices, see `Scheduler.next_batch`.
         self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
+        #: Whether whoever supervises must know of each batch.
+        self._is_watched = settings.max_pass_s is not None or bool(
+            app.conf.worker_soft_shutdown_timeout
+        )
         self._have_models = any(device.models for device in devices)
         self.admission = Admission(settings)
         self._listeners = Listeners()
@@ -471,7 +475,7 @@ class Dispatcher:
             pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
-            is_timed=hard_limit_s is not None or self._settings.max_pass_s is not None,
+            is_timed=hard_limit_s is not None or self._is_watched,
         )
         if device.models is not None and device.models.begin(task.name, dispatched_s):
             work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))
