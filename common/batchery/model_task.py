@@ -72,7 +72,7 @@ class ModelTask(BatchTask):
 
     def _get_exec_options(self) -> dict[str, Any]:
         # Celery asks here for a task's default options, in `delay` as in `send_task`.
-        options = super()._get_exec_options()  # type: ignore[misc]
+        options = super()._get_exec_options()
         return {**options, "queue": self.model_queue}
 
     @property

@@ -25,21 +25,21 @@ from kombu.asynchronous.timer import Timer
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.inbox import Capacity
+from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.leases import HeldJob
+from batchery.transport.redis_schema import BATCHES
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.forwarding import BATCHES
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
 
 logger = logging.getLogger("batchery.device")
 
-#: How often the feeder thread looks whether the main thread has driven nothing for long, in seconds.
+#: How often the feeder thread looks whether the main thread drives nothing for long, in seconds.
 LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
@@ -50,7 +50,7 @@ DESCRIBE_S = 1.0
 
 
 class Turns:
-    """What is to be done in the next turn of the feed, and at a time: the dispatcher's event loop."""
+    """What is to be done in the next turn of the feed, or at a time: the dispatcher's loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.timer: Any = Timer(max_interval=LOOK_S)
@@ -101,7 +101,7 @@ class LocalSupervisor(DeviceSupervisor):
     #: Hands a batch, or an order for one, to the device.
     out: Callable[[Work | Cancel], None]
     #: Tells the worker, which kills a device whose batch takes too long.
-    tell: Callable[[Reply], None]
+    inform: Callable[[Reply], None]
     _is_told = False
 
     def attach(self, hub: Any) -> None:
@@ -113,20 +113,20 @@ class LocalSupervisor(DeviceSupervisor):
         self._reserved += dispatched.is_reserved
         device.hold(work.id, dispatched)
         if work.is_timed:
-            self.tell(describe_running(work, dispatched))
+            self.inform(describe_running(work, dispatched))
         if dispatched.in_slots:
             self._begin(device, dispatched)
         elif device.in_turn == [dispatched]:
             self._watch(device)
         self.out(work)
 
-    def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+    def cancel(self, _: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
         """Lets a batch end that nobody wants; the worker kills the process if that takes long."""
         if dispatched.in_slots:
             self.out(Cancel(work_id))
         dispatched.is_unwanted = True
         jobs = dispatched.batch.jobs
-        self.tell(
+        self.inform(
             Running(work_id, jobs[0].key.task, [job.id for job in jobs], None, is_unwanted=True)
         )
 
@@ -143,7 +143,7 @@ class LocalSupervisor(DeviceSupervisor):
     def _recycle_next(self) -> None:
         if any(device.recycle_due for device in self.devices) and not self._is_told:
             self._is_told = True
-            self.tell(RecycleDue())
+            self.inform(RecycleDue())
 
 
 def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
@@ -162,7 +162,9 @@ def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
 class Workload:
     """What the fetch must know of the jobs that are here; see `batchery.transport.inbox`."""
 
-    def __init__(self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]):
+    def __init__(
+        self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]
+    ) -> None:
         self._feed = feed
         self._sizes = sizes
         self._all_sizes = all_sizes
@@ -240,7 +242,7 @@ class Feed:
             supervise=LocalSupervisor,
         )
         self.local: LocalSupervisor = self.dispatcher.supervisor  # type: ignore[assignment]
-        self.local.out, self.local.tell = self._outgoing.append, tell
+        self.local.out, self.local.inform = self._outgoing.append, tell
         self.demand = self.dispatcher.demand
         self.dispatcher.attach(self.turns)
         self.eventer = self._make_eventer(pull)
@@ -288,7 +290,7 @@ class Feed:
         store, leased = self.source.lease_store, Counter[str]()
         for key, count in store.leases.by_key().items():
             leased[self._find_queue(key).removesuffix(BATCHES)] += count
-        text = store.describe(leased, len(worker_state.scheduled_requests))
+        text = store.describe(leased, count_scheduled())
         if text != self._described and not store.fenced:
             keys = [store.keys.workers, store.keys.worker_info]
             try:
@@ -406,7 +408,7 @@ class Feed:
                     self._take_in(answer)
                 return None
             if source.may_have_more:
-                next_s = min(next_s or 0.05, 0.05)
+                return None
         self._flush()
         source.wait(next_s, self._is_due)
         return None

@@ -32,6 +32,7 @@ from batchery_worker.ipc.messages import (
     Reload,
     Reply,
     ResultsWait,
+    Running,
     Setup,
     Stop,
     Work,
@@ -84,7 +85,7 @@ class PullingDevice(Device):
 
     def _tell_of_batch(self, reply: Reply) -> None:
         """Tells the worker of a batch whose time is limited, or of this process."""
-        if hasattr(reply, "id"):
+        if isinstance(reply, Running):
             self._told.add(reply.id)
         super().tell(reply)
 

@@ -22,9 +22,12 @@ from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.consume import Fetcher
 from batchery.transport.inbox import Inbox, Workload
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.poller import SWEEP_INTERVAL_S
+from batchery.transport.redis_schema import BATCHES
 
 logger = logging.getLogger("batchery.device")
+
+#: How often an idle device looks into its queues although nothing woke it, in seconds.
+SWEEP_INTERVAL_S = 1.0
 
 #: Longest pause between two attempts to reach a broker that is away, in seconds.
 MAX_RECONNECT_S = 2.0
@@ -83,6 +86,8 @@ class RedisSource:
         self._sleeps = False
         self._is_stale = True
         self._fruitless = False
+        #: Whether the last answer does not say that the lists are empty, and watched.
+        self.may_have_more = False
         self._redis: Any = None
         #: Failed attempts in a row to reach the broker, and until when no other one is made.
         self._failures, self._away_until_s = 0, 0.0
@@ -133,15 +138,19 @@ class RedisSource:
         self.lease_store.open()
         self.inbox = Inbox(self, self.lease_store)
         self.fetcher = Fetcher(self, self.lease_store, self.inbox)
+        self._listen()
+
+    def _listen(self) -> None:
         for name in self._names:
+            # Jobs of tenants that came by a queue of ordinary tasks are in lists of that one.
             self.connection._callbacks[name] = self._deliver
+            self.connection._callbacks[name.removesuffix(BATCHES)] = self._deliver
 
     def select_queues(self, queues: Sequence[str]) -> None:
         """Takes from other queues from now on."""
         self._names = list(queues)
         self._queue_cycle.update(self._names)
-        for name in self._names:
-            self.connection._callbacks[name] = self._deliver
+        self._listen()
         self._is_stale = True
 
     def _connect(self) -> Any:
@@ -192,7 +201,11 @@ class RedisSource:
         if answer is None:
             self.lease_store.fenced = True
             return []
-        self._fruitless = self.fetcher.watches and not answer and not self.fetcher.took_all
+        # A push may have come behind the answer. If asking again brings nothing either, a key is no
+        # list, and the next sweep looks again.
+        was_fruitless, took_all = self._fruitless, self.fetcher.took_all
+        self._fruitless = self.fetcher.watches and not answer and not took_all
+        self.may_have_more = not took_all and not (was_fruitless and not answer)
         return answer
 
     def take_in(self, answer: Any) -> None:
@@ -208,11 +221,6 @@ class RedisSource:
             self.inbox._hand_over([taken], with_suspects=False)
         except (redis.RedisError, OSError) as error:
             self._lose(error)
-
-    @property
-    def may_have_more(self) -> bool:
-        """Whether the last answer does not say that the lists are empty and watched."""
-        return not (self.fetcher.took_all or self._fruitless)
 
     def _reconcile(self) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""

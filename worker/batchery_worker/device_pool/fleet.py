@@ -134,7 +134,7 @@ class PullSupervisor(DeviceSupervisor):
 def describe(running: Running) -> DispatchedBatch:
     """A batch of which the worker knows no more than it was told."""
     key, limits = BatchKey(running.task), Limits(1)
-    jobs = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
+    jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
     return DispatchedBatch(
         Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
     )
