@@ -91,15 +91,16 @@ class PullingDevice(Device):
 
     def tell(self, reply: Reply) -> None:
         """Tells whoever must know: the feed of all batches, the worker of few."""
+        # The worker first: it may be about to kill this process for the time of the batch.
         if isinstance(reply, OF_BATCHES):
-            self._intake.receive(reply)
             if reply.id in self._told:
                 super().tell(reply)
-        elif isinstance(reply, Done):
             self._intake.receive(reply)
+        elif isinstance(reply, Done):
             if reply.id in self._told:
                 self._told.discard(reply.id)
                 super().tell(Ended(reply.id))
+            self._intake.receive(reply)
         else:
             super().tell(reply)
 
