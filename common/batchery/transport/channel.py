@@ -1,10 +1,8 @@
 """Kombu's Redis channels, with what devices, tenants and a full Redis need of them."""
 
-import binascii
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from queue import Empty
 from typing import Any
 
@@ -32,7 +30,7 @@ OPTIONS = ("lease_expiry_s",)
 
 
 #: What is raised where what stands in a queue is no message: anybody can push anything.
-MALFORMED = (binascii.Error, UnicodeError, TypeError, AttributeError, LookupError, RecursionError)
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 
 
 class ConnectingChannel(_Channel):  # type: ignore[misc]
@@ -145,16 +143,15 @@ class DeviceQueueChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             # whose devices say themselves what they take.
             with contextlib.suppress(redis.RedisError):
                 self.client.client_setname(REPLIES_CLIENT if no_ack else WORKER_CLIENT)
-        callbacks = self.connection._callbacks
-        callbacks[queue] = partial(self._deliver, callbacks[queue])
         return result
 
-    def _deliver(self, deliver: Callable[[Any], None], raw: Any) -> None:
-        """Delivers a message; one that cannot be read is dropped, and does not end the worker."""
+    def _brpop_read(self, **options: Any) -> Any:
+        """Hands a message over; one that cannot be read is dropped, and does not end the worker."""
         try:
-            deliver(raw)
+            return super()._brpop_read(**options)
         except MALFORMED as error:
-            logger.critical("a message is dropped, as it cannot be read: %r: %.1000r", error, raw)
+            logger.critical("a message is dropped, as it cannot be read: %r", error)
+            raise Empty from None
 
 
 class Channel(DeviceQueueChannel, kombu_redis.Channel):  # type: ignore[misc]
