@@ -8,13 +8,14 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from queue import Empty
-from time import monotonic
+from time import monotonic, time
 from types import MappingProxyType
 from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
+from kombu.utils.json import dumps
 
 from batchery.retry import find_refusal
 from batchery.transport.consume import (
@@ -28,7 +29,12 @@ from batchery.transport.lease_store import LeaseStore, acquire_lease_store, disc
 from batchery.transport.leases import HeldJob
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
-from batchery.transport.redis_schema import REPLIES_CLIENT, lists_of, tenant_lists
+from batchery.transport.redis_schema import (
+    REPLIES_CLIENT,
+    lists_of,
+    tenant_lists,
+    transport_scripts,
+)
 
 _QoS: Any = kombu_redis.QoS
 _Channel: Any = object
@@ -78,8 +84,23 @@ class QoS(_QoS):  # type: ignore[misc]
         """Counts a message."""
         if self.is_leased(delivery_tag):
             virtual.QoS.append(self, message, delivery_tag)
-        else:
+            return
+        try:
             super().append(message, delivery_tag)
+        except redis.ResponseError as error:
+            if find_refusal(error) != "OOM":
+                raise
+            # It is out of its queue already, and the error would end the worker.
+            self._note_unacked(message, delivery_tag)
+            virtual.QoS.append(self, message, delivery_tag)
+
+    def _note_unacked(self, message: Any, delivery_tag: str) -> None:
+        """Notes a message as kombu does, while Redis is full."""
+        prefix, info = self.channel.global_keyprefix, message.delivery_info
+        raw = dumps([message._raw, info["exchange"], info["routing_key"]])
+        scripts = transport_scripts(redis.Redis(connection_pool=self.channel.pool))
+        keys = [f"{prefix}{self.unacked_key}", f"{prefix}{self.unacked_index_key}"]
+        scripts.run("note_unacked", keys, delivery_tag, raw, time())
 
     def adopt(self, token: str) -> None:
         """Counts a job that still runs, whose message came over a channel that is gone."""
