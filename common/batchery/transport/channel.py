@@ -423,7 +423,9 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
     def _brpop_read(self, **options: Any) -> bool:
         if self.lease_store is None or (self._in_poll and not (self._fetching or self._waiting)):
-            return bool(super()._brpop_read(**options))
+            # A primary that becomes a replica ends what waits for messages.
+            with refusals_as_lost_connection():
+                return bool(super()._brpop_read(**options))
         connection = self.client.connection
         fetching = self._fetching
         self._fetching = self._waiting = False
