@@ -2,9 +2,13 @@
 
 import contextlib
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,7 +17,9 @@ from celery import Celery
 from redis import Redis
 from redis.exceptions import RedisError
 
+from apps.leases import EXPIRY_S
 from apps.ledger import executions
+from benchmarks.chaos.proxy import Proxy
 from support.harness import Worker, unsettled, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -32,9 +38,9 @@ class Place:
         self.folder = folder
         self._workers: list[Worker] = []
 
-    def start(self, *arguments: str) -> Worker:
-        env = {"CELERY_BROKER_URL": self.redis.url, "CELERY_RESULT_BACKEND": self.redis.url}
-        options = ("-Q", TASK, *arguments)
+    def start(self, *arguments: str, **env: str) -> Worker:
+        options = arguments or ("-Q", TASK)
+        env = {"CELERY_RESULT_BACKEND": self.redis.url, **env}
         worker = Worker(self.folder, self.redis.url, "apps.leases", *options, env=env)
         self._workers.append(worker)
         return worker
@@ -189,6 +195,54 @@ def test_what_redis_suffers_costs_no_job_and_repeats_none(
     assert worker.devices() == [device]
     assert worker.stop() == 0
     assert "its leases were handed on" not in worker.log
+
+
+class TearingProxy(Proxy):
+    """Breaks the connections over which the first answers with jobs come: half of each arrives."""
+
+    left = 4
+
+    def _pump(self, source: Any, sink: Any, pair: Any) -> None:
+        if source is pair[1]:
+            source = SimpleNamespace(recv=partial(self._receive, source, sink))
+        super()._pump(source, sink, pair)
+
+    def _receive(self, source: Any, sink: Any, count: int) -> bytes:
+        data: bytes = source.recv(count)
+        if TASK.encode() in data and self.left:
+            self.left -= 1
+            sink.sendall(data[: len(data) // 2])
+            return b""
+        return data
+
+
+def test_jobs_whose_answer_is_torn_run_once(place: Place) -> None:
+    with TearingProxy(place.redis.port) as proxy:
+        url = place.redis.url.replace(f":{place.redis.port}", f":{proxy.port}")
+        worker = place.start(CELERY_BROKER_URL=url).wait_ready()
+        for number in range(8):
+            place.finish(place.send(number))
+        assert not proxy.left
+        assert sorted(map(int, executions(place.book))) == list(range(8))
+        assert worker.stop() == 0
+
+
+def test_a_device_whose_worker_stood_still_joins_again_with_it(place: Place) -> None:
+    worker = place.start().wait_ready()
+    ids = place.hold()
+    os.kill(worker.pid, signal.SIGSTOP)
+    second = place.start("-Q", "nothing")
+    with place.client() as client:
+        wait_for(lambda: client.llen(TASK) == 30, "its jobs are back", TIMEOUT_S)
+        time.sleep(2 * EXPIRY_S)
+        # Nobody would beat for it.
+        assert client.zcard("batchery:workers") == 1
+        os.kill(worker.pid, signal.SIGCONT)
+        place.finish(ids)
+        wait_for(lambda: client.zcard("batchery:workers") == 2, "it has joined")
+    assert worker.log.count("its leases were handed on") == 1
+    assert "Restarting" not in worker.log
+    assert [each.stop() for each in (worker, second)] == [0, 0]
 
 
 def test_a_log_says_at_once_that_the_password_is_wrong(place: Place) -> None:
