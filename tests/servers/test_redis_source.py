@@ -134,11 +134,14 @@ def test_a_fenced_device_begins_anew(lease: StartLessee, url: str, bare: Any) ->
     lessee = lease("q")
     lessee.get(2)
     joined: list[str] = []
-    lessee.source.on_joined = joined.append
+    lessee.source.on_joined = lambda holder, _: joined.append(holder)
     before = lessee.store.worker
     for worker in bare.zrange(KEYS.workers, 0, -1):
         bare.zrem(KEYS.workers, worker)
     lessee.held.clear()
+    lessee.turn()
+    # Its worker says so, whose heartbeats find it out, too.
+    lessee.source.fence(before)
     assert lessee.get(4) == ["1", "2", "1", "2"]
     assert joined == [lessee.store.worker] != [before]
 

@@ -5,12 +5,14 @@ import json
 import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
 
 from batchery.transport import use_transport
 from batchery.transport.inbox import Capacity
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.device.redis_source import RedisSource
 from support.patience import patient
 
@@ -59,10 +61,18 @@ class Lessee:
         #: Tokens of what is not settled.
         self.held: list[str] = []
         self.source = RedisSource(
-            self._app, queues, {"class_levels": class_levels}, self._deliver, lambda: self.held
+            self._app, queues, {"class_levels": class_levels}, self._deliver, lambda _: self.held
         )
         self.source.workload = Room(self, room)
-        self.store = self.source.lease_store
+        self.source.holder = SimpleNamespace(served_queues=sorted(queues), node_name="lessee")
+        assert self.source.connect()
+
+    @property
+    def store(self) -> LeaseStore:
+        """The leases."""
+        store = self.source.lease_store
+        assert store is not None
+        return store
 
     def _deliver(self, payload: Any) -> None:
         self.messages.append(payload)
@@ -75,7 +85,7 @@ class Lessee:
 
     def turn(self, timeout_s: float = 0.05) -> None:
         """Takes what there is; waits for a change if there is nothing."""
-        if self.source.ask() and (answer := self.source.read()):
+        if self.source.connect() and self.source.ask() and (answer := self.source.read()):
             self.source.take_in(answer)
         elif not self.source.may_have_more:
             self.source.wait(timeout_s, lambda: False)

@@ -23,11 +23,11 @@ from batchery_worker.ipc.messages import (
     Done,
     Ended,
     Fenced,
-    Joined,
     Left,
     Loaded,
     Loads,
     Order,
+    Parted,
     Ready,
     Reload,
     Reply,
@@ -57,11 +57,11 @@ class PullingDevice(Device):
         self._told: set[int] = set()
 
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:
-        """Imports the app, loads the models, and registers as a holder of leases."""
+        """Imports the app, and loads the models; it connects later, as the broker may be away."""
         ready = super().start(setup, app)
-        feed = self._intake
-        feed.source.on_joined = lambda holder: self.tell(Joined(holder))
-        self.tell(Joined(feed.source.lease_store.worker))
+        # Here, as its errors are those of a start.
+        source = self._intake.source
+        source.on_parted = lambda holder: self.tell(Parted(holder))
         return ready
 
     @cached_property
@@ -124,8 +124,7 @@ class PullingDevice(Device):
             if isinstance(message, Stop):
                 feed.stop()
             elif isinstance(message, Fenced):
-                feed.source.lease_store.fenced = True
-                feed.source.wake()
+                feed.source.fence(message.holder)
             elif isinstance(message, Reload):
                 self._reloader.begin(message)
             elif isinstance(message, Order):
