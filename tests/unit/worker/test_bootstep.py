@@ -81,7 +81,8 @@ def prepare(worker: Worker) -> None:
     [
         (None, {"free", "routed", "own", "embed"}),
         (["celery"], {"free"}),
-        (["theirs", "embed"], {"free", "routed", "own", "embed"}),
+        (["theirs", "embed"], {"routed", "own", "embed"}),
+        (["theirs", "named"], {"free", "routed", "own"}),
     ],
 )
 def test_task_routed_to_another_worker_s_queue_is_not_served(

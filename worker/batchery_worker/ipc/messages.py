@@ -231,6 +231,10 @@ class Fenced(NamedTuple):
     """Others have taken over what the device holds: it registers anew."""
 
 
+#: The order whose answer is but a sign of life.
+SIGN = "batchery_sign"
+
+
 class Order(NamedTuple):
     """A command of remote control, answered by `Answer`."""
 
