@@ -154,12 +154,13 @@ def warn_of_unused_queues(app: Any) -> None:
     """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
     tasks = list_own_tasks(app)
     routed = {find_queue(task) for task in tasks}
+    by_any = any(comes_by_any(task) for task in tasks)
     if app.amqp.queues._consume_from is None or not tasks:
         return
     names = {str(name) for name in routed if name is not None}
     for queue in app.amqp.queues._consume_from:
         # Jobs of a task without a route may come by any queue; a near miss is hardly meant.
-        may_be_meant = None in routed and not nearest_name(queue, names)
+        may_be_meant = by_any and not nearest_name(queue, names)
         if queue not in names and not may_be_meant:
             logger.warning(
                 "queue %r of -Q: no task of this worker is routed to it%s; there are %s",
@@ -169,15 +170,23 @@ def warn_of_unused_queues(app: Any) -> None:
             )
 
 
-def is_served(task: BatchTask) -> bool:
-    """Whether jobs of a task come to this worker's queues.
+def comes_by_any(task: Any) -> bool:
+    """Whether a task has no route: its jobs may come by any queue that a caller names.
 
-    A task without a route may come by any queue that a caller names. A router may look at a job's
-    arguments: then nobody knows before the job is there.
+    A router may look at a job's arguments: then nobody knows before the job is there.
     """
-    queue, consumed = find_queue(task), set(task.app.amqp.queues.consume_from)
+    own = task.own_queue if isinstance(task, BatchTask) else None
+    return find_queue(task) in (None, own)
+
+
+def is_served(task: BatchTask) -> bool:
+    """Whether jobs of a task come to this worker's queues."""
+    consumed = {str(name) for name in task.app.amqp.queues.consume_from}
+    if find_queue(task) in consumed:
+        return True
     # The gateway's queue has none of them, and its worker needs no device.
-    return queue in consumed or (queue is None and consumed != {JOBS_QUEUE})
+    others = {find_queue(each) for each in task.app.tasks.values() if isinstance(each, BatchTask)}
+    return comes_by_any(task) and not consumed <= {JOBS_QUEUE, *others}
 
 
 def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:

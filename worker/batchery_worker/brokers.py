@@ -13,7 +13,7 @@ def list_brokers(app: Celery) -> list[str | None]:
     All Sentinels of a list name the same one.
     """
     with app.connection_for_read() as connection:
-        alternatives = list(connection.alt or ())
+        alternatives: list[str | None] = list(connection.alt or ())
         if len(alternatives) < 2 or connection.transport_cls == "sentinel":
             return [None]
         return alternatives
@@ -33,5 +33,6 @@ def open_channel(app: Celery, broker: str | None = None) -> Iterator[Any]:
             interval_start=0,
             reraise_as_library_errors=False,
         )
-        with contextlib.closing(connection.channel()) as channel:
+        channel: Any = connection.channel()
+        with contextlib.closing(channel):
             yield channel

@@ -109,14 +109,14 @@ def plan_pull(
     has_other_work: bool,
 ) -> PullPlan:
     """Chooses the queues, and takes them from Celery's consumer."""
-    from batchery_worker.bootstep import prefetch_jobs
+    from batchery_worker.bootstep import comes_by_any, prefetch_jobs
 
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
     all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
     # A task without a route may come by any queue that no ordinary task has.
-    anywhere = {task.name: all_sizes[task.name] for task in tasks if find_queue(task) is None}
+    anywhere = {task.name: all_sizes[task.name] for task in tasks if comes_by_any(task)}
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options

@@ -25,7 +25,7 @@ from kombu.asynchronous.timer import Timer
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.inbox import Capacity
+from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import BATCHES
@@ -298,7 +298,7 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
-        scheduled = len(worker_state.scheduled_requests)
+        scheduled = count_scheduled()
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
@@ -435,9 +435,10 @@ class Feed:
         """Forgets what waits, as this device holds leases by another id now."""
         with self.lock:
             self.dispatcher.forget_waiting()
-            for request in [*worker_state.reserved_requests, *worker_state.scheduled_requests]:
-                if request not in worker_state.active_requests:
-                    worker_state.task_ready(request)
+            state: Any = worker_state
+            for request in [*state.reserved_requests, *state.scheduled_requests]:
+                if request not in state.active_requests:
+                    state.task_ready(request)
         self._described = ""
         self._tell(Joined(holder, broker))
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -46,6 +47,7 @@ from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Ended,
     Fenced,
@@ -112,6 +114,15 @@ class PullSupervisor(DeviceSupervisor):
         """Tells a device what to do, if it has a process."""
         if device.link is not None and not device.link.send(dump_message(message)):
             self._await_room(device)
+
+    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
+        super()._look_for_hangs(loop, max_pass_s)
+        # One that stands still takes no job of which it could tell.
+        for device in self.devices:
+            is_asked = device.heard_s < device.asked_s < inf
+            if device.state is State.READY and not device.batches and not is_asked:
+                device.asked_s = monotonic()
+                self.order(device, Order(0, SIGN, {}))
 
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""
@@ -301,6 +312,8 @@ class Fleet:
         self.beats.leave(device.name, expired, is_death=is_death and not self._is_leaving)
 
     def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
+        if not answer.number:
+            return  # A sign of life.
         with self._answered:
             self._answers[answer.number] = answer.value
             self._answered.notify_all()
