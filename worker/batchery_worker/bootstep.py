@@ -35,7 +35,14 @@ from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.events import use_batch_events
 from batchery_worker.pool import HybridPool
-from batchery_worker.pull_plan import find_queue, list_own_tasks, plan_pull, pulls
+from batchery_worker.pull_plan import (
+    comes_by_any,
+    find_queue,
+    list_own_tasks,
+    plan_pull,
+    prefetch_jobs,
+    pulls,
+)
 from batchery_worker.request import BatchRequest
 
 _Step: Any = bootsteps.Step
@@ -168,15 +175,6 @@ def warn_of_unused_queues(app: Any) -> None:
                 nearest_name(queue, names),
                 ", ".join(sorted(names)),
             )
-
-
-def comes_by_any(task: Any) -> bool:
-    """Whether a task has no route: its jobs may come by any queue that a caller names.
-
-    A router may look at a job's arguments: then nobody knows before the job is there.
-    """
-    own = task.own_queue if isinstance(task, BatchTask) else None
-    return find_queue(task) in (None, own)
 
 
 def is_served(task: BatchTask) -> bool:
@@ -328,21 +326,6 @@ def _check_cache(task: BatchTask) -> None:
         raise SettingsError(
             f"task {task.name!r}: cache needs Celery's result backend for Redis, in which it is"
         )
-
-
-def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
-    """How many unfinished jobs of one class the worker must hold for full batches.
-
-    Every task may have its waiting batches on every device, whichever queue they come from. What
-    runs in slots has no waiting ones.
-    """
-    batches = devices * (1 + settings.prefetch_batches)
-    return sum(
-        task.slots * devices
-        if task.slots
-        else (task.max_batch_size or settings.max_batch_size) * batches
-        for task in tasks
-    )
 
 
 def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:

@@ -13,7 +13,7 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.utils.json import dumps
 
-from batchery_worker.device.__main__ import Device
+from batchery_worker.device.device import Device
 from batchery_worker.device.feed import Feed
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import (

@@ -37,6 +37,7 @@ from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery.transport.worker_registry import read_expiry, read_text
 from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -44,7 +45,6 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     SIGN,

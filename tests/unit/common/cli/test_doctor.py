@@ -110,7 +110,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         ),
         (
             "worker-stock",
-            {"consumed": {NAME: {"shout"}, "plain@here": {"shout", "mail"}}},
+            {"consumed": {NAME: {"celery", "shout"}, "plain@here": {"shout", "mail"}}},
             "plain@here has no leases, and consumes shout",
         ),
         (
