@@ -19,6 +19,7 @@ from kombu import Exchange, Queue
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
+from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -185,7 +186,9 @@ def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: An
 
 def _with_queues(fleet: Fleet, stock: Any, state: Any, **options: Any) -> Any:
     names = [Queue(name, exchange=Exchange(name), routing_key=name) for name in fleet.queues]
-    return [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
+    found = [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
+    # The lists beside queues are nobody's but the worker's.
+    return [each for each in found if not each["name"].endswith((BATCHES, ORDINARY))]
 
 
 def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:
