@@ -46,7 +46,7 @@ def gate(tmp_path: Path) -> Path:
 def send(url: str, task: str, items: list[Any], countdown: float = 0, **keywords: Any) -> list[str]:
     """Sends jobs as any client does; returns their ids."""
     keywords = {name: str(value) for name, value in keywords.items()}
-    options = {"countdown": countdown, "queue": QUEUE if task == "batch" else "celery"}
+    options: Any = {"countdown": countdown, "queue": QUEUE if task == "batch" else "celery"}
     with Celery("sender", broker=url, set_as_current=False) as app:
         return [
             app.send_task(f"apps.leases.{task}", [item], keywords, **options).id for item in items

@@ -47,6 +47,8 @@ from batchery_worker.ipc.messages import (
     Work,
 )
 
+_state: Any = worker_state
+
 logger = logging.getLogger("batchery.device")
 
 #: How often the feeder thread looks whether the main thread has driven nothing for long, in seconds.
@@ -297,7 +299,7 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
-        scheduled = len(worker_state.scheduled_requests)
+        scheduled = len(_state.scheduled_requests)
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
@@ -434,7 +436,7 @@ class Feed:
         """Forgets what waits, as this device holds leases by another id now."""
         with self.lock:
             self.dispatcher.forget_waiting()
-            for request in [*worker_state.reserved_requests, *worker_state.scheduled_requests]:
+            for request in [*worker_state.reserved_requests, *_state.scheduled_requests]:
                 if request not in worker_state.active_requests:
                     worker_state.task_ready(request)
         self._described = ""

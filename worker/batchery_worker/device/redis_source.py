@@ -129,7 +129,7 @@ class RedisSource:
         #: Called with the id of this holder, and the number of its broker, whenever it is new. What
         #: waits here has no lease any more.
         self.on_joined: Callable[[str, int], None] = lambda *_: None
-        #: Called with the leases that were left: those of jobs that have not begun must be forgotten.
+        #: Called with leases that were left: those of jobs that have not begun must be forgotten.
         self.on_left: Callable[[LeaseStore], None] = lambda _: None
         #: Called with the id of a holder that has no leases any more; from any thread.
         self.on_parted: Callable[[str], None] = lambda _: None
