@@ -6,27 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery import Celery
-from celery.app.defaults import DEFAULTS
 
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
 from batchery.model import Model, StepModel
 from batchery.model_settings import PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery.model_task import ModelTask
-from batchery.transport import use_leases
+from batchery.transport import use_transport
 from batchery.valkey import accept_valkey_urls
 
 logger = logging.getLogger(__name__)
 
-CONSUMER = "batchery_worker.consumer:GuardedConsumer"
-AUTOSCALER = "batchery_worker.pool:OrdinaryAutoscaler"
 STEP = "batchery_worker.bootstep:BatchStep"
 DEVICES_STEP = "batchery_worker.devices_step:DevicesStep"
 WATCH_STEP = "batchery_worker.operations.watch:WatchStep"
-CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
-
-#: Classes of Celery's in whose place a worker has ours, unless the app has chosen others.
-PARTS = {"worker_consumer": CONSUMER, "worker_autoscaler": AUTOSCALER}
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {
@@ -65,25 +58,14 @@ def install(app: Celery, **settings: Any) -> Celery:
         The same app.
     """
     remember(app, settings)
-    # Whenever it is read: `config_from_object` forgets defaults that were there before.
-    app.on_after_configure.connect(_set_defaults, weak=False)
-    if getattr(app, "configured", False):
-        _set_defaults(app)
     app.steps["worker"].update((STEP, DEVICES_STEP, WATCH_STEP))
-    app.steps["consumer"].add(CONSUMER_STEP)
-    use_leases()
+    use_transport()
     accept_valkey_urls()
     if getattr(app, "finalized", False):
         _register_models(app)
     else:
         app.on_after_finalize.connect(_on_after_finalize, weak=False)
     return app
-
-
-def _set_defaults(sender: Any, **_: Any) -> None:
-    conf = sender.conf
-    # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
-    conf.add_defaults({name: own for name, own in PARTS.items() if conf[name] == DEFAULTS[name]})
 
 
 def register(

@@ -167,7 +167,7 @@ class Settings(BaseSettings):
         False, description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."
     )
     prefetch_batches: PositiveInt = Field(
-        2, description="Batches of each task that wait in a worker for each device; one if long."
+        2, description="Batches of each task that a device holds ahead of short ones; else one."
     )
     device_start_timeout_s: PositiveFloat = Field(
         600, description="How long a device may take to load and warm up its models."
@@ -189,7 +189,7 @@ class Settings(BaseSettings):
         " limit if unset. It must be more than the models hold.",
     )
     completion_threads: PositiveInt = Field(
-        2, le=64, description="Threads that run Celery's tracer, and hooks after a job."
+        2, le=64, description="Threads of a device for Celery's tracer, and hooks after a job."
     )
     memory_fraction: PositiveFloat = Field(
         1.0, le=1, description="Share of a CUDA device's memory that is used."

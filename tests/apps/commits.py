@@ -80,11 +80,11 @@ def hold(paths: list[str]) -> list[dict[str, str]]:
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64, max_retries=3)
-def second_time(paths: list[str]) -> list[Any]:
-    """Succeeds at the second attempt."""
+def second_time(paths: list[str], *, after_s: float = 0.01) -> list[Any]:
+    """Succeeds at the second attempt, so long after the first."""
     outcomes: list[Any] = []
     for path in paths:
-        later = RetryAfter(0.01, ConnectionError("away"))
+        later = RetryAfter(after_s, ConnectionError("away"))
         outcomes.append("done" if Path(path).exists() else later)
         note(path)
     return outcomes

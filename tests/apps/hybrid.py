@@ -7,6 +7,7 @@ import time
 import billiard.pool
 from celery import Celery
 
+from apps.leases import note
 from batchery import BatchTask, install
 from support.patience import patient
 
@@ -16,6 +17,7 @@ app.conf.worker_pool_restarts = True
 app.conf.task_routes = {
     "apps.hybrid.double": {"queue": "devices"},
     "apps.hybrid.device_pid": {"queue": "devices"},
+    "apps.hybrid.gated": {"queue": "devices"},
 }
 # After how many looks, ten a second, a child that ends gives up being heard.
 billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = int(patient(300))
@@ -32,6 +34,12 @@ def pid(pause_s: float = 0.0) -> int:
 @app.task(shared=False, time_limit=1)
 def limited() -> None:
     time.sleep(60)
+
+
+@app.task(shared=False)
+def exhausted() -> None:
+    """Celery ends the worker of a task that has no memory."""
+    raise MemoryError("full")
 
 
 @app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
@@ -57,3 +65,9 @@ def device_pid(items: list[int]) -> list[int]:
 @app.task(shared=False, base=BatchTask, max_batch_size=8)
 def double(numbers: list[int]) -> list[int]:
     return [2 * number for number in numbers]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=8)
+def gated(numbers: list[int], *, book: str, gate: str) -> list[int]:
+    note(book, numbers, gate)
+    return numbers

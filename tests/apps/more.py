@@ -145,6 +145,11 @@ def echo(items: list[Any], *, tag: str = "") -> list[Any]:
     return items
 
 
+@app.task(shared=False)
+def plain() -> None:
+    """With an ordinary task, a worker prefetches as Celery does, whatever its device does."""
+
+
 @app.task(shared=False, base=BatchTask, max_batch_size=1)
 def one_by_one(items: list[str]) -> list[str]:
     note("one_by_one", None, items=items)

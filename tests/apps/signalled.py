@@ -27,6 +27,11 @@ def echo(items: list[str]) -> list[str]:
     return items
 
 
+@app.task(shared=False)
+def ordinary() -> None:
+    """With one, the worker takes jobs ahead, as Celery does, also while the first job runs."""
+
+
 class Ending(logging.Handler):
     """Ends the worker by SIGQUIT when it is given the job `last` and its device has answered.
 

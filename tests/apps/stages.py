@@ -14,6 +14,13 @@ from support.patience import patient
 app = install(Celery("stages", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 app.conf.worker_pool_restarts = True
+# With an ordinary task, a worker prefetches so many jobs of each process, whatever its device does.
+app.conf.worker_prefetch_multiplier = 64
+
+
+@app.task(shared=False)
+def plain() -> None:
+    """An ordinary task."""
 
 
 def hold_on(marker: str) -> None:

@@ -25,13 +25,15 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 
 @pytest.fixture
 def device(worker: Worker) -> psutil.Process:
-    """The device process, ready."""
+    """The device process, idle."""
 
-    def ready() -> psutil.Process | None:
+    def idle() -> psutil.Process | None:
         (state,) = worker.inspect(stages.app, "stats")["pool"]["devices"].values()
-        return psutil.Process(state["pid"]) if state["state"] == "ready" else None
+        # Results of an earlier test may be stored before the worker knows that their batch ended.
+        is_idle = state["state"] == "ready" and not state["batches_in_flight"]
+        return psutil.Process(state["pid"]) if is_idle else None
 
-    found = wait_for(ready, "a device that is ready")
+    found = wait_for(idle, "a device that is idle")
     assert found
     return found
 
@@ -144,7 +146,14 @@ def test_terminated_job_among_64_active_jobs_ends_alone(
 def test_a_device_that_hangs_ends_once_all_jobs_of_its_batch_are_terminated(
     worker: Worker, device: psutil.Process, tmp_path: Path, gate: Gate
 ) -> None:
-    jobs = shared_batch(worker, tmp_path, stages.gated, list(range(3)), **gate.keywords)
+    # The worker learns that such batches are short: it does not wait for the end of the next one.
+    short = Gate(tmp_path / "short")
+    short.open()
+    for job in shared_batch(worker, tmp_path, stages.gated, list(range(3)), **short.keywords):
+        assert job.get(timeout=TIMEOUT_S) == device.pid
+    other = tmp_path / "other"
+    other.mkdir()
+    jobs = shared_batch(worker, other, stages.gated, list(range(3)), **gate.keywords)
     wait_for(gate.has_begun, "the batch runs")
     behind = stages.lengths.submit_many(["behind"] * 64)
     wait_for(lambda: worker.batches_in_flight(stages.app) == 2, "another batch is on the device")

@@ -52,7 +52,8 @@ def send(redis_url: str, directory: Path) -> list[str]:
 def hold_all(start_worker: StartWorker, redis_url: str, directory: Path, **options: Any) -> Any:
     """Starts a worker that holds more jobs than it can begin; returns it, and their ids.
 
-    Its batches are short at first, and so it takes some ahead; then all of them wait for the gate.
+    Its batches are full and short at first: it knows how long they take, and so it takes some
+    ahead. Then all of them wait for the gate.
     """
     worker = start_worker("apps.leases", *OPTIONS, **options)
     run_short_batches(redis_url, directory, "any")

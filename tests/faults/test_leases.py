@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.events.state import State
 
+from apps import gripping, leases
 from apps.leases import EXPIRY_S
 from apps.ledger import executions
 from batchery import install
 from conftest import StartWorker
+from support.answers import Answers
+from support.event_stream import Events
 from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
 
@@ -136,6 +140,63 @@ def test_a_worker_that_was_stopped_for_too_long_is_fenced_and_goes_on(
     # What waited in the worker may begin before it knows; Redis refuses those results, too.
     assert Counter(executions(book))["4"] == 1
     assert first.stop() == 0
+
+
+def test_events_of_a_job_whose_worker_is_killed_go_on_with_the_next_worker(
+    start_worker: StartWorker, redis_url: str, book: Path, gate: Path
+) -> None:
+    leases.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    options = {"book": str(book), "gate": str(gate)}
+    first = start_worker("apps.leases", "-c", "1", "-E")
+    with Events(leases.app) as events:
+        job = leases.batch.delay("a", **options)
+        events.of(job.id, "task-started")
+        first.kill()
+        gate.touch()
+        second = start_worker("apps.leases", "-c", "1", "-E")
+        assert job.get(timeout=TIMEOUT_S) == "a"
+        events.of(job.id)
+        # Nothing comes late: the events of a later job come last.
+        events.of(leases.batch.delay("b", **options).id)
+    told = events.all_of(job.id)
+    assert [(event["hostname"], event["type"]) for event in told] == [
+        (first.name, "task-received"),
+        (first.name, "task-started"),
+        (second.name, "task-received"),
+        (second.name, "task-started"),
+        (second.name, "task-succeeded"),
+    ]
+    # Without gossip, workers do not know each other's clocks.
+    for hostname in (first.name, second.name):
+        clocks = [event["clock"] for event in told if event["hostname"] == hostname]
+        assert clocks == sorted(set(clocks))
+    state: Any = State()
+    for event in events.seen:
+        state.event(event)
+    task = state.tasks[job.id]
+    assert (task.state, task.worker.hostname) == ("SUCCESS", second.name)
+
+
+def test_nobody_fences_a_device_whose_function_holds_the_interpreter(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
+) -> None:
+    gripping.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.gripping", "-c", "1")
+    # It would take the job over from one that gives no sign of life.
+    other = start_worker("apps.gripping", "-c", "1")
+    with Answers(redis_url) as answers:
+        job = gripping.grip.delay(3 * EXPIRY_S, book=str(book))
+        assert job.get(timeout=TIMEOUT_S) == 3 * EXPIRY_S
+        after = [gripping.grip.delay(0.0, book=str(book)) for _ in range(20)]
+        assert [each.get(timeout=TIMEOUT_S) for each in after] == [0.0] * len(after)
+        for each in (job, *after):
+            assert answers.states(each.id) == {"SUCCESS": 1}
+    wait_for(lambda: held(bare) == 0, "all are acknowledged")
+    assert Counter(executions(book)) == {str(3 * EXPIRY_S): 1, "0.0": len(after)}
+    for started in (worker, other):
+        assert "handed on" not in started.log
+        assert "is dead" not in started.log
+        assert started.stop() == 0
 
 
 def test_worker_survives_a_flushall(

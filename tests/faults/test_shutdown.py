@@ -1,5 +1,6 @@
 """Ends workers in every way there is; every job has one result in the end, and none is lost."""
 
+import json
 import signal
 from collections import Counter
 from pathlib import Path
@@ -51,8 +52,13 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def test_a_warm_shutdown_executes_every_job_once(
-    start_worker: StartWorker, book: Path, redis_url: str, tmp_path: Path
+def waiting(store: Any) -> set[str]:
+    """The ids of the jobs in the queue."""
+    return {json.loads(each)["headers"]["id"] for each in store.lrange("celery", 0, -1)}
+
+
+def test_a_warm_shutdown_takes_nothing_more_and_executes_every_job_once(
+    start_worker: StartWorker, book: Path, redis_url: str, tmp_path: Path, store: Any
 ) -> None:
     # They are in the queue before the worker is, so that batches are full.
     gate = tmp_path / "gate"
@@ -61,16 +67,25 @@ def test_a_warm_shutdown_executes_every_job_once(
     wait_for_batch(book, 64)
     worker.process.send_signal(signal.SIGTERM)
     wait_for(lambda: "Warm shutdown" in worker.log, "shutdown begun")
+    late = [
+        ledger.write_down.delay("late", ledger=str(book)),
+        ledger.write_down_alone.delay("late alone", str(book)),
+    ]
+    left = waiting(store)
     gate.touch()
     assert worker.wait_exit() == 0, worker.log
     finished = len(executions(book))
     assert 64 <= finished < JOBS
     assert sum(job.ready() for job in jobs) == finished
-    assert queue_length(redis_url) == JOBS - finished
+    # All that was in the queue at the signal still is, and what came later.
+    assert left >= {job.id for job in late}
+    assert waiting(store) >= left
+    assert queue_length(redis_url) == JOBS + len(late) - finished
     assert unsettled(redis_url) == 0
     start_worker("apps.ledger")
     assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
-    assert set(Counter(executions(book)).values()) == {1}
+    assert [job.get(timeout=TIMEOUT_S) for job in late] == ["late", "late alone"]
+    assert Counter(executions(book)) == Counter([*map(str, range(JOBS)), "late", "late", "alone"])
 
 
 def test_a_cold_shutdown_loses_no_job(

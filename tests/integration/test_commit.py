@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from celery import Celery
 
 from apps import commits
 from conftest import StartWorker
+from support.event_stream import Events
 from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
 
@@ -61,41 +61,6 @@ def one_batch(worker: Worker) -> Iterator[None]:
     assert commits.app.control.cancel_consumer("celery", **options)
     yield
     assert commits.app.control.add_consumer("celery", **options)
-
-
-class Events:
-    """What workers tell while the block runs."""
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self.seen: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Self:
-        self._stack = contextlib.ExitStack()
-        connection = self._stack.enter_context(self._app.connection_for_read())
-        receiver: Any = self._app.events.Receiver(connection, handlers={"*": self.seen.append})
-        self._listening, _, _ = self._stack.enter_context(receiver.consumer_context(wakeup=False))
-        # Nobody says when the subscription holds; an event of our own does.
-        own = self._stack.enter_context(self._app.connection_for_read())
-        sender: Any = self._stack.enter_context(self._app.events.Dispatcher(own))
-        while "test-probe" not in [event["type"] for event in self.seen]:
-            sender.send("test-probe")
-            with contextlib.suppress(TimeoutError):
-                self._listening.drain_events(timeout=0.1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def of(self, job_id: str, last: str = "task-succeeded") -> dict[str, dict[str, Any]]:
-        """The events of a job by type, once the last one has come."""
-
-        def found() -> dict[str, dict[str, Any]]:
-            return {event["type"]: event for event in self.seen if event.get("uuid") == job_id}
-
-        while last not in found():
-            self._listening.drain_events(timeout=TIMEOUT_S)
-        return found()
 
 
 def test_mixed_batch_is_committed_or_traced_job_by_job(

@@ -1,17 +1,20 @@
 """How device processes end: what they tell the app, and what becomes of their children."""
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from apps import households
+from apps import households, offspring
+from apps.ledger import executions
 from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S
 from conftest import StartWorker
-from support.harness import has_ended, wait_for
+from support.harness import has_ended, wait_ended, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -19,7 +22,8 @@ TIMEOUT_S = patient(60)
 
 @pytest.fixture(autouse=True)
 def _app(redis_url: str) -> None:
-    households.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    for app in (households.app, offspring.app):
+        app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
 def read_farewells(folder: Path) -> list[list[str]]:
@@ -82,3 +86,40 @@ def test_the_death_of_a_device_is_noticed_though_its_child_lives(
         assert psutil.pid_exists(child)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Path]:
+    """A book of the children that a test leaves behind; they end with the test."""
+    book = tmp_path / "children"
+    yield book
+    for pid in offspring.pids(book):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("place", ["batch", "ordinary", "import"])
+def test_a_killed_worker_leaves_no_device_and_loses_no_job_though_a_child_lives(
+    start_worker: StartWorker, tmp_path: Path, children: Path, place: str
+) -> None:
+    forks = {"FORK_AT_IMPORT": str(children)} if place == "import" else {}
+    worker = start_worker("apps.offspring", "-c", "1", env=forks)
+    if place != "import":
+        offspring.app.tasks[f"apps.offspring.{place}"].delay(str(children)).get(timeout=TIMEOUT_S)
+    left = offspring.pids(children)
+    # At an import, one of the main process and one of the device.
+    assert len(left) == (2 if place == "import" else 1)
+    places = {name: str(tmp_path / name) for name in ("begun", "gate", "ended")}
+    jobs = [offspring.hold.delay(number, **places) for number in range(20)]
+    wait_for(lambda: executions(tmp_path / "begun"), "a batch runs")
+    family = [each for each in psutil.Process(worker.pid).children() if each.pid not in left]
+    assert family
+    worker.process.kill()
+    worker.wait_exit()
+    # Of what was running nothing ends: the gate is still closed.
+    wait_ended(family, patient(10))
+    (tmp_path / "gate").touch()
+    start_worker("apps.offspring", "-c", "1")
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == list(range(20))
+    assert sorted(map(int, executions(tmp_path / "ended"))) == list(range(20))
+    assert not any(map(has_ended, left))

@@ -11,8 +11,10 @@ import pytest
 from celery.exceptions import TimeLimitExceeded
 
 from apps import hybrid
+from apps.ledger import executions
 from conftest import StartWorker
-from support.harness import Worker, wait_ended, wait_for
+from support.answers import Answers
+from support.harness import Worker, unsettled, wait_ended, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -63,6 +65,28 @@ def test_job_whose_process_is_killed_runs_again(start_worker: StartWorker, tmp_p
     (before,) = processes(worker)
     job = hybrid.dies_once.delay(str(tmp_path / "mark"))
     assert job.get(timeout=TIMEOUT_S) != before
+
+
+def test_an_ordinary_job_without_memory_ends_its_worker_and_no_batch_job_is_lost(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    """As with Celery: its worker ends by itself, and nobody kills it."""
+    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    options = {"book": str(tmp_path / "book"), "gate": str(tmp_path / "gate")}
+    with Answers(redis_url) as answers:
+        jobs = [hybrid.gated.delay(number, **options) for number in range(20)]
+        wait_for(lambda: executions(tmp_path / "book"), "a batch runs")
+        family = psutil.Process(worker.pid).children(recursive=True)
+        assert worker.devices()
+        hybrid.exhausted.delay()
+        wait_for(lambda: "Process got: full" in worker.log, "the worker ends")
+        (tmp_path / "gate").touch()
+        assert worker.wait_exit() == 1, worker.log
+        wait_ended(family)
+        start_worker("apps.hybrid", "-c", "1", *BOTH)
+        assert [job.get(timeout=TIMEOUT_S) for job in jobs] == list(range(20))
+        assert [answers.states(job.id) for job in jobs] == [{"SUCCESS": 1}] * 20
+    wait_for(lambda: not unsettled(redis_url), "none is left")
 
 
 def test_job_that_begins_in_a_shutdown_does_not_hold_it_up(start_worker: StartWorker) -> None:

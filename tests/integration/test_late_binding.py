@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from apps import leases
+from apps import leases, singles
 from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
@@ -59,6 +59,10 @@ def send(redis_url: str, tmp_path: Path) -> Any:
 def have_begun(tmp_path: Path) -> int:
     book = tmp_path / "book"
     return len(executions(book)) if book.exists() else 0
+
+
+def has_begun(tmp_path: Path, jobs: int) -> bool:
+    return have_begun(tmp_path) == jobs
 
 
 def finish(tmp_path: Path, bare: Any, jobs: list[str]) -> None:
@@ -114,10 +118,10 @@ def test_a_worker_takes_no_more_than_its_device_can_begin_where_batches_may_be_l
     ]
     start_worker("apps.leases", *ONE, *ANY, **PATIENT)
     wait_for(lambda: have_begun(tmp_path), "it has begun")
-    # One runs, and nobody knows for how long: so one more is there.
-    assert unsettled(redis_url) <= 2 * BATCH_SIZE + PREFETCH
+    # One runs, and nobody knows for how long: so no other one is there.
+    assert unsettled(redis_url) <= BATCH_SIZE + PREFETCH
     waiting = sum(queue_length(redis_url, queue) for queue in queues)
-    assert waiting >= len(jobs) - 2 * BATCH_SIZE - PREFETCH
+    assert waiting >= len(jobs) - BATCH_SIZE - PREFETCH
     finish(tmp_path, bare, jobs)
 
 
@@ -150,6 +154,27 @@ def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
     wait_for(lambda: have_begun(tmp_path) >= 2 * BATCH_SIZE - PREFETCH, "both compute")
     (tmp_path / "gate").touch()
     assert jobs.get(timeout=patient(60)) == list(range(2 * BATCH_SIZE))
+
+
+def test_no_worker_holds_a_second_batch_the_first_time_while_another_one_is_idle(
+    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
+) -> None:
+    workers = [start_worker("apps.singles", *ONE, ready=False) for _ in range(3)]
+    for worker in workers:
+        worker.wait_ready()
+    with Celery("sender", broker=redis_url, set_as_current=False) as app:
+        for number, task in enumerate(singles.TASKS, 1):
+            wait_for(partial(waits, bare, len(workers)), "all wait for work")
+            folder = tmp_path / task.name
+            folder.mkdir()
+            options = {"book": str(folder / "book"), "gate": str(folder / "gate")}
+            jobs = [app.send_task(task.name, [item], options).id for item in range(len(workers))]
+            # None ends before the gate opens: behind another one on a device none would begin.
+            wait_for(partial(has_begun, folder, len(jobs)), "each has begun")
+            finish(folder, bare, jobs)
+            for worker in workers:
+                wait_for(partial(worker.has_logged, "succeeded in", number), "each has done one")
+    assert {worker.log.count("succeeded in") for worker in workers} == {len(singles.TASKS)}
 
 
 def test_worker_that_is_told_to_consume_nothing_waits_for_nothing(

@@ -186,9 +186,9 @@ def test_limits_of_the_command_line_are_for_tasks_without_their_own(
         shop.nap.delay(60.0).get(timeout=TIMEOUT_S)
 
 
-def test_celery_that_hides_prefetch_is_refused(start_worker: StartWorker) -> None:
-    line = refusal(start_worker("apps.shop", "--disable-prefetch", ready=False))
-    assert "worker_disable_prefetch" in line
+def test_batches_fill_where_celery_prefetches_nothing(start_worker: StartWorker) -> None:
+    start_worker("apps.shop", "-c", "1", "--disable-prefetch")
+    assert shop.patient.submit_many(range(8)).get(timeout=TIMEOUT_S) == [8] * 8
 
 
 def test_the_main_process_stays_small_and_never_imports_torch(

@@ -8,6 +8,7 @@ from celery import Celery, uuid
 
 from apps import leases
 from batchery_producer.publisher import Publisher
+from support.harness import open_redis, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -17,19 +18,20 @@ BATCHES = 8
 
 
 def run_short_batches(redis_url: str, directory: Path, queue: str) -> None:
-    """Runs batches of `apps.leases` that take no time, so that a worker takes some ahead.
+    """Runs full batches of `apps.leases` that take no time, so that a worker takes some ahead.
+
+    They come in one push, as a worker believes that of batches of about their size alone.
 
     Args:
         redis_url: Where the worker is.
         directory: Of a book that nobody reads.
         queue: One of the worker's.
     """
-    with Celery("sender", broker=redis_url, backend=redis_url, set_as_current=False) as app:
-        options = {"book": str(directory / "short")}
-        task = app.signature("apps.leases.batch", kwargs=options, queue=queue)
-        count = BATCHES * (leases.batch.max_batch_size or 0)
-        for job in [task.clone((number,)).delay() for number in range(count)]:
-            job.get(timeout=TIMEOUT_S)
+    numbers = range(BATCHES * (leases.batch.max_batch_size or 0))
+    jobs = send_at_once(redis_url, queue, numbers, {"book": str(directory / "short")})
+    keys = [f"celery-task-meta-{job}" for job in jobs]
+    with open_redis(redis_url) as redis:
+        wait_for(lambda: redis.exists(*keys) == len(jobs), "all are answered", TIMEOUT_S)
 
 
 def send_at_once(

@@ -5,16 +5,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import click
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
-from celery.concurrency.prefork import TaskPool as PreforkPool
-from celery.concurrency.solo import TaskPool as SoloPool
-from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import TaskRevokedError
 from celery.worker import components
 from kombu.exceptions import SerializerNotInstalled
@@ -34,17 +30,19 @@ from batchery.settings import (
     settings_file,
 )
 from batchery.task import SIGNED, BatchTask
-from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
-from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
-from batchery_worker.consumer import bound_decompression, refuse_what_raises
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
-from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
 from batchery_worker.pool import HybridPool
-from batchery_worker.pull_plan import plan_pull, pulls
+from batchery_worker.pull_plan import (
+    comes_by_any,
+    find_queue,
+    list_own_tasks,
+    plan_pull,
+    prefetch_jobs,
+    pulls,
+)
 from batchery_worker.request import BatchRequest
 
 _Step: Any = bootsteps.Step
@@ -82,17 +80,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         logger.info("file of settings: %s", describe_file())
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
-        fail_callers(worker.app)
-        release = getattr(worker, "_quick_release", None)
-        worker._process_task = refuse_what_raises(worker, worker._process_task, release)
-        bound_decompression()
-        # Celery's own count, before it is raised.
-        processes = worker.max_concurrency or worker.pool.limit or 1
-        worker.ordinary_multiplier = worker.prefetch_multiplier
-        prefetch = processes * worker.ordinary_multiplier
-        self._add_batches(worker, settings, prefetch)
-        if worker.pull_plan is None:
-            worker.late_binding = late_binding(worker, prefetch)
+        self._add_batches(worker, settings)
 
     def _plan_pull(
         self, worker: Any, all_tasks: list[BatchTask], tasks: list[BatchTask], settings: Settings
@@ -109,7 +97,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             has_other_work=_has_beat(worker) or not _has_only_batches(worker.app),
         )
 
-    def _add_batches(self, worker: Any, settings: Settings, prefetch: int) -> None:
+    def _add_batches(self, worker: Any, settings: Settings) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
             check_options(task)
@@ -133,30 +121,12 @@ class BatchStep(_Step):  # type: ignore[misc]
         _add_devices(worker, tasks, devices)
         jobs = prefetch_jobs(tasks, settings, len(devices))
         _widen_prefetch(worker, jobs, len(settings.classes))
-        parts = ordinary_parts(worker.app, all_tasks, prefetch)
-        _share_prefetch(worker.app, tasks, settings, len(devices), parts)
         if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
             logger.warning(
                 "device_max_memory_bytes has no effect: only Linux tells what a process holds"
             )
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
-
-
-class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
-    """Gives each new channel the name of this worker, and tells it of the jobs that it holds."""
-
-    requires = ("celery.worker.consumer.tasks:Tasks",)
-
-    def start(self, c: Any) -> None:
-        """Called by Celery with its consumer, before it takes messages."""
-        binding = getattr(c.controller, "late_binding", None)
-        channel = c.task_consumer.channel
-        if not isinstance(channel, LeasingChannel):
-            return
-        channel.node_name = c.hostname
-        if binding is not None and c.hub is not None:
-            binding.bind(channel, c.hub)
 
 
 def report_broker_away(app: Any) -> None:
@@ -178,7 +148,7 @@ def refuse_no_models(app: Any) -> None:
     Raises:
         SettingsError: Neither the settings nor modules that it includes have a task for it.
     """
-    if app is standalone.app and not _own_tasks(app):
+    if app is standalone.app and not list_own_tasks(app):
         path = settings_file()
         problem = "has no [models.NAME]" if path.exists() else "does not exist"
         raise SettingsError(
@@ -189,14 +159,15 @@ def refuse_no_models(app: Any) -> None:
 
 def warn_of_unused_queues(app: Any) -> None:
     """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
-    tasks = _own_tasks(app)
+    tasks = list_own_tasks(app)
     routed = {find_queue(task) for task in tasks}
+    by_any = any(comes_by_any(task) for task in tasks)
     if app.amqp.queues._consume_from is None or not tasks:
         return
     names = {str(name) for name in routed if name is not None}
     for queue in app.amqp.queues._consume_from:
         # Jobs of a task without a route may come by any queue; a near miss is hardly meant.
-        may_be_meant = None in routed and not nearest_name(queue, names)
+        may_be_meant = by_any and not nearest_name(queue, names)
         if queue not in names and not may_be_meant:
             logger.warning(
                 "queue %r of -Q: no task of this worker is routed to it%s; there are %s",
@@ -206,94 +177,19 @@ def warn_of_unused_queues(app: Any) -> None:
             )
 
 
-def _own_tasks(app: Any) -> list[Any]:
-    """The app's tasks, without those of Celery itself."""
-    return [task for name, task in app.tasks.items() if not name.startswith("celery.")]
-
-
-def late_binding(worker: Any, prefetch: int) -> LateBinding | None:
-    """Lets other workers have what this one only holds; None if its pool does not tell of it.
-
-    Args:
-        worker: Celery's `WorkController`.
-        prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
-    """
-    pool, app = worker.pool, worker.app
-    hybrid = pool if isinstance(pool, HybridPool) else None
-    ordinary = _ordinary_backlog(worker, pool if hybrid is None else hybrid.ordinary)
-    if hybrid is None:
-        return None if ordinary is None else LateBinding(lambda: None, ordinary, {}, prefetch)
-    kinds = kinds_by_queue(app, get_installation(app).settings.max_batch_size)
-    return LateBinding(hybrid.find_demand, ordinary, kinds, prefetch)
-
-
-def _ordinary_backlog(worker: Any, pool: Any) -> Backlog | None:
-    if _has_only_batches(worker.app):
-        return None
-    if isinstance(pool, OrdinaryThreads):
-        return pool
-    if pool.uses_semaphore and worker.pool_putlocks and worker.semaphore is not None:
-        return ProcessBacklog(worker)
-    return None
-
-
-def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
-    """Which jobs come by each queue that a task is routed to.
-
-    Args:
-        app: The worker's app.
-        max_batch_size: Of tasks that have none of their own.
-    """
-    kinds: dict[str, QueueKinds] = {}
-    for task in _own_tasks(app):
-        queue = find_queue(task) or str(app.conf.task_default_queue)
-        known = kinds.get(queue, QueueKinds({}, ordinary=False))
-        kinds[queue] = (
-            QueueKinds(
-                {**known.batch, task.name: task.max_batch_size or max_batch_size},
-                known.ordinary,
-            )
-            if isinstance(task, BatchTask)
-            else QueueKinds(known.batch, ordinary=True)
-        )
-    return kinds
-
-
-def find_queue(task: Any) -> str | None:
-    """The queue of a task's own options, or of its route; None if it has none that can be told."""
-    queue = task._get_exec_options()["queue"]
-    if queue is None:
-        try:
-            route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
-        except Exception:  # noqa: BLE001 - it is the app's own code
-            return None
-        queue = (route or {}).get("queue")
-    return None if queue is None else str(getattr(queue, "name", queue))
-
-
 def is_served(task: BatchTask) -> bool:
-    """Whether jobs of a task come to this worker's queues.
-
-    A task without a route may come by any queue that a caller names. A router may look at a job's
-    arguments: then nobody knows before the job is there.
-    """
-    queue, consumed = find_queue(task), set(task.app.amqp.queues.consume_from)
+    """Whether jobs of a task come to this worker's queues."""
+    consumed = {str(name) for name in task.app.amqp.queues.consume_from}
+    if find_queue(task) in consumed:
+        return True
     # The gateway's queue has none of them, and its worker needs no device.
-    return queue in consumed or (queue is None and consumed != {JOBS_QUEUE})
+    others = {find_queue(each) for each in task.app.tasks.values() if isinstance(each, BatchTask)}
+    return comes_by_any(task) and not consumed <= {JOBS_QUEUE, *others}
 
 
 def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
     """Puts devices beside the pool that Celery has just made, before it starts."""
     ordinary = worker.pool
-    if type(ordinary) is ThreadPool or (
-        isinstance(ordinary, PreforkPool) and not worker.autoscale and _has_only_batches(worker.app)
-    ):
-        # Processes would have nothing to do but what Celery's own tasks are.
-        ordinary = OrdinaryThreads(ordinary.limit, app=worker.app, **ordinary.options)
-    if isinstance(ordinary, PreforkPool):
-        wait_in_children(worker.app)
-    elif isinstance(ordinary, SoloPool):
-        wait_here(worker.app)
     pool = worker.pool = HybridPool(
         ordinary,
         worker.app,
@@ -312,11 +208,9 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
         with suppress(TaskRevokedError):
             request.execute_using_pool(pool)
 
-    process_batch = refuse_what_raises(worker, begin)
-
     def process_task(request: Any) -> None:
         # Batch jobs wait for a device. The semaphore counts the processes of ordinary tasks.
-        (process_batch if isinstance(request, BatchRequest) else process_ordinary)(request)
+        (begin if isinstance(request, BatchRequest) else process_ordinary)(request)
 
     worker.process_task = process_task
 
@@ -336,7 +230,7 @@ def _has_beat(worker: Any) -> bool:
 
 
 def _has_only_batches(app: Any) -> bool:
-    return all(isinstance(task, BatchTask) for task in _own_tasks(app))
+    return all(isinstance(task, BatchTask) for task in list_own_tasks(app))
 
 
 def _look_for_garbage_less_often() -> None:
@@ -434,21 +328,6 @@ def _check_cache(task: BatchTask) -> None:
         )
 
 
-def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
-    """How many unfinished jobs of one class the worker must hold for full batches.
-
-    Every task may have its waiting batches on every device, whichever queue they come from. What
-    runs in slots has no waiting ones.
-    """
-    batches = devices * (1 + settings.prefetch_batches)
-    return sum(
-        task.slots * devices
-        if task.slots
-        else (task.max_batch_size or settings.max_batch_size) * batches
-        for task in tasks
-    )
-
-
 def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
     """Raises the prefetch count, which Celery takes as concurrency times multiplier.
 
@@ -474,50 +353,6 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
         worker.app.conf.worker_eta_task_limit += raised
     if needed > multiplier:
         logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
-
-
-def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str, int]:
-    """The parts of queues that no batch task is routed to: what they had without batch tasks.
-
-    A batch task without a route may come by any of them, but for those that ordinary ones have.
-
-    Args:
-        app: The worker's app.
-        tasks: All of its batch tasks.
-        prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
-    """
-    kinds, may_be_any = kinds_by_queue(app, 1), any(find_queue(task) is None for task in tasks)
-    return {
-        str(queue): prefetch
-        for queue in app.amqp.queues.consume_from
-        if prefetch and not (kinds[queue].batch if queue in kinds else may_be_any)
-    }
-
-
-def _share_prefetch(
-    app: Any,
-    tasks: list[BatchTask],
-    settings: Settings,
-    devices: int,
-    ordinary: Mapping[str, int],
-) -> None:
-    """Gives each model's queue its own part: jobs for a slow one must not keep out all others.
-
-    And takes no more at once than one task needs: what is behind may be another worker's.
-    """
-    parts: dict[str, int] = {}
-    for task in tasks:
-        if isinstance(task, ModelTask):
-            queue = str(task.model_queue)
-            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings, devices)
-    options = app.conf.broker_transport_options
-    app.conf.broker_transport_options = {
-        "fetch_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
-        **options,
-        "class_levels": sorted(each.level for each in settings.classes.values()),
-        "ordinary_queues": list(ordinary),
-        "queue_prefetch": {**ordinary, **parts, **options.get("queue_prefetch", {})},
-    }
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:

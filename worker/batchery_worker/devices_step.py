@@ -18,7 +18,6 @@ from kombu import Exchange, Queue
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
-from batchery.task import BatchTask
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -180,6 +179,3 @@ def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> 
     for found in fleet.ask("query_task", {"ids": ids, **options}).values():
         answer.update(found if isinstance(found, dict) else {})
     return answer
-
-
-__all__ = ["BatchTask", "DevicesStep"]

@@ -1,4 +1,4 @@
-"""Jobs that came by a queue of the other kind: batch jobs go on to devices, ordinary ones to Celery.
+"""Jobs that came by a queue of the other kind: batch jobs go to devices, ordinary ones to Celery.
 
 A queue by which only batch jobs come is taken by devices, and any other one by Celery's consumer.
 Anybody may send any job to any queue, so each queue has a list beside it for the other kind.
@@ -11,15 +11,12 @@ from typing import Any
 import redis
 from kombu.utils.json import dumps
 
-from batchery.transport.redis_schema import transport_scripts
+from batchery.transport.redis_schema import BATCHES, ORDINARY, transport_scripts
 
 logger = logging.getLogger("batchery.worker")
 
-#: Ends of the names of the lists beside a queue.
-BATCHES, ORDINARY = ".batches", ".ordinary"
 
-
-def forward_to_devices(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None]:
+def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
     """Celery's strategy of a batch task whose jobs come to the worker's own consumer."""
     consumed = set(app.amqp.queues.consume_from)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from celery import Celery
 from celery.concurrency import asynpool
-from celery.concurrency.solo import TaskPool as SoloPool
-from celery.worker.autoscale import Autoscaler
 from kombu.asynchronous import Hub
 from kombu.utils.imports import symbol_by_name
 
@@ -20,7 +18,6 @@ from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
-from batchery_worker.completion.ordinary import run_in_child
 from batchery_worker.device_pool.process import (
     DeviceProcess,
     StartProcess,
@@ -28,13 +25,11 @@ from batchery_worker.device_pool.process import (
     start_process,
 )
 from batchery_worker.device_pool.startup import device_setups, task_modules
-from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.event_loop import is_cold_shutdown, is_in_signal_handler
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest, cancel_active
 
-_Autoscaler: Any = Autoscaler
 _asynpool: Any = asynpool
 
 logger = logging.getLogger("batchery.pool")
@@ -175,8 +170,6 @@ class HybridPool:
         """Takes a job from Celery: batch tasks wait for a device, others go to the pool."""
         task = self._app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
-            if self._ordinary.uses_semaphore or isinstance(self._ordinary, SoloPool):
-                target, args = run_in_child, (target, *args)
             return self._ordinary.apply_async(target, args, kwargs, **options)
         callback = options.get("callback")
         request = getattr(callback, "__self__", None)
@@ -294,12 +287,6 @@ class HybridPool:
         if dispatcher is not None:
             dispatcher.stop(kill_at_once=kill_at_once)
 
-    def find_demand(self) -> BatchDemand | None:
-        """What is wanted of the broker; None before the start, after the end, without a loop."""
-        if self._dispatcher is None or self._private_hub is not None:
-            return None
-        return self._dispatcher.demand
-
     @property
     def devices(self) -> Sequence[DeviceProcess] | None:
         """The devices, for any thread to look at; None before the start and after the end."""
@@ -327,17 +314,6 @@ class HybridPool:
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` shows of the pool."""
         return {**self._ordinary.info, **(self.figures() or {})}
-
-
-class OrdinaryAutoscaler(_Autoscaler):  # type: ignore[misc]
-    """Celery's autoscaler, which starts no processes for jobs that wait for devices."""
-
-    @property
-    def qty(self) -> int:
-        """How many jobs want a process, or have one."""
-        pool = self.worker.pool
-        demand = pool.find_demand() if isinstance(pool, HybridPool) else None
-        return int(super().qty) - (0 if demand is None else demand.held)
 
 
 def _ignore(*_: Any) -> None:

@@ -1,19 +1,26 @@
 """Which queues of a worker its devices take from, and what they must know of them."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.forwarding import BATCHES, ORDINARY
 from batchery_worker.ipc.messages import PullSetup
+
+
+class QueueKinds(NamedTuple):
+    """Which jobs come by a queue."""
+
+    #: Maximum batch size of each batch task, by its name.
+    batch: Mapping[str, int]
+    ordinary: bool
 
 
 @dataclass(slots=True)
@@ -87,8 +94,6 @@ class PullPlan:
 
 def pulls(worker: Any) -> bool:
     """Whether a worker's devices pull: its broker is a Redis, and it is not within a test."""
-    if os.environ.get("PULL_TRIAL") != "1":
-        return False
     testing = sys.modules.get("celery.contrib.testing.worker")
     if testing is not None and isinstance(worker, testing.TestWorkController):
         return False
@@ -104,18 +109,15 @@ def plan_pull(
     has_other_work: bool,
 ) -> PullPlan:
     """Chooses the queues, and takes them from Celery's consumer."""
-    from batchery_worker.bootstep import find_queue, kinds_by_queue, prefetch_jobs
-
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
     all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
     # A task without a route may come by any queue that no ordinary task has.
-    anywhere = {task.name: all_sizes[task.name] for task in tasks if find_queue(task) is None}
+    anywhere = {task.name: all_sizes[task.name] for task in tasks if comes_by_any(task)}
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
-    app.conf.broker_transport_options = {**options, "leases": False}
     named = ("fetch_messages", "queue_prefetch")
     plan = PullPlan(
         app=app,
@@ -137,3 +139,66 @@ def plan_pull(
     for name in consumed:
         plan.add(name)
     return plan
+
+
+def list_own_tasks(app: Any) -> list[Any]:
+    """The app's tasks, without those of Celery itself."""
+    return [task for name, task in app.tasks.items() if not name.startswith("celery.")]
+
+
+def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
+    """Which jobs come by each queue that a task is routed to.
+
+    Args:
+        app: The worker's app.
+        max_batch_size: Of tasks that have none of their own.
+    """
+    kinds: dict[str, QueueKinds] = {}
+    for task in list_own_tasks(app):
+        queue = find_queue(task) or str(app.conf.task_default_queue)
+        known = kinds.get(queue, QueueKinds({}, ordinary=False))
+        kinds[queue] = (
+            QueueKinds(
+                {**known.batch, task.name: task.max_batch_size or max_batch_size},
+                known.ordinary,
+            )
+            if isinstance(task, BatchTask)
+            else QueueKinds(known.batch, ordinary=True)
+        )
+    return kinds
+
+
+def find_queue(task: Any) -> str | None:
+    """The queue of a task's own options, or of its route; None if it has none that can be told."""
+    queue = task._get_exec_options()["queue"]
+    if queue is None:
+        try:
+            route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
+        except Exception:  # noqa: BLE001 - it is the app's own code
+            return None
+        queue = (route or {}).get("queue")
+    return None if queue is None else str(getattr(queue, "name", queue))
+
+
+def comes_by_any(task: Any) -> bool:
+    """Whether a task has no route: its jobs may come by any queue that a caller names.
+
+    A router may look at a job's arguments: then nobody knows before the job is there.
+    """
+    own = task.own_queue if isinstance(task, BatchTask) else None
+    return find_queue(task) in (None, own)
+
+
+def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
+    """How many unfinished jobs of one class the worker must hold for full batches.
+
+    Every task may have its waiting batches on every device, whichever queue they come from. What
+    runs in slots has no waiting ones.
+    """
+    batches = devices * (1 + settings.prefetch_batches)
+    return sum(
+        task.slots * devices
+        if task.slots
+        else (task.max_batch_size or settings.max_batch_size) * batches
+        for task in tasks
+    )

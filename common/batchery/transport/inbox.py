@@ -13,7 +13,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import redis
@@ -119,9 +119,6 @@ class Workload(Protocol):
         Returns:
             None for a queue without a limit.
         """
-
-    def hand_over(self, take_in: Callable[[], None]) -> None:
-        """Calls what hands over the messages of a fetch; what can begin then begins at once."""
 
 
 def encode_entry(capacity: Capacity, kinds: Mapping[str, int]) -> str:

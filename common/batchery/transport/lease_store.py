@@ -9,10 +9,9 @@ import atexit
 import itertools
 import json
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
@@ -398,52 +397,3 @@ class LeaseStore:
         self._end(token)
         keys = [self.lease_key, self.keys.dead, self.keys.dead_messages]
         return bool(self.scripts.run("dead_letter", keys, token, json.dumps(letter)))
-
-
-_stores: dict[tuple[Any, ...], list[LeaseStore]] = {}
-_lock = threading.Lock()
-
-
-def acquire_lease_store(
-    identity: tuple[Any, ...], holder: object, make: Callable[[], LeaseStore]
-) -> LeaseStore:
-    """Gives a lease store to a channel: one that another channel has left, or a new one.
-
-    Two channels never share a store: a lease that one of them just got would look to the other like
-    one whose answer was lost.
-
-    Args:
-        identity: Address of the broker, number of its database, and key prefix. A forked child has
-            another process id, and so its own stores.
-        holder: The channel; `store.holder = None` gives the store back.
-        make: Makes a new store.
-    """
-    with _lock:
-        stores = _stores.setdefault((os.getpid(), *identity), [])
-        store = next((each for each in stores if each.holder is None), None)
-        if store is None:
-            store = make()
-            stores.append(store)
-        store.holder = holder
-        return store
-
-
-def discard_lease_store(store: LeaseStore) -> None:
-    """Forgets a closed store: the next channel may have another password."""
-    with _lock:
-        for stores in _stores.values():
-            if store in stores:
-                stores.remove(store)
-
-
-def give_back_left(store: LeaseStore, active: Collection[str]) -> None:
-    """Gives back what waits in a store that no channel has come back for; from any thread.
-
-    Args:
-        store: It may have a holder again.
-        active: Tokens of jobs that still run; their leases stay.
-    """
-    with _lock:
-        if store.holder is None:
-            known = {token.decode() for token in store.client.hkeys(store.lease_key)}
-            store.requeue(known - set(active), first=True)

@@ -12,12 +12,15 @@ from redis.retry import Retry
 
 from batchery.redis_scripts import get_database
 from batchery.transport import Transport
-from batchery.transport.channel import LeasingChannel
-from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
+from batchery.transport.channel import DeviceQueueChannel
+from batchery.transport.redis_schema import REPLIES_CLIENT, WORKER_CLIENT, Keys
 from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_text
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
+
+#: Those of ours that are no plain worker's.
+OWN_CLIENTS = (REPLIES_CLIENT.encode(), WORKER_CLIENT.encode())
 
 #: A connection that waited for messages so long ago, in seconds, is that of no idle worker: these
 #: ask anew each second, but for one whose only thread runs a job.
@@ -52,7 +55,7 @@ class RegisteredWorker:
     @property
     def is_dead(self) -> bool:
         """Whether it was silent for as long as its leases live: others may give back its jobs."""
-        return self.silent_s >= (self.expiry_s or LeasingChannel.lease_expiry_s)
+        return self.silent_s >= (self.expiry_s or DeviceQueueChannel.lease_expiry_s)
 
 
 class LiveWorkers:
@@ -122,7 +125,7 @@ class LiveWorkers:
         idle_s = [
             int(each[b"idle"])
             for each in waiting
-            if each[b"db"] == self._db and each[b"name"] != REPLIES_CLIENT.encode()
+            if each[b"db"] == self._db and each[b"name"] not in OWN_CLIENTS
         ]
         # One that is busy holds messages. Others have once awaited the answers of workers.
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)

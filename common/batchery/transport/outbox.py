@@ -43,8 +43,8 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         expires = queue in (self._expires or ())
         is_plain = kwargs.get("_publish_batch") is None and not expires
         name, tenant = queue, (message.get("headers") or {}).get(TENANT)
-        # Who consumes without leases knows of no such lists, and kombu renews none of them.
-        if isinstance(tenant, str) and tenant and self.leases and not expires:
+        # Kombu renews none of such lists.
+        if isinstance(tenant, str) and tenant and not expires:
             name = find_tenant_list(queue, self.sep, tenant)
         with _lasting_refusals_explained(queue):
             if outbox is None or not is_plain:

@@ -13,6 +13,13 @@ from batchery.redis_scripts import RedisScripts
 #: Name of connections that pop messages and are no worker's: they await the answers of workers.
 REPLIES_CLIENT = "batchery-replies"
 
+#: Name of those of workers, whose devices are registered.
+WORKER_CLIENT = "batchery-worker"
+
+#: End of the name of the list in which batch jobs wait that came by a queue of ordinary tasks; and
+#: of ordinary jobs that came by a queue of batch tasks.
+BATCHES, ORDINARY = ".batches", ".ordinary"
+
 #: How names of keys begin that are no queue's: Batchery's, kombu's, those of results. Kombu's
 #: `unacked` is not among them, as a setting names it.
 OWN_NAMES = (
@@ -134,7 +141,7 @@ def lists_of(channel: Any, queue: str, steps: Iterable[int] | None = None) -> li
         queue: Its name.
         steps: Of which priority steps; by default of all.
     """
-    names = [queue, *tenant_lists(queue, channel.sep)]
+    names = [queue, *tenant_lists(queue.removesuffix(BATCHES), channel.sep)]
     steps = channel.priority_steps if steps is None else steps
     return [channel._q_for_pri(name, step) for step in steps for name in names]
 

@@ -54,11 +54,12 @@ def shout(texts: list[str], *, mark: str = "") -> list[str]:
 def waiting(app: Celery) -> list[Any]:
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
-        queue = app.conf.task_default_queue
-        channel.queue_declare(queue)
         messages = []
-        while (message := channel.basic_get(queue, no_ack=True)) is not None:
-            messages.append(message)
+        own = [task.own_queue for task in app.tasks.values() if isinstance(task, BatchTask)]
+        for queue in filter(None, [app.conf.task_default_queue, *own]):
+            channel.queue_declare(queue)
+            while (message := channel.basic_get(queue, no_ack=True)) is not None:
+                messages.append(message)
         return messages
 
 

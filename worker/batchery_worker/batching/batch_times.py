@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 
 #: A batch of so many seconds is long: a job behind it would rather begin on another worker.
@@ -64,8 +65,9 @@ class BatchTimes:
     def next_s(self, device: str, task: str, items: int, began_s: float) -> float:
         """When the batch behind a batch should be sent: it cannot go to another worker after that.
 
-        While nothing is known of such batches, and where they are short, that is at once. The
-        shortest one of late counts: a device that ends before that has nothing to do.
+        Where they are short, that is at once. While nothing is known of such batches, it is when
+        the batch has ended: it may be long. The shortest one of late counts: a device that ends
+        before that has nothing to do.
 
         Args:
             device: Name of the device.
@@ -74,8 +76,10 @@ class BatchTimes:
             began_s: When it was the first of its device.
         """
         times = self._find(device, task, items)
-        expected_s = min(times.run_s) if times else 0.0
-        if times is None or expected_s < SHORT_BATCH_S:
+        if times is None:
+            return inf
+        expected_s = min(times.run_s)
+        if expected_s < SHORT_BATCH_S:
             return began_s
         lead_s = max(LEAD_SHARE * expected_s, LEAD_PREPARATIONS * max(times.prepare_s))
         return began_s + max(0.0, expected_s - lead_s)
@@ -83,7 +87,7 @@ class BatchTimes:
     def ends_soon(self, device: str, task: str, items: int, began_s: float, now_s: float) -> bool:
         """Whether a batch is near its end, so that the next one is wanted.
 
-        One of a kind of which nothing is known counts as short until it has taken longer.
+        Of a kind of which nothing is known, nobody can say.
 
         Args:
             device: Name of the device.
@@ -93,10 +97,9 @@ class BatchTimes:
             now_s: The time.
         """
         times = self._find(device, task, items)
-        longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
-        if now_s > began_s + OVERDUE_FACTOR * longest_s:
+        if times is None or now_s > began_s + OVERDUE_FACTOR * max(LONG_BATCH_S, *times.run_s):
             return False
-        is_short = times is not None and min(times.run_s) < LONG_BATCH_S
+        is_short = min(times.run_s) < LONG_BATCH_S
         return is_short or now_s >= self.next_s(device, task, items, began_s)
 
     def _find(self, device: str, task: str, items: int) -> _Times | None:

@@ -148,7 +148,8 @@ class Settlement:
         for call, status, rest, info in answered:
             if call.is_plain and not rest and status == CommitStatus.COMMITTED:
                 self._in_flight.remove(call)
-                call.store.committed([call.token])
+                if lease := call.lease:
+                    lease.store.committed([lease.token])
                 self._metrics.committed_jobs += 1
                 worker_state.total_count[call.task_name] += 1
                 continue

@@ -25,16 +25,16 @@ from kombu.asynchronous.timer import Timer
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.inbox import Capacity
+from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
+from batchery.transport.redis_schema import BATCHES
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.forwarding import BATCHES
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
@@ -47,11 +47,9 @@ from batchery_worker.ipc.messages import (
     Work,
 )
 
-_state: Any = worker_state
-
 logger = logging.getLogger("batchery.device")
 
-#: How often the feeder thread looks whether the main thread has driven nothing for long, in seconds.
+#: How often the feeder thread looks whether the main thread drives nothing for long, in seconds.
 LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
@@ -62,7 +60,7 @@ DESCRIBE_S = 1.0
 
 
 class Turns:
-    """What is to be done in the next turn of the feed, and at a time: the dispatcher's event loop."""
+    """What is to be done in the next turn of the feed, or at a time: the dispatcher's loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.timer: Any = Timer(max_interval=LOOK_S)
@@ -113,7 +111,7 @@ class LocalSupervisor(DeviceSupervisor):
     #: Hands a batch, or an order for one, to the device.
     out: Callable[[Work | Cancel], None]
     #: Tells the worker, which kills a device whose batch takes too long.
-    tell: Callable[[Reply], None]
+    inform: Callable[[Reply], None]
     _is_told = False
 
     def attach(self, hub: Any) -> None:
@@ -125,20 +123,20 @@ class LocalSupervisor(DeviceSupervisor):
         self._reserved += dispatched.is_reserved
         device.hold(work.id, dispatched)
         if work.is_timed:
-            self.tell(describe_running(work, dispatched))
+            self.inform(describe_running(work, dispatched))
         if dispatched.in_slots:
             self._begin(device, dispatched)
         elif device.in_turn == [dispatched]:
             self._watch(device)
         self.out(work)
 
-    def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+    def cancel(self, _: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
         """Lets a batch end that nobody wants; the worker kills the process if that takes long."""
         if dispatched.in_slots:
             self.out(Cancel(work_id))
         dispatched.is_unwanted = True
         jobs = dispatched.batch.jobs
-        self.tell(
+        self.inform(
             Running(work_id, jobs[0].key.task, [job.id for job in jobs], None, is_unwanted=True)
         )
 
@@ -155,7 +153,7 @@ class LocalSupervisor(DeviceSupervisor):
     def _recycle_next(self) -> None:
         if any(device.recycle_due for device in self.devices) and not self._is_told:
             self._is_told = True
-            self.tell(RecycleDue())
+            self.inform(RecycleDue())
 
 
 def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
@@ -174,7 +172,9 @@ def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
 class Workload:
     """What the fetch must know of the jobs that are here; see `batchery.transport.inbox`."""
 
-    def __init__(self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]):
+    def __init__(
+        self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]
+    ) -> None:
         self._feed = feed
         self._sizes = sizes
         self._all_sizes = all_sizes
@@ -252,7 +252,7 @@ class Feed:
             supervise=LocalSupervisor,
         )
         self.local: LocalSupervisor = self.dispatcher.supervisor  # type: ignore[assignment]
-        self.local.out, self.local.tell = self._outgoing.append, tell
+        self.local.out, self.local.inform = self._outgoing.append, tell
         self.demand = self.dispatcher.demand
         self.dispatcher.attach(self.turns)
         self.eventer = self._make_eventer(pull)
@@ -299,7 +299,7 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
-        scheduled = len(_state.scheduled_requests)
+        scheduled = count_scheduled()
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
@@ -413,7 +413,7 @@ class Feed:
                     self._take_in(answer)
                 return None
             if source.may_have_more:
-                next_s = min(next_s or 0.05, 0.05)
+                return None
         source.flush()
         source.wait(next_s, self._is_due)
         return None
@@ -436,9 +436,10 @@ class Feed:
         """Forgets what waits, as this device holds leases by another id now."""
         with self.lock:
             self.dispatcher.forget_waiting()
-            for request in [*worker_state.reserved_requests, *_state.scheduled_requests]:
-                if request not in worker_state.active_requests:
-                    worker_state.task_ready(request)
+            state: Any = worker_state
+            for request in [*state.reserved_requests, *state.scheduled_requests]:
+                if request not in state.active_requests:
+                    state.task_ready(request)
         self._described = ""
         self._tell(Joined(holder, broker))
 

@@ -13,10 +13,11 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.utils.json import dumps
 
-from batchery_worker.device.__main__ import Device
+from batchery_worker.device.device import Device
 from batchery_worker.device.feed import Feed
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Began,
     Cancel,
@@ -32,6 +33,7 @@ from batchery_worker.ipc.messages import (
     Reload,
     Reply,
     ResultsWait,
+    Running,
     Setup,
     Stop,
     Work,
@@ -84,21 +86,22 @@ class PullingDevice(Device):
 
     def _tell_of_batch(self, reply: Reply) -> None:
         """Tells the worker of a batch whose time is limited, or of this process."""
-        if hasattr(reply, "id"):
+        if isinstance(reply, Running):
             self._told.add(reply.id)
         super().tell(reply)
 
     def tell(self, reply: Reply) -> None:
         """Tells whoever must know: the feed of all batches, the worker of few."""
+        # The worker first: it may be about to kill this process for the time of the batch.
         if isinstance(reply, OF_BATCHES):
-            self._intake.receive(reply)
             if reply.id in self._told:
                 super().tell(reply)
-        elif isinstance(reply, Done):
             self._intake.receive(reply)
+        elif isinstance(reply, Done):
             if reply.id in self._told:
                 self._told.discard(reply.id)
                 super().tell(Ended(reply.id))
+            self._intake.receive(reply)
         else:
             super().tell(reply)
 
@@ -130,6 +133,8 @@ class PullingDevice(Device):
 
     def _obey(self, feed: Feed, order: Order) -> str:
         """Runs a command of remote control on the jobs of this device; its answer as JSON."""
+        if order.name == SIGN:
+            return ""
         try:
             with feed.lock:
                 if order.name == "batchery":

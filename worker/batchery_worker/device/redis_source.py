@@ -26,13 +26,14 @@ from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.consume import Fetcher
 from batchery.transport.inbox import Inbox, Workload
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.poller import SWEEP_INTERVAL_S
-from batchery.transport.redis_schema import split_list
+from batchery.transport.redis_schema import BATCHES, split_list
 from batchery_worker.brokers import list_brokers, open_channel
 from batchery_worker.consumer import OutageLog
-from batchery_worker.forwarding import BATCHES
 
 logger = logging.getLogger("batchery.device")
+
+#: How often an idle device looks into its queues although nothing woke it, in seconds.
+SWEEP_INTERVAL_S = 1.0
 
 #: Longest pause between two attempts to reach a broker that is away, in seconds.
 MAX_RECONNECT_S = 2.0
@@ -113,6 +114,8 @@ class RedisSource:
         self._sleeps = False
         self._is_stale = True
         self._fruitless = False
+        #: Whether the last answer does not say that the lists are empty, and watched.
+        self.may_have_more = False
         self._redis: Any = None
         self._brokers = list_brokers(app)
         self._place: Place | None = None
@@ -219,7 +222,9 @@ class RedisSource:
             self._queue_cycle.update(self._names)
             self._place.store.holder = self.holder
         for name in self._names:
+            # Jobs of tenants that came by a queue of ordinary tasks are in lists of that one.
             self.connection._callbacks[name] = self._deliver
+            self.connection._callbacks[name.removesuffix(BATCHES)] = self._deliver
         self._is_stale = True
 
     def _disconnect(self) -> None:
@@ -328,7 +333,11 @@ class RedisSource:
         if answer is None:
             place.store.fenced = True
             return []
-        self._fruitless = fetcher.watches and not answer and not fetcher.took_all
+        # A push may have come behind the answer. If asking again brings nothing either, a key is no
+        # list, and the next sweep looks again.
+        was_fruitless, took_all = self._fruitless, fetcher.took_all
+        self._fruitless = fetcher.watches and not answer and not took_all
+        self.may_have_more = not took_all and not (was_fruitless and not answer)
         return answer
 
     @property
@@ -355,12 +364,6 @@ class RedisSource:
     def find_queue(self, key: str) -> str:
         """The queue of a key, which may be that of any of its lists."""
         return split_list(key.removeprefix(self.global_keyprefix), self.sep)[0]
-
-    @property
-    def may_have_more(self) -> bool:
-        """Whether the last answer does not say that the lists are empty and watched."""
-        place = self._place
-        return place is not None and not (place.fetcher.took_all or self._fruitless)
 
     def _reconcile(self, place: Place) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""

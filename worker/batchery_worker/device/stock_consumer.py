@@ -6,7 +6,6 @@ It has neither a connection nor an event loop. The device hands it messages, and
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +82,7 @@ class CallPool:
 
     def __init__(
         self, app: Celery, admit: Admit, cancel: Callable[[str], None], limits: TimeLimits
-    ):
+    ) -> None:
         """Remembers what takes calls in; `limits` are those of the worker's command line."""
         self._app = app
         self._admit = admit
@@ -106,7 +105,8 @@ class CallPool:
 
     def make_call(self, request: Any) -> TaskCall:
         """Makes a call of a request that needs no more of Celery's before it runs."""
-        trace_task = fast_trace_task if self._app.use_fast_trace_task else trace_task_ret
+        app: Any = self._app
+        trace_task = fast_trace_task if app.use_fast_trace_task else trace_task_ret
         args = (
             *(request._type, request.id, request.request_dict, request.body),
             *(request.content_type, request.content_encoding),
@@ -225,6 +225,3 @@ class StockConsumer(GuardedConsumer):
 def deliver(consumer: StockConsumer, channel: LeaseChannel, payload: Any) -> None:
     """Hands a message to the consumer, as it stood in its queue."""
     consumer.handle(Message(payload, channel=channel))
-
-
-__all__ = ["CallPool", "LeaseChannel", "StockConsumer", "deliver", "partial"]

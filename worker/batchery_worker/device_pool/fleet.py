@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -36,6 +37,7 @@ from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery.transport.worker_registry import read_expiry, read_text
 from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -43,9 +45,9 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Ended,
     Fenced,
@@ -113,6 +115,15 @@ class PullSupervisor(DeviceSupervisor):
         if device.link is not None and not device.link.send(dump_message(message)):
             self._await_room(device)
 
+    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
+        super()._look_for_hangs(loop, max_pass_s)
+        # One that stands still takes no job of which it could tell.
+        for device in self.devices:
+            is_asked = device.heard_s < device.asked_s < inf
+            if device.state is State.READY and not device.batches and not is_asked:
+                device.asked_s = monotonic()
+                self.order(device, Order(0, SIGN, {}))
+
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""
         if self._stopping or any(device.state is not State.READY for device in self.devices):
@@ -139,7 +150,7 @@ class PullSupervisor(DeviceSupervisor):
 def describe(running: Running) -> DispatchedBatch:
     """A batch of which the worker knows no more than it was told."""
     key, limits = BatchKey(running.task), Limits(1)
-    jobs = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
+    jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
     return DispatchedBatch(
         Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
     )
@@ -301,6 +312,8 @@ class Fleet:
         self.beats.leave(device.name, expired, is_death=is_death and not self._is_leaving)
 
     def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
+        if not answer.number:
+            return  # A sign of life.
         with self._answered:
             self._answers[answer.number] = answer.value
             self._answered.notify_all()

@@ -24,10 +24,10 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
-from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end

@@ -233,6 +233,10 @@ class Fenced(NamedTuple):
     holder: str
 
 
+#: The order whose answer is but a sign of life.
+SIGN = "batchery_sign"
+
+
 class Order(NamedTuple):
     """A command of remote control, answered by `Answer`."""
 

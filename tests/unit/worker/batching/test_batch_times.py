@@ -1,5 +1,7 @@
 """When the batch behind a batch is sent, and when nobody knows any more how long a batch takes."""
 
+from math import inf
+
 import pytest
 
 from batchery_worker.batching.batch_times import LONG_BATCH_S, BatchTimes
@@ -15,12 +17,12 @@ def times(*run_s: float, prepare_s: float = 0.01, items: int = 32) -> BatchTimes
     return learned
 
 
-def test_the_next_batch_is_sent_at_once_while_nothing_is_known() -> None:
-    assert times().next_s(CPU, TASK, 32, began_s=5.0) == 5.0
-    known = times(2.0)
-    assert known.next_s("cuda:0", TASK, 32, began_s=5.0) == 5.0
-    assert known.next_s(CPU, "classify", 32, began_s=5.0) == 5.0
-    assert known.next_s(CPU, TASK, 1, began_s=5.0) == 5.0
+def test_the_next_batch_waits_for_the_end_of_one_of_which_nothing_is_known() -> None:
+    assert times().next_s(CPU, TASK, 32, began_s=5.0) == inf
+    known = times(0.005)
+    assert known.next_s("cuda:0", TASK, 32, began_s=5.0) == inf
+    assert known.next_s(CPU, "classify", 32, began_s=5.0) == inf
+    assert known.next_s(CPU, TASK, 1, began_s=5.0) == inf
 
 
 def test_the_next_batch_is_sent_at_once_where_batches_are_short() -> None:
@@ -48,8 +50,7 @@ def test_only_recent_batches_count() -> None:
     ("run_s", "now_s", "soon"),
     [
         # Nobody knows.
-        ((), 0.0, True),
-        ((), 1.5 * LONG_BATCH_S, True),
+        ((), 0.0, False),
         ((), 2.0, False),
         ((0.9 * LONG_BATCH_S,), 0.0, True),
         ((0.9 * LONG_BATCH_S,), 1.5 * LONG_BATCH_S, True),
