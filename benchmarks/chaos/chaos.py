@@ -23,7 +23,7 @@ from benchmarks.chaos.plan import Plan
 from benchmarks.chaos.recovery import recoveries
 from benchmarks.chaos.sampler import Exporter, Sampler
 from benchmarks.chaos.schedule import Action, Event, again, schedule
-from benchmarks.chaos.tasks import QUEUE
+from benchmarks.chaos.tasks import BATCH_TASKS, QUEUE
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.watcher import Watcher
 from benchmarks.chaos.workload import Order, orders
@@ -115,7 +115,7 @@ def _watch(plan: Plan, cluster: Cluster, folder: Path, stack: contextlib.ExitSta
 
 def _list_unknown(redis: Redis) -> list[str]:
     """The keys of a Redis that belong to no family."""
-    families = Families(QUEUE)
+    families = Families(QUEUE, *BATCH_TASKS)
     names = (key.decode(errors="replace") for key in redis.scan_iter(count=1000))
     return [name for name in names if families.find(name) is None]
 

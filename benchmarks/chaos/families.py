@@ -2,8 +2,9 @@
 
 from fnmatch import fnmatchcase
 
-#: Of a queue: its lists, for each priority, and for its tenants.
-QUEUES = ("{0}", "{0}[^!-~][^!-~]*")
+#: Of a queue: its lists, for each priority, and for its tenants; and those beside it, of jobs of
+#: the other kind.
+QUEUES = ("{0}", "{0}[^!-~][^!-~]*", "{0}.batches", "{0}.ordinary")
 
 #: All others. The first one that fits a key counts.
 PATTERNS = (
@@ -26,15 +27,16 @@ UNDER_WAY = ("batchery:lease:*", "batchery:running:*")
 class Families:
     """Which family a key is of."""
 
-    def __init__(self, queue: str) -> None:
+    def __init__(self, *queues: str) -> None:
         """Lists them.
 
         Args:
-            queue: The queue that the workers consume.
+            queues: The queues that the workers consume.
         """
-        self._queues = {each.format(queue) for each in QUEUES}
+        own = [each.format(queue) for queue in queues for each in QUEUES]
+        self._queues = set(own)
         #: Patterns of the keys; the first one that fits counts.
-        self.patterns = [*(each.format(queue) for each in QUEUES), *PATTERNS]
+        self.patterns = [*own, *PATTERNS]
         self._known: dict[str, str | None] = {}
 
     def find(self, key: str) -> str | None:

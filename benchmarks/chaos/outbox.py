@@ -17,7 +17,7 @@ from kombu.transport import memory
 from redis import Redis
 from redis.exceptions import RedisError
 
-from benchmarks.chaos.tasks import ORDINARY, QUEUE, STEP, TOTAL
+from benchmarks.chaos.tasks import BATCH_TASKS, ORDINARY, QUEUE, STEP, TOTAL
 from benchmarks.chaos.workload import Kind, Order
 
 _RedisBackend: Any = RedisBackend
@@ -29,9 +29,14 @@ MARK = "chaos:submitted"
 SUBMIT = """
 if tonumber(ARGV[1]) > tonumber(redis.call('GET', KEYS[1]) or -1) then
     redis.call('SET', KEYS[1], ARGV[1])
-    redis.call('LPUSH', KEYS[2], unpack(ARGV, 2))
+    for at = 2, #KEYS do
+        redis.call('LPUSH', KEYS[at], ARGV[at])
+    end
 end
 """
+
+#: Batch tasks have queues of their own, as with `delay`.
+ROUTES = {name: {"queue": name} for name in BATCH_TASKS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Outbox:
             result_backend=f"{__name__}:SilentBackend+{url}",
             result_backend_transport_options={"retry_policy": {"max_retries": 0}},
             task_default_queue=QUEUE,
+            task_routes=ROUTES,
             task_publish_retry=False,
         )
         self._redis = Redis.from_url(url, socket_timeout=5)
@@ -102,7 +108,11 @@ class Outbox:
                     self._ready = self._prepare(self._waiting[0])
                     self._waiting.popleft()
                 submission, messages = self._ready
-                self._submit(keys=[MARK, QUEUE], args=[submission.order.number, *messages])
+                queues = [json.loads(each)["properties"]["delivery_info"] for each in messages]
+                self._submit(
+                    keys=[MARK, *(each["routing_key"] for each in queues)],
+                    args=[submission.order.number, *messages],
+                )
                 self._ready = None
                 done.append(submission)
         except (RedisError, OSError):
@@ -158,5 +168,8 @@ class Outbox:
 
 
 def _captured() -> list[Any]:
-    queue: Queue[Any] = memory.Channel.queues.get(QUEUE, Queue())
-    return [queue.get_nowait() for _ in range(queue.qsize())]
+    found = []
+    for name in (QUEUE, *BATCH_TASKS):
+        queue: Queue[Any] = memory.Channel.queues.get(name, Queue())
+        found += [queue.get_nowait() for _ in range(queue.qsize())]
+    return found

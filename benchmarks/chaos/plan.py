@@ -37,6 +37,9 @@ class Plan:
     transport: TransportName = "batchery"
     jobs: int = 1000
     seed: int = 0
+    #: How many ordinary jobs there are beside those of batches: 1 for as many as usual, 0 for none.
+    #: What stock Celery loses of them in a fault counts as well.
+    ordinary: float = 1.0
     #: `kill -9` of a worker's main process; its devices die with it.
     kills: int = 3
     #: `kill -9` of a device process.

@@ -20,7 +20,7 @@ from batchery.transport.dead_letters import DeadLetters
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from benchmarks.chaos.families import Families
 from benchmarks.chaos.flatness import Growth, Sample, compare
-from benchmarks.chaos.tasks import QUEUE
+from benchmarks.chaos.tasks import BATCH_TASKS, QUEUE
 
 #: Pause before another look after one that Redis did not answer, in seconds.
 AGAIN_S = 1.0
@@ -101,7 +101,7 @@ class Sampler:
         self.samples: list[Sample] = []
         #: Some keys that no family has.
         self.unknown: set[str] = set()
-        self._families = Families(QUEUE)
+        self._families = Families(QUEUE, *BATCH_TASKS)
         self._redis: Any = Redis.from_url(url, socket_timeout=5)
         self._processes = processes
         self.exporter = exporter

@@ -16,6 +16,9 @@ STEP = "chaos.step"
 TOTAL = "chaos.total"
 ORDINARY = "chaos.ordinary"
 
+#: Each has a queue that is named like it; all others use the default one.
+BATCH_TASKS = (STEP, TOTAL)
+
 #: A module of this text is what `celery -A` and the device processes import.
 MODULE = """\
 import sys
@@ -66,10 +69,11 @@ def make_app(
         time.sleep(batch_s / BATCH)
         return advance(item)
 
-    @app.task(shared=False, name=TOTAL)
-    def body(items: list[Item]) -> Item:
-        book.executed([total(items)])
-        return total(items)
+    @app.task(shared=False, base=BatchTask, name=TOTAL, max_batch_size=BATCH)
+    def body(chords: list[list[Item]]) -> list[Item]:
+        sums = [total(items) for items in chords]
+        book.executed(sums)
+        return sums
 
     def receive(request: Any, **_: Any) -> None:
         # Batchery's transport gives a message another tag each time that it leases it.

@@ -76,7 +76,9 @@ def orders(plan: Plan, after: int = 0) -> Iterator[Order]:
         after: How many jobs of the calibration came before them.
     """
     random = Random(plan.seed)
-    kinds = random.choices(list(SHARES), list(SHARES.values()), k=after + plan.jobs)
+    mixed = (Kind.ORDINARY, Kind.MIXED_CHAIN)
+    shares = [share * (plan.ordinary if kind in mixed else 1.0) for kind, share in SHARES.items()]
+    kinds = random.choices(list(SHARES), shares, k=after + plan.jobs)
     return (Order(number, kinds[number]) for number in range(after, len(kinds)))
 
 

@@ -197,6 +197,27 @@ def test_what_redis_suffers_costs_no_job_and_repeats_none(
     assert "its leases were handed on" not in worker.log
 
 
+@pytest.mark.parametrize("arguments", [("-E",), ("-l", "WARNING")], ids=["events", "plain"])
+def test_an_outage_costs_nothing_whoever_listens(place: Place, arguments: tuple[str, ...]) -> None:
+    worker = place.start("-Q", TASK, *arguments)
+    with place.client() as client:
+        wait_for(lambda: client.zcard("batchery:workers"), "it is there", TIMEOUT_S)
+    ids = place.hold()
+    kill(place)
+    place.finish(ids + place.send(30))
+    assert sorted(map(int, executions(place.book))) == list(range(31))
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.log
+
+
+def test_a_worker_ends_while_redis_is_away(place: Place) -> None:
+    worker = place.start().wait_ready()
+    wait_for(lambda: "device cpu is ready" in worker.log, "its device is there", TIMEOUT_S)
+    place.redis.kill()
+    wait_for(lambda: worker.log.count("Cannot connect to ") >= 2, "both say so", TIMEOUT_S)
+    assert worker.stop() == 0
+
+
 class TearingProxy(Proxy):
     """Breaks the connections over which the first answers with jobs come: half of each arrives."""
 

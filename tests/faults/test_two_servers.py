@@ -24,6 +24,9 @@ TIMEOUT_S = patient(60)
 LIMIT_S = int(patient(2))
 
 
+TASK = "apps.torn.name_anew"
+
+
 class Place(NamedTuple):
     """Two servers, and how to start a worker that uses both."""
 
@@ -58,7 +61,7 @@ def worker(place: Place) -> Worker:
 class Sent:
     """Jobs that are held until they are let go, and what is announced of them."""
 
-    def __init__(self, place: Place, queue: str = "celery", *, is_held: bool = True) -> None:
+    def __init__(self, place: Place, queue: str = TASK, *, is_held: bool = True) -> None:
         """Sends them; unless `is_held`, the test does so when nothing is to hold them."""
         self._place = place
         self._queue = queue
@@ -74,8 +77,7 @@ class Sent:
 
     def send(self) -> None:
         with Celery("sender", broker=self._place.broker.url, set_as_current=False) as app:
-            task = "apps.torn.name_anew"
-            self.ids = [app.send_task(task, [n], queue=self._queue).id for n in range(200)]
+            self.ids = [app.send_task(TASK, [n], queue=self._queue).id for n in range(200)]
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +115,7 @@ class Sent:
 
 def test_a_worker_killed_between_result_and_acknowledgement(place: Place, worker: Worker) -> None:
     place.plan.write_text("the worker is killed")
-    killed = place.start("-Q", "first")
+    killed = place.start("-Q", f"{TASK},first")
     with Sent(place, "first") as sent:
         sent.let_go()
         killed.wait_exit()
@@ -152,7 +154,7 @@ def test_a_server_is_away_for_a_while(place: Place, worker: Worker, away: str) -
 
 
 def test_a_server_of_results_that_hangs_is_no_device_that_hangs(place: Place) -> None:
-    worker = place.start("-Q", "silent", BATCHERY_MAX_PASS_S=str(LIMIT_S))
+    worker = place.start("-Q", f"{TASK},silent", BATCHERY_MAX_PASS_S=str(LIMIT_S))
     pids = [each.pid for each in worker.devices()]
     # Nothing holds them, as that would be time of the device, too.
     with Sent(place, "silent", is_held=False) as sent:
@@ -172,7 +174,9 @@ def hangs(pid: int) -> bool:
 def limited(place: Place) -> Worker:
     """A worker of streams, with a function that has a hard limit."""
     limits = {"STREAMING_LIMIT_S": str(LIMIT_S), "BATCHERY_MAX_PASS_S": str(LIMIT_S)}
-    return place.start("-Q", "limited,speller", app="apps.streaming", **limits)
+    return place.start(
+        "-Q", "apps.streaming.limited,limited,speller", app="apps.streaming", **limits
+    )
 
 
 @pytest.mark.parametrize("name", ["limited", "speller"])

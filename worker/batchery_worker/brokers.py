@@ -6,6 +6,8 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.transport import SentinelTransport, Transport
+
 
 def list_brokers(app: Celery) -> list[str | None]:
     """The brokers of an app, in its order; None is all that its settings name, as one.
@@ -13,8 +15,8 @@ def list_brokers(app: Celery) -> list[str | None]:
     All Sentinels of a list name the same one.
     """
     with app.connection_for_read() as connection:
-        alternatives: list[str | None] = list(connection.alt or ())
-        if len(alternatives) < 2 or connection.transport_cls == "sentinel":
+        alternatives: list[str | None] = [*(connection.alt or ())]
+        if len(alternatives) < 2 or "sentinel" in str(connection.transport_cls).lower():
             return [None]
         return alternatives
 
@@ -28,6 +30,10 @@ def open_channel(app: Celery, broker: str | None = None) -> Iterator[Any]:
         OSError: The same.
     """
     with app.connection_for_read(broker) as connection:
+        is_sentinel = "sentinel" in str(connection.transport_cls).lower()
+    # Whatever Celery itself uses.
+    transport: Any = SentinelTransport if is_sentinel else Transport
+    with app.connection_for_read(broker, transport=transport) as connection:
         connection.ensure_connection(
             max_retries=len(connection.alt or ()),
             interval_start=0,

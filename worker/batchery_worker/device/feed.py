@@ -264,6 +264,7 @@ class Feed:
             *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
         )
         self.source.on_joined = self._on_joined
+        self.source.on_left = self._on_left
         self._serve(pull)
         worker_state.revoked.update(pull.revoked)
         self._described = ""
@@ -441,6 +442,10 @@ class Feed:
                     state.task_ready(request)
         self._described = ""
         self._tell(Joined(holder, broker))
+
+    def _on_left(self, store: LeaseStore) -> None:
+        with self.lock:
+            store.lost(set(store.leases) - self._find_running(store))
 
     def _deliver(self, payload: Any) -> None:
         assert self.source.lease_store is not None

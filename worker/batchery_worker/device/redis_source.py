@@ -132,6 +132,8 @@ class RedisSource:
         #: Called with the id of this holder, and the number of its broker, whenever it is new. What
         #: waits here has no lease any more.
         self.on_joined: Callable[[str, int], None] = lambda *_: None
+        #: Called with leases that were left: those of jobs that have not begun must be forgotten.
+        self.on_left: Callable[[LeaseStore], None] = lambda _: None
         #: Called with the id of a holder that has no leases any more; from any thread.
         self.on_parted: Callable[[str], None] = lambda _: None
 
@@ -268,13 +270,13 @@ class RedisSource:
         self._next_broker = (number + 1) % len(self._brokers)
         if (place := self._place) is not None:
             self._place = None
+            self.on_left(place.store)
             self._left.append(place)
             threading.Thread(target=self._part, args=(place,), daemon=True).start()
 
     def _part(self, place: Place) -> None:
         """Gives back what waits with a broker that was left, and stays until the rest has ended."""
         store = place.store
-        store.lost(set(store.leases) - set(self._find_running(store)))
         while not store.fenced:
             try:
                 if self._has_parted(store):
