@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, settings
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
 from support.harness import STARTUP, TESTS, Worker, kill_all, open_redis
+from support.lessee import Lessee, StartLessee
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
-from support.plain_kombu import Consumer, StartConsumer
 
 if TYPE_CHECKING:
     from support.browser import Browser
@@ -150,22 +150,16 @@ def bare(url: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def consume(url: str) -> Iterator[StartConsumer]:
-    """Starts consumers, which end with the test."""
+def lease(url: str) -> Iterator[StartLessee]:
+    """Starts lessees, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(*queues: str, to: str = url, **options: Any) -> Consumer:
-            made = Consumer(to, *queues, **options)
+        def start(*queues: str, to: str = url, **options: Any) -> Lessee:
+            made = Lessee(to, *queues, **options)
             stack.callback(made.close)
             return made
 
         yield start
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "hub"])
-def both(consume: StartConsumer, request: pytest.FixtureRequest) -> StartConsumer:
-    """Starts consumers, in turn with an event loop and without."""
-    return lambda *queues, **options: consume(*queues, hub=request.param, **options)
 
 
 @pytest.fixture(scope="module")

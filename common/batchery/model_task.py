@@ -70,6 +70,11 @@ class ModelTask(BatchTask):
         outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
 
+    @property
+    def own_queue(self) -> str | None:
+        """None: it has `model_queue`, as by a route."""
+        return None
+
     def _get_exec_options(self) -> dict[str, Any]:
         # Celery asks here for a task's default options, in `delay` as in `send_task`.
         options = super()._get_exec_options()

@@ -217,15 +217,16 @@ class BatchTask(_Task):
 
     def _get_exec_options(self) -> dict[str, Any]:
         # Celery asks here for a task's default options, in `delay` as in `send_task`.
-        options = super()._get_exec_options()  # type: ignore[misc]
-        if any(options.get(name) is not None for name in DESTINATIONS):
-            return cast(dict[str, Any], options)
+        options: dict[str, Any] = super()._get_exec_options()  # type: ignore[misc]
         own = self.own_queue
         return options if own is None else {**options, "queue": own}
 
     @property
     def own_queue(self) -> str | None:
         """The queue that is named like it, which it has without a route; None if it has one."""
+        options = super()._get_exec_options()  # type: ignore[misc]
+        if any(options.get(name) is not None for name in DESTINATIONS):
+            return None
         try:
             if self.app.amqp.router.lookup_route(self.name, (), {}, {}, type(self)):
                 return None

@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from celery import Celery, chord, group, signals
@@ -34,14 +36,18 @@ AT_GATE = "at-gate"
 PREPARED = "prepared"
 
 
+#: What is executed in a device has the worker as its parent.
+IS_DEVICE = Path(sys.argv[0]).parent.name == "device"
+
+
 def redis() -> Redis:
     return Redis.from_url(str(app.conf.broker_url))
 
 
-def note(items: list[Any], pid: int | None = None) -> None:
-    # A device's parent is the worker.
+def note(items: list[Any]) -> None:
+    worker = os.getppid() if IS_DEVICE else os.getpid()
     with redis() as client:
-        client.rpush(EXECUTED, *(json.dumps([item, pid or os.getppid()]) for item in items))
+        client.rpush(EXECUTED, *(json.dumps([item, worker]) for item in items))
 
 
 def executions(client: Redis) -> list[tuple[Any, int]]:
@@ -235,4 +241,4 @@ def thrice(self: BatchTask, items: list[str]) -> list[Any]:
 @app.task(shared=False)
 def callback(*args: Any) -> None:
     """Of `link` with a result, or of `link_error` with a request, an error and a traceback."""
-    note([f"callback {getattr(args[0], 'id', args[0])}"], os.getpid())
+    note([f"callback {getattr(args[0], 'id', args[0])}"])

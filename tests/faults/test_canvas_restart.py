@@ -14,6 +14,11 @@ from support.patience import patient
 
 TIMEOUT_S = patient(60)
 
+#: What both workers consume; `later` comes to it.
+QUEUES = ",".join(
+    ["celery", *(task.name for task in (canvas.quick, canvas.thrice, canvas.shout, canvas.total))]
+)
+
 #: Jobs that make a full batch of `later`, which is taken while another batch is still running.
 FULL = canvas.later.max_batch_size or 0
 
@@ -68,7 +73,7 @@ def executed() -> list[Any]:
 @pytest.fixture(scope="module")
 def run(start_module_worker: StartWorker, redis_url: str) -> Run:
     canvas.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    worker = start_module_worker("apps.canvas", "-P", "threads", "-Q", "celery")
+    worker = start_module_worker("apps.canvas", "-P", "threads", "-Q", QUEUES)
     sent = send()
     quick = {"chain", "fine", *range(25), *range(100, 110)}
     wait_for(lambda: set(executed()) == quick, "the first halves")
@@ -90,7 +95,7 @@ def run(start_module_worker: StartWorker, redis_url: str) -> Run:
         redis.set(canvas.GATE, 1)
     assert worker.wait_exit() == 0, worker.log
     assert queue_length(redis_url, "later") == 41 - FULL
-    second = start_module_worker("apps.canvas", "-P", "threads", "-Q", "celery,later")
+    second = start_module_worker("apps.canvas", "-P", "threads", "-Q", f"{QUEUES},later")
     return Run(sent, (worker.pid, second.pid))
 
 
@@ -158,4 +163,4 @@ def test_restart_leaves_nothing_in_redis(run: Run, redis_url: str) -> None:
     results = itertools.chain(run.sent.group.results or (), run.sent[2:])
     wait_for(lambda: all(each.ready() for each in results), "all results")
     wait_for(lambda: not unsettled(redis_url), "everything acknowledged")
-    assert [queue_length(redis_url, name) for name in ("celery", "later")] == [0, 0]
+    assert sum(queue_length(redis_url, name) for name in [*QUEUES.split(","), "later"]) == 0

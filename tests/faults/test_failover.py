@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from support.redis_places import MASTER, behind_sentinel
 
 TIMEOUT_S = patient(120)
 
-#: A batch task and an ordinary one of `apps.leases`.
-TASKS = ("batch", "late")
+#: A batch task and an ordinary one of `apps.leases`, and their queues.
+BATCH, LATE = "apps.leases.batch", "apps.leases.late"
+QUEUES = {BATCH: BATCH, LATE: "celery"}
 
 
 @pytest.fixture
@@ -82,15 +84,16 @@ def send(
     items: list[int],
     options: dict[str, Any] | None = None,
     countdown_s: float | None = None,
+    tasks: Sequence[str] = (BATCH,),
     **keywords: Any,
 ) -> Any:
-    """Sends each item to both tasks; returns the ids."""
+    """Sends each item to some tasks; returns the ids."""
     with Celery("sender", broker=url, set_as_current=False) as app:
         app.conf.broker_transport_options = options or {}
         texts = {name: str(value) for name, value in keywords.items()}
         return [
-            app.send_task(f"apps.leases.{task}", [item], texts, countdown=countdown_s).id
-            for task in TASKS
+            app.send_task(task, [item], texts, countdown=countdown_s, queue=QUEUES[task]).id
+            for task in tasks
             for item in items
         ]
 
@@ -118,16 +121,18 @@ def test_worker_outlives_a_failover_in_which_its_server_becomes_a_replica(
     book, gate = tmp_path / "book", tmp_path / "gate"
     env = {"CELERY_BROKER_URL": first.url, "CELERY_RESULT_BACKEND": first.url}
     worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
-    wait_answered(first, worker, send(first.url, [1, 2], book=book))
+    both = BATCH, LATE
+    wait_answered(first, worker, send(first.url, [1, 2], tasks=both, book=book))
     running = send(first.url, [3], book=book, gate=gate)
+    wait_for(lambda: "3" in executions(book), "a batch runs")
     waiting = send(first.url, [4, 5, 6], book=book, gate=gate)
-    wait_for(lambda: executions(book).count("3") == 2, "both kinds of jobs run")
     fail_over(first, second)
     wait_for(lambda: "takes no writes" in worker.log, "it says why it waits", TIMEOUT_S)
     gate.touch()
     fail_over(second, first)
-    wait_answered(first, worker, running + waiting + send(first.url, [7], book=book))
-    assert set(executions(book)) == set("1234567")
+    later = send(first.url, [7], tasks=both, book=book)
+    wait_answered(first, worker, running + waiting + later)
+    assert Counter(executions(book)) == Counter("1122345677")
     assert worker.stop() == 0
     assert "Traceback" not in worker.log
 
@@ -142,7 +147,8 @@ def test_worker_follows_sentinel_to_the_new_primary(
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url, "MASTER": MASTER}
         worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
         options = {"master_name": MASTER}
-        wait_answered(first, worker, send(url, [1, 2], options, book=book))
+        both = BATCH, LATE
+        wait_answered(first, worker, send(url, [1, 2], options, tasks=both, book=book))
         with Redis.from_url(url.replace("sentinel", "redis")) as sentinel:
             client: Any = sentinel
             wait_for(lambda: knows_replica(client), "Sentinel knows the replica")
@@ -155,7 +161,7 @@ def test_worker_follows_sentinel_to_the_new_primary(
             return False
 
         wait_for(has_failed_over, "the old primary is a replica", TIMEOUT_S)
-        wait_answered(second, worker, send(url, [3, 4], options, book=book))
+        wait_answered(second, worker, send(url, [3, 4], options, tasks=both, book=book))
         assert set(executions(book)) == set("1234")
         assert worker.stop() == 0
 
@@ -176,11 +182,11 @@ def test_no_job_is_left_behind_by_a_primary_that_dies_behind_two_sentinels(
                 client: Any = sentinel
                 wait_for(lambda: knows_replica(client), "Sentinel knows the replica")  # noqa: B023
                 wait_for(lambda: client.sentinel_sentinels(MASTER), "it knows the other Sentinel")  # noqa: B023
-        ids = send(url, [3, 4], options, book=book, gate=gate)
-        wait_for(lambda: executions(book).count("3") == 2, "both kinds of jobs run")
-        ids += send(url, [5, 6], options, countdown_s=20, book=book)
+        ids = send(url, [5, 6], options, countdown_s=20, book=book)
+        wait_for(lambda: leased(first) == 2, "the device holds jobs that wait")
+        ids += send(url, [3, 4], options, book=book, gate=gate)
+        wait_for(lambda: "3" in executions(book), "a batch runs")
         ids += send(url, list(range(7, 15)), options, book=book)
-        wait_for(lambda: leased(first) >= 10, "the worker holds jobs that wait")
         wait_replicated(first)
         first.kill()
         gate.touch()
@@ -198,21 +204,23 @@ def test_worker_that_went_to_another_broker_leaves_no_waiting_job_with_the_first
         env = {"CELERY_BROKER_URL": f"{first.url};{own_redis.url}"}
         env |= {"CELERY_RESULT_BACKEND": own_redis.url}
         worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
-        # One after the other, as a batch may have both.
         send(first.url, [1], book=book, gate=gate)
-        wait_for(lambda: executions(book) == ["1", "1"], "both kinds run")
+        wait_for(lambda: executions(book) == ["1"], "a batch runs")
         send(first.url, [2], book=book, gate=gate)
-        wait_for(lambda: leased(first) == 4 and len(executions(book)) == 3, "one of them waits")
         send(first.url, [5, 6], countdown_s=300, book=book)
-        wait_for(lambda: leased(first) == 8, "the worker holds jobs that wait")
+        wait_for(lambda: leased(first) == 4, "the device holds jobs that wait")
         first.kill()
-        wait_for(lambda: f"@127.0.0.1:{own_redis.port}" in worker.log, "it goes to the other")
+        with client_of(own_redis) as other:
+            wait_for(lambda: other.zcard("batchery:workers"), "it goes to the other", TIMEOUT_S)
         first.start()
         with client_of(first) as client:
-            wait_for(lambda: client.llen("celery") == 5, "what waits is back", TIMEOUT_S)
-        assert leased(first) == 3
-        gate.touch()
-        wait_for(lambda: leased(first) == 0, "no lease is left")
+            wait_for(lambda: client.llen(BATCH) == 3, "what waits is back", TIMEOUT_S)
+            assert leased(first) == 1
+            gate.touch()
+            wait_for(lambda: leased(first) == 0, "no lease is left", TIMEOUT_S)
+            wait_for(lambda: not client.zcard("batchery:workers"), "it has left", TIMEOUT_S)
+        wait_answered(own_redis, worker, send(own_redis.url, [7], book=book))
+        assert executions(book) == ["1", "7"]
         assert worker.stop() == 0
 
 
@@ -221,7 +229,7 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path, pool: str
 ) -> None:
     book = tmp_path / "book"
-    ids = send(own_redis.url, list(range(10)), book=book)
+    ids = send(own_redis.url, list(range(10)), tasks=(BATCH, LATE), book=book)
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "1")
@@ -233,26 +241,5 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
         wait_for(lambda: len(executions(book)) >= 2, "it takes jobs", TIMEOUT_S)
         client.config_set("maxmemory", "0")
     wait_answered(own_redis, worker, ids)
-    assert worker.stop() == 0
-    assert "Traceback" not in worker.log
-
-
-def test_ordinary_job_of_a_solo_pool_waits_while_redis_is_full(
-    start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path
-) -> None:
-    book = tmp_path / "book"
-    env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
-    worker = start_worker("apps.leases", "-P", "solo", env=env, is_alone=False)
-    with Celery("sender", broker=own_redis.url, set_as_current=False) as app:
-        texts = {"book": str(book), "gate": str(tmp_path / "gate")}
-        ids = [app.send_task("apps.leases.late", [number], texts).id for number in range(3)]
-    wait_for(lambda: len(executions(book)) == 1, "the first job runs", TIMEOUT_S)
-    with client_of(own_redis) as client:
-        client.config_set("maxmemory", "1")
-        (tmp_path / "gate").touch()
-        wait_for(lambda: "completion waits" in worker.log, "it says that it waits", TIMEOUT_S)
-        client.config_set("maxmemory", "0")
-    wait_answered(own_redis, worker, ids)
-    assert sorted(executions(book)) == list("012")
     assert worker.stop() == 0
     assert "Traceback" not in worker.log

@@ -66,6 +66,7 @@ def test_a_device_that_gives_no_sign_is_killed_and_its_jobs_run_again(
 ) -> None:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     worker = start_worker("apps.shop", "-Q", "silent", env={"BATCHERY_MAX_PASS_S": str(patient(2))})
+    wait_for(lambda: worker.has_logged("is ready, pid", 1), "its device is ready")
     (device,) = worker.devices()
     device.suspend()
     job = shop.shout.apply_async(("a",), queue="silent")

@@ -12,7 +12,6 @@ from batchery.transport import Transport, live_workers
 from batchery.transport.live_workers import LiveWorkers
 from batchery.transport.redis_schema import REPLIES_CLIENT
 from support.harness import wait_for
-from support.plain_kombu import StartConsumer
 
 
 @pytest.fixture
@@ -29,20 +28,6 @@ def popped(url: str, **options: Any) -> Iterator[None]:
     with Redis.from_url(url, single_connection_client=True, **options) as one:
         one.brpop(["nothing"], timeout=0.05)
         yield
-
-
-def test_worker_with_leases_says_what_it_consumes(
-    consume: StartConsumer, live: LiveWorkers
-) -> None:
-    consume("a", "b", lease_expiry_s=1)
-
-    def queues() -> Any:
-        (worker,) = live.registered().values()
-        return worker.queues
-
-    assert live.registered()
-    wait_for(lambda: queues() == {"a", "b"}, "its heartbeat says so")
-    wait_for(lambda: not live.may_be_others(), "those of earlier tests are gone")
 
 
 def test_connection_that_waits_may_be_a_worker(url: str, live: LiveWorkers) -> None:

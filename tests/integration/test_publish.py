@@ -159,7 +159,7 @@ def test_jobs_are_taken_in_the_order_in_which_they_are_sent(app: Celery, bare: A
     with Publisher(app, "same") as publisher:
         publisher.send([(task_id, task_id) for task_id in ids])
         assert publisher.sent == len(ids)
-    found = [json.loads(raw) for raw in bare.lrange("celery", 0, -1)]
+    found = [json.loads(raw) for raw in bare.lrange("same", 0, -1)]
     assert [each["headers"]["id"] for each in reversed(found)] == ids
     assert len({each["properties"]["delivery_tag"] for each in found}) == len(ids)
 
@@ -175,7 +175,7 @@ def test_nothing_stays_behind_and_nothing_is_subscribed_to(app: Any, bare: Any) 
 def test_an_item_that_json_cannot_write_sends_nothing(app: Celery, bare: Any) -> None:
     with Publisher(app, "same") as publisher, pytest.raises(EncodeError, match="item <object"):
         publisher.send([(uuid(), "good"), (uuid(), object())])
-    assert not bare.exists("celery")
+    assert not bare.exists("same")
 
 
 def test_options_of_one_job_are_refused(app: Celery) -> None:
@@ -208,8 +208,8 @@ def test_who_listens_to_publishing_sees_and_changes_each_message(app: Celery, ba
     finally:
         signals.before_task_publish.disconnect(before, sender="same")
         signals.after_task_publish.disconnect(after, sender="same")
-    assert seen == [("a", "celery"), ("b", "celery")]
-    found = [json.loads(raw) for raw in bare.lrange("celery", 0, -1)]
+    assert seen == [("a", "same"), ("b", "same")]
+    found = [json.loads(raw) for raw in bare.lrange("same", 0, -1)]
     assert [each["headers"]["trace"] for each in found] == ["trace of two", "trace of one"]
 
 

@@ -30,7 +30,7 @@ def jobs(count: int, begin: int = 0) -> list[tuple[str, Any]]:
     return [(f"job-{number}", "item") for number in range(begin, begin + count)]
 
 
-def ids(bare: Any, key: str = "celery") -> list[str]:
+def ids(bare: Any, key: str = "same") -> list[str]:
     """Of the messages in a list, in the order in which they will be taken."""
     return [json.loads(raw)["headers"]["id"] for raw in reversed(bare.lrange(key, 0, -1))]
 
@@ -123,28 +123,28 @@ def test_a_replica_refuses(app: Celery, bare: Any, warm: bool) -> None:
 
 
 def test_a_key_that_is_no_queue_is_refused_again_and_again(app: Celery, bare: Any) -> None:
-    bare.set("celery", "mine")
+    bare.set("same", "mine")
     with Publisher(app, "same") as publisher:
         for _ in range(2):
             with pytest.raises(
                 BrokerRefused, match="has a value under this key that is not a queue"
             ):
                 publisher.send(jobs(1))
-        bare.delete("celery")
+        bare.delete("same")
         publisher.send(jobs(1))
     assert ids(bare) == ["job-0"]
 
 
 def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
-    bare.lpush("celery", "a stranger's")
-    bare.lpush("celery\x06\x163", "another")
+    bare.lpush("same", "a stranger's")
+    bare.lpush("same\x06\x163", "another")
     with Publisher(app, "same", max_waiting=5, wait_s=0, priority=6) as publisher:
         publisher.send(jobs(2))
         with pytest.raises(QueueFull, match="holds 5 jobs, and its maximum is 5") as caught:
             publisher.send(jobs(3, begin=2))
     assert caught.value.sent == 1
     assert caught.value.retry_after_s > 0
-    assert ids(bare, "celery\x06\x166") == ["job-0", "job-1", "job-2"]
+    assert ids(bare, "same\x06\x166") == ["job-0", "job-1", "job-2"]
 
 
 def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: Any) -> None:
@@ -154,11 +154,11 @@ def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: An
     taken: list[str] = []
 
     def is_full() -> bool:
-        return bool(bare.llen("celery") == min(4, 10 - len(taken)))
+        return bool(bare.llen("same") == min(4, 10 - len(taken)))
 
     while len(taken) < 10:
         wait_for(is_full, "the queue is full again")
-        taken += [json.loads(raw)["headers"]["id"] for raw in bare.rpop("celery", 4)]
+        taken += [json.loads(raw)["headers"]["id"] for raw in bare.rpop("same", 4)]
     thread.join()
     publisher.close()
     assert taken == [task_id for task_id, _ in jobs(10)]
@@ -190,4 +190,4 @@ def test_a_key_prefix_is_kept(url: str, bare: Any) -> None:
         with pytest.raises(QueueFull):
             publisher.send([(uuid(), "one"), (uuid(), "two"), (uuid(), "three")])
         assert all(key.startswith(b"mine.") for key in bare.scan_iter())
-        assert bare.llen("mine.celery") == 2
+        assert bare.llen("mine.same") == 2

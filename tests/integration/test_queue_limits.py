@@ -19,13 +19,13 @@ from batchery_producer.publisher import Publisher
 from support.harness import wait_for
 from support.patience import patient
 
-LOW = "celery\x06\x166"
+LOW = "echo\x06\x166"
 CLASSES = {
     "high": {"level": 0, "share": 5, "max_waiting": 3},
     "normal": {"level": 3, "share": 3, "max_waiting": 20},
     "low": {"level": 6, "share": 2, "max_wait_s": 60},
 }
-NORMAL = "celery\x06\x163"
+NORMAL = "echo\x06\x163"
 
 
 @pytest.fixture
@@ -56,21 +56,22 @@ def test_a_call_is_refused_while_its_class_is_full(echo: Any, bare: Any) -> None
     assert caught.value.retry_after_s > 0
     # The other classes have room of their own.
     echo.apply_async(("other",), priority=4)
-    assert (bare.llen("celery"), bare.llen(NORMAL)) == (1, 1)
-    bare.rpop("celery")
+    assert (bare.llen("echo"), bare.llen(NORMAL)) == (1, 1)
+    bare.rpop("echo")
     echo.delay("room again")
-    assert bare.llen("celery") == 1
+    assert bare.llen("echo") == 1
 
 
 def test_a_class_is_full_while_its_oldest_job_waits_for_too_long(
     app: Celery, echo: Any, bare: Any
 ) -> None:
-    app.send_task("plain", ("of a client that says nothing",), priority=6)
+    app.send_task("plain", ("of a client that says nothing",), queue="echo", priority=6)
     echo.apply_async(("new",), priority=6)
     bare.delete(LOW)
     sent_at = time.time() - 61
-    app.send_task("plain", ("old",), priority=9, headers={"batchery_sent_at": sent_at})
-    bare.rename("celery\x06\x169", LOW)
+    headers = {"batchery_sent_at": sent_at}
+    app.send_task("plain", ("old",), queue="echo", priority=9, headers=headers)
+    bare.rename("echo\x06\x169", LOW)
     with pytest.raises(QueueFull, match=r"class 'low' has a job that has waited ") as refused:
         echo.apply_async(("new",), priority=6)
     waited = re.search(r"waited (\d\d\.\d) s", str(refused.value))
@@ -85,7 +86,7 @@ def test_jobs_of_workflows_have_room(app: Celery, echo: Any, bare: Any) -> None:
     chain(echo.s("first"), echo.s()).apply_async()
     chord([echo.s("a"), echo.s("b")], echo.s()).apply_async()
     echo.signature(("again",)).apply_async(retries=1, parent_id=uuid())
-    assert bare.llen("celery") == 3 + 5 + 1 + 2 + 1
+    assert bare.llen("echo") == 3 + 5 + 1 + 2 + 1
 
 
 def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
@@ -93,7 +94,7 @@ def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
     with pytest.raises(QueueFull, match="class 'high' holds 3 jobs") as caught:
         echo.submit_many(range(5))
     assert caught.value.sent == 2
-    assert bare.llen("celery") == 2
+    assert bare.llen("echo") == 2
     with pytest.raises(QueueFull) as caught:
         echo.submit_many(range(2))
     assert caught.value.sent == 0
@@ -111,9 +112,9 @@ def test_a_file_run_reads_results_while_its_jobs_wait_for_room(
 
     runner = threading.Thread(target=run, daemon=True)
     runner.start()
-    wait_for(lambda: bare.llen("celery") == 3, "the class is full")
+    wait_for(lambda: bare.llen("echo") == 3, "the class is full")
     # No room is made.
-    task_id = json.loads(bare.lindex("celery", -1))["headers"]["id"]
+    task_id = json.loads(bare.lindex("echo", -1))["headers"]["id"]
     result = {"status": "SUCCESS", "result": "A", "traceback": None, "task_id": task_id}
     bare.set(f"celery-task-meta-{task_id}", json.dumps(result))
     wait_for(lambda: output.read_text(), "the first result")
@@ -134,12 +135,12 @@ def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, ba
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    wait_for(lambda: bare.llen("celery") == 3, "the class is full")
+    wait_for(lambda: bare.llen("echo") == 3, "the class is full")
     # The time begins anew with each item that finds room.
     time.sleep(0.4 * limit_s)
     began_s = time.monotonic()
-    bare.rpop("celery")
-    wait_for(lambda: bare.llen("celery") == 3, "the class is full again")
+    bare.rpop("echo")
+    wait_for(lambda: bare.llen("echo") == 3, "the class is full again")
     caller.join(5 * limit_s)
     assert [each > began_s + 0.7 * limit_s for each in raised_s] == [True]
 
@@ -147,7 +148,7 @@ def test_a_client_waits_for_room_as_long_as_it_waits_for_results(app: Celery, ba
 def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:
     with Publisher(app, "echo", max_waiting=5, wait_s=0) as publisher:
         publisher.send([(uuid(), number) for number in range(5)])
-    assert bare.llen("celery") == 5
+    assert bare.llen("echo") == 5
 
 
 def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:

@@ -94,6 +94,6 @@ def test_a_message_that_no_worker_would_read_is_not_sent(
 
         with pytest.raises(InvalidItem, match=r"has [23],\d+ bytes, and the maximum is 2,000"):
             lengths.delay("x" * 2000)
-        assert not bare.llen("celery")
+        assert not bare.llen(lengths.name)
         lengths.delay("x" * 1000)
-        assert bare.llen("celery") == 1
+        assert bare.llen(lengths.name) == 1

@@ -6,9 +6,9 @@ from typing import Any
 
 from redis import Redis
 
-from batchery.transport import use_leases
+from support.lessee import Lessee
 from support.own_redis import OwnRedis
-from support.plain_kombu import Consumer, send
+from support.plain_kombu import send
 from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 #: What a user needs for the leases, beside the keys.
@@ -16,18 +16,18 @@ RIGHTS = "+@read +@write +@pubsub +@connection +@scripting +@transaction +info +
 
 
 def serves(url: str, **options: Any) -> None:
-    """Sends, takes, waits, is woken, acknowledges and gives back."""
+    """Sends, leases, waits, is woken, settles and gives back."""
     send(url, "q", "1", "2", transport=None)
-    with contextlib.closing(Consumer(url, "q", hub=True, **options)) as consumer:
-        assert consumer.get(2) == ["1", "2"]
-        consumer.until_waiting()
+    with contextlib.closing(Lessee(url, "q", **options)) as lessee:
+        assert lessee.get(2) == ["1", "2"]
+        lessee.until_waiting()
         send(url, "q", "3", transport=None)
-        consumer.get(3)
-        consumer.messages[0].ack()
-    with contextlib.closing(Consumer(url, "q", **options)) as consumer:
-        assert consumer.get(2) == ["2", "3"]
-        for message in consumer.messages:
-            message.ack()
+        lessee.get(3)
+        lessee.ack(0)
+    with contextlib.closing(Lessee(url, "q", **options)) as lessee:
+        assert lessee.get(2) == ["2", "3"]
+        lessee.ack(0)
+        lessee.ack(1)
 
 
 def running(directory: Path, binary: Path, **options: str) -> OwnRedis:
@@ -37,8 +37,7 @@ def running(directory: Path, binary: Path, **options: str) -> OwnRedis:
 def test_a_unix_socket(tmp_path: Path, every_redis: OwnRedis) -> None:
     path = tmp_path / "socket"
     with running(tmp_path / "redis", every_redis.binary, unixsocket=str(path)):
-        use_leases()
-        serves(f"redis+socket://{path}", transport=None)
+        serves(f"redis+socket://{path}")
 
 
 def test_a_user_with_few_rights(every_redis: OwnRedis) -> None:
@@ -65,15 +64,12 @@ def test_sentinel(tmp_path: Path, every_redis: OwnRedis) -> None:
     with Redis.from_url(every_redis.url) as client:
         client.flushall()
     with behind_sentinel(tmp_path / "sentinel", every_redis.port) as url:
-        transport = "batchery.transport:SentinelTransport"
-        with contextlib.closing(
-            Consumer(url, "q", hub=True, transport=transport, master_name=MASTER)
-        ) as consumer:
+        with contextlib.closing(Lessee(url, "q", master_name=MASTER)) as lessee:
             send(every_redis.url, "q", "1")
-            assert consumer.get(1) == ["1"]
-            consumer.until_waiting()
+            assert lessee.get(1) == ["1"]
+            lessee.until_waiting()
             send(every_redis.url, "q", "2")
-            assert consumer.get(2) == ["1", "2"]
+            assert lessee.get(2) == ["1", "2"]
         with Redis.from_url(every_redis.url) as client:
             assert client.llen("q") == 2
             assert {*client.keys("batchery:*")} == {b"batchery:token", b"batchery:schema"}

@@ -12,8 +12,10 @@ from kombu.exceptions import ChannelError
 
 from batchery.queue_limits import look_into
 from batchery.transport.redis_schema import find_tenant_list, lists_of
+from batchery_worker.device import redis_source
 from support.harness import SEP
-from support.plain_kombu import OURS, Consumer, StartConsumer, leases
+from support.lessee import Lessee, StartLessee
+from support.plain_kombu import OURS, leases
 
 #: What a worker has of the queue at any time.
 PREFETCH = 16
@@ -49,13 +51,12 @@ def numbers(count: int, start: int = 0) -> list[str]:
     return [str(number) for number in range(start, start + count)]
 
 
-def complete(consumer: Consumer, count: int) -> list[str]:
+def complete(lessee: Lessee, count: int) -> list[str]:
     """Acknowledges what comes, as it comes, until there were so many messages; returns them."""
     for done in range(count):
-        consumer.get(done + 1)
-        if not consumer.messages[done].acknowledged:
-            consumer.messages[done].ack()
-    return consumer.texts[:count]
+        lessee.get(done + 1)
+        lessee.ack(done)
+    return lessee.texts[:count]
 
 
 def of(texts: list[str], tenant: str) -> list[str]:
@@ -96,18 +97,18 @@ def test_a_published_job_goes_to_its_tenant_s_list_of_its_priority(bare: Any, ch
     ["", "x" * 100_000, "*[q]?", f"\0\r\n{SEP}3", "t3", "\udc80", "grüß", 7, [[]], {}, True],
 )
 def test_a_name_of_any_kind_is_in_one_of_the_lists_and_comes_to_a_worker(
-    consume: StartConsumer, bare: Any, channel: Any, tenant: Any
+    lease: StartLessee, bare: Any, channel: Any, tenant: Any
 ) -> None:
     publish(channel, tenant)
     (key,) = (each.decode() for each in bare.keys("q*"))
     assert key in lists_of(channel, "q", [0])
     assert (key == "q") == (not isinstance(tenant, str) or not tenant)
-    consumer = consume("q", prefetch=PREFETCH)
-    consumer.get(1)
-    assert consumer.messages[0].headers["batchery_tenant"] == tenant
-    assert consumer.messages[0].delivery_info["routing_key"] == "q"
+    lessee = lease("q", room=PREFETCH)
+    lessee.until(lambda: lessee.messages)
+    assert lessee.messages[0]["headers"]["batchery_tenant"] == tenant
+    assert lessee.messages[0]["properties"]["delivery_info"]["routing_key"] == "q"
     # Where it goes back to is where it came from.
-    consumer.close()
+    lessee.close()
     assert bare.llen(key) == 1
 
 
@@ -131,37 +132,31 @@ def test_without_a_lease_messages_of_all_tenants_are_seen_fetched_and_purged(
     assert not bare.keys(f"{prefix}q*")
 
 
-def test_without_leases_all_jobs_are_in_the_queue_itself(url: str, bare: Any) -> None:
-    with Connection(url, transport=OURS, transport_options={"leases": False}) as connection:
-        publish(connection.default_channel, "acme")
-    assert bare.llen("q") == 1
-
-
 @pytest.mark.parametrize("prefetch", [1, PREFETCH])
 def test_a_lone_job_goes_before_thousands_of_another_tenant(
-    consume: StartConsumer, bare: Any, prefetch: int
+    lease: StartLessee, bare: Any, prefetch: int
 ) -> None:
     push(bare, "bulk", numbers(3000))
     push(bare, "acme", ["job"])
-    consumer = consume("q", prefetch=prefetch)
-    texts = complete(consumer, 3 * prefetch)
+    lessee = lease("q", room=prefetch)
+    texts = complete(lessee, 3 * prefetch)
     assert "acme job" in texts
     assert of(texts, "bulk") == [f"bulk {number}" for number in range(len(texts) - 1)]
     # Of one that comes while the worker is busy the same holds, and of one without a tenant.
     for tenant in ("acme", None):
         push(bare, tenant, ["late"])
-        texts = complete(consumer, len(texts) + 4 * prefetch)
+        texts = complete(lessee, len(texts) + 4 * prefetch)
         assert f"{tenant} late" in texts[-4 * prefetch :]
 
 
 @pytest.mark.parametrize("prefetch", [1, 3, PREFETCH])
 def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
-    consume: StartConsumer, bare: Any, prefetch: int
+    lease: StartLessee, bare: Any, prefetch: int
 ) -> None:
     for tenant in ("acme", "bulk"):
         push(bare, tenant, numbers(1000))
-    consumer = consume("q", prefetch=prefetch)
-    texts = complete(consumer, 500)
+    lessee = lease("q", room=prefetch)
+    texts = complete(lessee, 500)
     halves = Counter(text.split()[0] for text in texts)
     assert abs(halves["acme"] - halves["bulk"]) <= 2 * PREFETCH
     for tenant in ("acme", "bulk"):
@@ -169,31 +164,31 @@ def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
 
 
 def test_all_lists_have_their_turn_in_each_of_two_queues_where_few_jobs_are_taken(
-    consume: StartConsumer, bare: Any
+    lease: StartLessee, bare: Any
 ) -> None:
     queues = ("q", "other")
     for queue in queues:
         for tenant in (None, *EIGHT):
             push(bare, tenant, [f"{queue} {at}" for at in range(100)], queue)
-    texts = complete(consume(*queues, prefetch=2), 600)
+    texts = complete(lease(*queues, room=2), 600)
     taken = Counter(tuple(text.split()[:2]) for text in texts)
     assert min(taken[str(tenant), queue] for tenant in (None, *EIGHT) for queue in queues) > 10
 
 
 def test_monitors_see_all_that_waits_and_nothing_is_left_of_an_empty_queue(
-    consume: StartConsumer, bare: Any, channel: Any
+    lease: StartLessee, bare: Any, channel: Any
 ) -> None:
     for tenant in (None, "a", "b"):
         push(bare, tenant, numbers(500))
-    consumer = consume("q", prefetch=PREFETCH)
+    lessee = lease("q", room=PREFETCH)
     for count in (100, 1000, 1499):
-        complete(consumer, count)
+        complete(lessee, count)
         found = look_into(channel, "q", range(3))
         assert found is not None
-        assert found.jobs == channel._size("q") == 1500 - len(consumer.messages)
-    texts = complete(consumer, 1500)
+        assert found.jobs == channel._size("q") == 1500 - len(lessee.messages)
+    texts = complete(lessee, 1500)
     assert sorted(texts) == sorted(f"{each} {at}" for each in (None, "a", "b") for at in range(500))
-    consumer.until(lambda: leases(bare) == 0)
+    lessee.until(lambda: leases(bare) == 0)
     assert not bare.exists(*lists_of(channel, "q"))
 
 
@@ -206,26 +201,29 @@ def test_limits_know_the_oldest_job_of_any_tenant(bare: Any, channel: Any) -> No
     assert found.oldest_s > 1e9
 
 
-def test_a_job_wakes_a_worker_that_waits(consume: StartConsumer, bare: Any) -> None:
-    consumer = consume("q", prefetch=PREFETCH)
-    consumer.until_waiting()
+def test_a_job_of_a_tenant_wakes_a_device_that_waits(
+    lease: StartLessee, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Or its look at all queues, once a second, would find the job.
-    consumer.channel.sweep = lambda: None
+    monkeypatch.setattr(redis_source, "SWEEP_INTERVAL_S", 600.0)
+    lessee = lease("q", room=PREFETCH)
+    lessee.until_waiting()
     push(bare, "acme", ["0"])
-    assert consumer.get(1) == ["acme 0"]
+    lessee.turn(600.0)
+    assert lessee.get(1) == ["acme 0"]
 
 
 def test_what_a_worker_gives_back_goes_first_of_its_tenant(
-    consume: StartConsumer, bare: Any, channel: Any
+    lease: StartLessee, bare: Any, channel: Any
 ) -> None:
     for tenant in ("acme", "bulk"):
         push(bare, tenant, numbers(200))
-    first = consume("q", prefetch=PREFETCH)
+    first = lease("q", room=PREFETCH)
     complete(first, 100)
     held = first.get(len(first.messages))[100:]
     first.close()
     assert channel._size("q") == 300
-    second = consume("q", prefetch=PREFETCH)
+    second = lease("q", room=PREFETCH)
     texts = complete(second, 300)
     for tenant in ("acme", "bulk"):
         own = of(held, tenant)
@@ -234,7 +232,7 @@ def test_what_a_worker_gives_back_goes_first_of_its_tenant(
 
 
 def test_a_full_redis_gives_jobs_in_turn_and_can_be_purged(
-    consume: StartConsumer, bare: Any, channel: Any
+    lease: StartLessee, bare: Any, channel: Any
 ) -> None:
     for tenant in ("acme", "bulk"):
         push(bare, tenant, numbers(500))
@@ -244,7 +242,7 @@ def test_a_full_redis_gives_jobs_in_turn_and_can_be_purged(
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         bare.set("anything", "")
     assert channel.queue_purge("other") == 10
-    texts = complete(consume("q", prefetch=PREFETCH), 1000)
+    texts = complete(lease("q", room=PREFETCH), 1000)
     assert len(set(texts)) == 1000
     halves = Counter(text.split()[0] for text in texts[:300])
     assert abs(halves["acme"] - halves["bulk"]) <= 2 * PREFETCH

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.transport import membership
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
-from batchery.transport.membership import Heartbeat
 from batchery.transport.redis_schema import Keys
-from support.harness import wait_for
 
 KEYS = Keys()
 EXPIRY_S = 1.0
@@ -136,36 +133,6 @@ def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore, owner: Owner) ->
     assert fetch(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
 
 
-def test_jobs_of_a_silent_worker_return_to_their_queues(
-    lease_store: LeaseStore, other: LeaseStore, owner: Owner
-) -> None:
-    fetch(other, owner, "1", "2")
-    other.began({"1": "job"}, alone=True)
-    wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
-    heart = Heartbeat(lease_store, lease_store.client)
-    for tenths in range(10):
-        heart.beat(tenths / 10)
-        assert waiting(lease_store.client) == []
-    heart.beat(1.0)
-    assert waiting(lease_store.client) == ["1", "2"]
-    assert lease_store.client.hgetall(KEYS.suspects) == {b"job": b"1"}
-
-
-def test_deaths_right_after_an_outage_are_not_counted(
-    lease_store: LeaseStore, other: LeaseStore, owner: Owner
-) -> None:
-    fetch(other, owner, "1")
-    other.began({"1": "job"}, alone=True)
-    wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
-    heart = Heartbeat(lease_store, lease_store.client)
-    heart.beat(0.0)
-    heart._detector.reset()
-    for tenths in range(1, 12):
-        heart.beat(tenths / 10)
-    assert waiting(lease_store.client) == ["1"]
-    assert lease_store.client.hgetall(KEYS.suspects) == {}
-
-
 def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
@@ -207,30 +174,6 @@ def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: 
     os.waitpid(child, 0)
     assert leased(lease_store) == 1
     assert waiting(lease_store.client) == []
-
-
-def test_store_that_no_channel_comes_back_for_keeps_only_what_runs(
-    lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs, *_ = fetch(lease_store, owner, "1", "2", "3")
-    fetch(lease_store, None, "4")  # Its answer was lost.
-    monkeypatch.setattr(membership, "active_tokens", lambda: {runs})
-    lease_store.leases.abandon(owner)
-    lease_store.holder = "channel"
-    heartbeat = Heartbeat(lease_store, lease_store.client)
-    for beat in range(10):
-        heartbeat.beat(beat * EXPIRY_S / 5)
-    lease_store.holder = None
-    for beat in range(10, 20):
-        heartbeat.beat(beat * EXPIRY_S / 5)
-    # A channel that connects anew has had time to come.
-    assert leased(lease_store) == 4
-    heartbeat.beat(4 * EXPIRY_S)
-    assert waiting(lease_store.client) == ["2", "3", "4"]
-    assert [lease_store.holds(runs), len(lease_store.leases)] == [True, 1]
-    lease_store.ack(runs)
-    heartbeat.beat(4.2 * EXPIRY_S)
-    assert leased(lease_store) == 0
 
 
 def test_reading_of_a_suspect_is_noted_and_blamed_while_redis_is_full(

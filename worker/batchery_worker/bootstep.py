@@ -33,9 +33,17 @@ from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.devices_step import failing_in_one_line
 from batchery_worker.events import use_batch_events
 from batchery_worker.pool import HybridPool
-from batchery_worker.pull_plan import find_queue, list_own_tasks, plan_pull, pulls
+from batchery_worker.pull_plan import (
+    comes_by_any,
+    find_queue,
+    list_own_tasks,
+    plan_pull,
+    prefetch_jobs,
+    pulls,
+)
 from batchery_worker.request import BatchRequest
 
 _Step: Any = bootsteps.Step
@@ -57,12 +65,8 @@ class BatchStep(_Step):  # type: ignore[misc]
 
     def create(self, parent: Any) -> None:
         """Called by Celery with its `WorkController`; a setting that is wrong ends the worker."""
-        try:
+        with failing_in_one_line():
             self._prepare(parent)
-        except StartError as error:
-            logger.debug("start failed", exc_info=True)
-            logger.critical("%s", error)
-            raise SystemExit(error.exit_code) from None
 
     def _prepare(self, worker: Any) -> None:
         worker.pull_plan = None
@@ -154,12 +158,13 @@ def warn_of_unused_queues(app: Any) -> None:
     """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
     tasks = list_own_tasks(app)
     routed = {find_queue(task) for task in tasks}
+    by_any = any(comes_by_any(task) for task in tasks)
     if app.amqp.queues._consume_from is None or not tasks:
         return
     names = {str(name) for name in routed if name is not None}
     for queue in app.amqp.queues._consume_from:
         # Jobs of a task without a route may come by any queue; a near miss is hardly meant.
-        may_be_meant = None in routed and not nearest_name(queue, names)
+        may_be_meant = by_any and not nearest_name(queue, names)
         if queue not in names and not may_be_meant:
             logger.warning(
                 "queue %r of -Q: no task of this worker is routed to it%s; there are %s",
@@ -170,14 +175,13 @@ def warn_of_unused_queues(app: Any) -> None:
 
 
 def is_served(task: BatchTask) -> bool:
-    """Whether jobs of a task come to this worker's queues.
-
-    A task without a route may come by any queue that a caller names. A router may look at a job's
-    arguments: then nobody knows before the job is there.
-    """
-    queue, consumed = find_queue(task), set(task.app.amqp.queues.consume_from)
+    """Whether jobs of a task come to this worker's queues."""
+    consumed = {str(name) for name in task.app.amqp.queues.consume_from}
+    if find_queue(task) in consumed:
+        return True
     # The gateway's queue has none of them, and its worker needs no device.
-    return queue in consumed or (queue is None and consumed != {JOBS_QUEUE})
+    others = {find_queue(each) for each in task.app.tasks.values() if isinstance(each, BatchTask)}
+    return comes_by_any(task) and not consumed <= {JOBS_QUEUE, *others}
 
 
 def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
@@ -319,21 +323,6 @@ def _check_cache(task: BatchTask) -> None:
         raise SettingsError(
             f"task {task.name!r}: cache needs Celery's result backend for Redis, in which it is"
         )
-
-
-def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
-    """How many unfinished jobs of one class the worker must hold for full batches.
-
-    Every task may have its waiting batches on every device, whichever queue they come from. What
-    runs in slots has no waiting ones.
-    """
-    batches = devices * (1 + settings.prefetch_batches)
-    return sum(
-        task.slots * devices
-        if task.slots
-        else (task.max_batch_size or settings.max_batch_size) * batches
-        for task in tasks
-    )
 
 
 def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:

@@ -103,8 +103,9 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # A primary may become a replica at any moment, and Celery's own steps write.
-        self.connection_errors = (*self.connection_errors, redis.ReadOnlyError)
+        # A primary may become a replica at any moment, or be full, and Celery's own steps write.
+        refusals = (redis.ReadOnlyError, redis.OutOfMemoryError)
+        self.connection_errors = (*self.connection_errors, *refusals)
 
     def connection_for_read(self, heartbeat: Any = None) -> Any:
         """Connects to a broker that takes writes; waits for one as for a broker that is away."""

@@ -7,7 +7,8 @@ answers are put together with those of the worker.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,21 @@ CHANGES = (
 )
 
 
+@contextmanager
+def failing_in_one_line() -> Iterator[None]:
+    """Ends the worker with a line of its log where it cannot start.
+
+    Raises:
+        SystemExit: With the exit code of the error.
+    """
+    try:
+        yield
+    except StartError as error:
+        logger.debug("start failed", exc_info=True)
+        logger.critical("%s", error)
+        raise SystemExit(error.exit_code) from None
+
+
 class DevicesStep(_Step):  # type: ignore[misc]
     """Starts devices that pull, and ends them."""
 
@@ -56,7 +72,8 @@ class DevicesStep(_Step):  # type: ignore[misc]
         """Called by Celery with its `WorkController`."""
         app, plan = parent.app, parent.pull_plan
         settings = get_installation(app).settings
-        setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
+        with failing_in_one_line():
+            setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
         devices = [DeviceProcess(setup, start_process) for setup in setups]
         self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
         self._has_other_work = plan.has_other_work
@@ -73,11 +90,8 @@ class DevicesStep(_Step):  # type: ignore[misc]
         parent.pull_plan.take_queues()
         warn_of_tracer(parent.app, parent.pull_plan.tasks)
         try:
-            self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
-        except StartError as error:
-            self.fleet.terminate()
-            logger.critical("%s", error)
-            raise SystemExit(error.exit_code) from None
+            with failing_in_one_line():
+                self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
         except BaseException:
             self.fleet.terminate()
             raise

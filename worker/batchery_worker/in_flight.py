@@ -218,6 +218,10 @@ class InFlight:
         older = self._calls.get(newer.task_id)
         if older is None or not _is_same_run(older, newer):
             return False
+        lease = older.lease
+        if lease is not None and not lease.store.holds(lease.token):
+            # Its result will be refused.
+            return False
         logger.info(
             "%s[%s] was redelivered while it runs, and goes on", newer.task_name, newer.task_id
         )

@@ -109,14 +109,12 @@ def plan_pull(
     has_other_work: bool,
 ) -> PullPlan:
     """Chooses the queues, and takes them from Celery's consumer."""
-    from batchery_worker.bootstep import prefetch_jobs
-
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
     all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
     # A task without a route may come by any queue that no ordinary task has.
-    anywhere = {task.name: all_sizes[task.name] for task in tasks if find_queue(task) is None}
+    anywhere = {task.name: all_sizes[task.name] for task in tasks if comes_by_any(task)}
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
@@ -180,3 +178,27 @@ def find_queue(task: Any) -> str | None:
             return None
         queue = (route or {}).get("queue")
     return None if queue is None else str(getattr(queue, "name", queue))
+
+
+def comes_by_any(task: Any) -> bool:
+    """Whether a task has no route: its jobs may come by any queue that a caller names.
+
+    A router may look at a job's arguments: then nobody knows before the job is there.
+    """
+    own = task.own_queue if isinstance(task, BatchTask) else None
+    return find_queue(task) in (None, own)
+
+
+def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
+    """How many unfinished jobs of one class the worker must hold for full batches.
+
+    Every task may have its waiting batches on every device, whichever queue they come from. What
+    runs in slots has no waiting ones.
+    """
+    batches = devices * (1 + settings.prefetch_batches)
+    return sum(
+        task.slots * devices
+        if task.slots
+        else (task.max_batch_size or settings.max_batch_size) * batches
+        for task in tasks
+    )

@@ -1,22 +1,27 @@
 """Kombu's Redis channels, with what devices, tenants and a full Redis need of them."""
 
-import binascii
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from queue import Empty
+from time import time
 from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+from kombu.utils.json import dumps
 
 from batchery.retry import find_refusal
-from batchery.transport.consume import (
-    forgone_if_full,
-)
+from batchery.transport.consume import forgone_if_full, refusals_as_lost_connection
 from batchery.transport.outbox import OutboxChannel
-from batchery.transport.redis_schema import REPLIES_CLIENT, WORKER_CLIENT, lists_of, tenant_lists
+from batchery.transport.redis_schema import (
+    REPLIES_CLIENT,
+    WORKER_CLIENT,
+    lists_of,
+    tenant_lists,
+    transport_scripts,
+)
 
 _QoS: Any = kombu_redis.QoS
 _Channel: Any = object
@@ -32,7 +37,38 @@ OPTIONS = ("lease_expiry_s",)
 
 
 #: What is raised where what stands in a queue is no message: anybody can push anything.
-MALFORMED = (binascii.Error, UnicodeError, TypeError, AttributeError, LookupError, RecursionError)
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+
+
+class QoS(_QoS):  # type: ignore[misc]
+    """What kombu counts of the messages of ordinary tasks, also while Redis is full."""
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Counts a message."""
+        try:
+            super().append(message, delivery_tag)
+        except redis.ResponseError as error:
+            if find_refusal(error) != "OOM":
+                raise
+            # It is out of its queue already, and the error would end the worker.
+            self._note_unacked(message, delivery_tag)
+            virtual.QoS.append(self, message, delivery_tag)
+
+    def _note_unacked(self, message: Any, delivery_tag: str) -> None:
+        """Notes a message as kombu does, while Redis is full."""
+        prefix, info = self.channel.global_keyprefix, message.delivery_info
+        raw = dumps([message._raw, info["exchange"], info["routing_key"]])
+        scripts = transport_scripts(redis.Redis(connection_pool=self.channel.pool))
+        keys = [f"{prefix}{self.unacked_key}", f"{prefix}{self.unacked_index_key}"]
+        scripts.run("note_unacked", keys, delivery_tag, raw, time())
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """Gives back what workers have held for too long, if there is room for it."""
+        try:
+            super().restore_visible(*args, **kwargs)
+        except redis.ResponseError as error:
+            # At maxmemory kombu gets no lock, and the error would end the worker. It tries again.
+            logger.debug("nothing is restored of what workers hold: %r", error)
 
 
 class ConnectingChannel(_Channel):  # type: ignore[misc]
@@ -132,6 +168,8 @@ class FullRedisChannel(_Channel):  # type: ignore[misc]
 class DeviceQueueChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     """What Batchery adds to a channel of kombu's; mixed into its Redis channels."""
 
+    QoS = QoS
+
     #: Transport option: silence of a device, in seconds, after which others take its jobs.
     lease_expiry_s = 5.0
 
@@ -145,16 +183,17 @@ class DeviceQueueChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             # whose devices say themselves what they take.
             with contextlib.suppress(redis.RedisError):
                 self.client.client_setname(REPLIES_CLIENT if no_ack else WORKER_CLIENT)
-        callbacks = self.connection._callbacks
-        callbacks[queue] = partial(self._deliver, callbacks[queue])
         return result
 
-    def _deliver(self, deliver: Callable[[Any], None], raw: Any) -> None:
-        """Delivers a message; one that cannot be read is dropped, and does not end the worker."""
+    def _brpop_read(self, **options: Any) -> Any:
+        """Hands a message over; one that cannot be read is dropped, and does not end the worker."""
         try:
-            deliver(raw)
+            # A primary that becomes a replica ends what waits for messages.
+            with refusals_as_lost_connection():
+                return super()._brpop_read(**options)
         except MALFORMED as error:
-            logger.critical("a message is dropped, as it cannot be read: %r: %.1000r", error, raw)
+            logger.critical("a message is dropped, as it cannot be read: %r", error)
+            raise Empty from None
 
 
 class Channel(DeviceQueueChannel, kombu_redis.Channel):  # type: ignore[misc]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.concurrency.thread import TaskPool
 
 from batchery import BatchTask, Model, SettingsError, install, register
 from batchery_worker import bootstep
@@ -16,7 +17,6 @@ from batchery_worker.bootstep import (
     warn_of_unread_results,
     warn_of_unused_queues,
 )
-from batchery_worker.completion.ordinary import OrdinaryThreads
 
 #: For tests of tasks that have a queue of their own.
 OWN_QUEUES = pytest.mark.filterwarnings("ignore:[^']*'queue' task attribute is deprecated")
@@ -38,7 +38,7 @@ class Worker:
         self,
         app: Celery,
         *,
-        pool: type = OrdinaryThreads,
+        pool: type = TaskPool,
         concurrency: int = 2,
         multiplier: int = 4,
     ) -> None:
@@ -81,7 +81,8 @@ def prepare(worker: Worker) -> None:
     [
         (None, {"free", "routed", "own", "embed"}),
         (["celery"], {"free"}),
-        (["theirs", "embed"], {"free", "routed", "own", "embed"}),
+        (["theirs", "embed"], {"routed", "own", "embed"}),
+        (["theirs", "named"], {"free", "routed", "own"}),
     ],
 )
 def test_task_routed_to_another_worker_s_queue_is_not_served(
@@ -212,7 +213,7 @@ def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_proces
     prepare(worker)
     assert not caplog.text
     monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
-    worker.pool = OrdinaryThreads(2, app=app)
+    worker.pool = TaskPool(2, app=app)
     prepare(worker)
     assert "device_max_memory_bytes has no effect" in caplog.text
 

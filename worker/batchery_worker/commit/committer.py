@@ -30,6 +30,7 @@ from batchery.redis_scripts import RedisScripts, cut_into_parts, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
+from batchery_worker.brokers import open_channel
 from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
@@ -67,16 +68,8 @@ def broker_client(app: Celery) -> Any:
     Raises:
         redis.RedisError: No broker answers.
     """
-    with app.connection_for_read() as connection:
-        once_each = len(connection.alt or ())
-        connection.ensure_connection(
-            max_retries=once_each, interval_start=0, reraise_as_library_errors=False
-        )
-        channel: Any = connection.channel()
-        try:
-            return channel._make_separate_client(SOCKET_TIMEOUT_S)
-        finally:
-            channel.close()
+    with open_channel(app) as channel:
+        return channel._make_separate_client(SOCKET_TIMEOUT_S)
 
 
 class RetryingRedis:

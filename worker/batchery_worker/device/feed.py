@@ -9,7 +9,7 @@ import logging
 import os
 import queue
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +26,7 @@ from kombu.asynchronous.timer import Timer
 from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery.transport.inbox import Capacity, count_scheduled
+from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import BATCHES
 from batchery_worker.device.plain_call import PlainReader
@@ -35,7 +36,16 @@ from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
-from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
+from batchery_worker.ipc.messages import (
+    Cancel,
+    Joined,
+    PullSetup,
+    RecycleDue,
+    Reply,
+    Running,
+    Setup,
+    Work,
+)
 
 logger = logging.getLogger("batchery.device")
 
@@ -201,7 +211,7 @@ class Feed:
         *,
         resumes: bool,
     ) -> None:
-        """Connects, and registers this device.
+        """Does not connect yet: the broker may be away.
 
         Args:
             app: The device's.
@@ -250,9 +260,11 @@ class Feed:
         self.consumer = StockConsumer(
             *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_queue
         )
-        self.source = RedisSource(app, list(pull.queues), pull.options, self._deliver, self._held)
+        self.source = RedisSource(
+            *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
+        )
+        self.source.on_joined = self._on_joined
         self._serve(pull)
-        self._channel = LeaseChannel(self.source.lease_store)
         worker_state.revoked.update(pull.revoked)
         self._described = ""
         self._describe()
@@ -275,8 +287,7 @@ class Feed:
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
         names = [each.removesuffix(BATCHES) for each in pull.queues]
-        store = self.source.lease_store
-        store.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
+        self.source.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
@@ -287,17 +298,8 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
-        store, leased = self.source.lease_store, Counter[str]()
-        for key, count in store.leases.by_key().items():
-            leased[self._find_queue(key).removesuffix(BATCHES)] += count
-        text = store.describe(leased, count_scheduled())
-        if text != self._described and not store.fenced:
-            keys = [store.keys.workers, store.keys.worker_info]
-            try:
-                store.scripts.run("renew", keys, store.worker, text)
-                self._described = text
-            except (redis.RedisError, OSError) as error:
-                logger.debug("others cannot be told of this device: %r", error)
+        scheduled = count_scheduled()
+        self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
         events: Any = self._app.events
@@ -401,7 +403,9 @@ class Feed:
                 return self._outgoing.popleft()
             if self.is_stopping and self._is_done:
                 raise EOFError
-            is_asked = not self.is_stopping and source.ask()
+        is_there = not self.is_stopping and source.connect()
+        with self.lock:
+            is_asked = is_there and not self.is_stopping and source.ask()
         if is_asked:
             if answer := source.read():
                 with self.lock:
@@ -409,21 +413,12 @@ class Feed:
                 return None
             if source.may_have_more:
                 return None
-        self._flush()
+        source.flush()
         source.wait(next_s, self._is_due)
         return None
 
     def _is_due(self) -> bool:
         return bool(self._outgoing or self.turns.has_work or self._wants_driver)
-
-    def _flush(self) -> None:
-        store = self.source.lease_store
-        try:
-            store.flush()
-        except OSError:
-            logger.debug("acknowledgements wait", exc_info=True)
-        except Exception:
-            logger.debug("acknowledgements wait", exc_info=True)
 
     @property
     def _is_done(self) -> bool:
@@ -436,21 +431,34 @@ class Feed:
 
     # Jobs
 
-    def _deliver(self, payload: Any) -> None:
-        deliver(self.consumer, self._channel, payload)
+    def _on_joined(self, holder: str, broker: int) -> None:
+        """Forgets what waits, as this device holds leases by another id now."""
+        with self.lock:
+            self.dispatcher.forget_waiting()
+            state: Any = worker_state
+            for request in [*state.reserved_requests, *state.scheduled_requests]:
+                if request not in state.active_requests:
+                    state.task_ready(request)
+        self._described = ""
+        self._tell(Joined(holder, broker))
 
-    def _make_call(self, payload: Any) -> TaskCall:
+    def _deliver(self, payload: Any) -> None:
+        assert self.source.lease_store is not None
+        channel = LeaseChannel(self.source.lease_store, self.source.prepare_anew)
+        deliver(self.consumer, channel, payload)
+
+    def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
-        message = self._channel.message_to_python(payload)
+        message = LeaseChannel(store, self.source.prepare_anew).message_to_python(payload)
         return self._pool.make_call(self.consumer.make_request(message))
 
     def _take_in(self, answer: Any) -> None:
         """Takes messages in, in their order."""
         store = self.source.lease_store
-        if answer[0] or not self._may_be_plain:
+        if store is None or answer[0] or not self._may_be_plain:
             self.source.take_in(answer)
             return
-        first, keys = int(answer[1]), self.source.fetcher.keys
+        first, keys = int(answer[1]), self.source.keys
         read, take, owner = self._reader.read, store.leases.take, self.source.qos
         now_s, unix_s = monotonic(), time()
         for at in range(len(answer) // 2 - 1):
@@ -471,11 +479,13 @@ class Feed:
             _ = call.request
 
     def _find_queue(self, key: str) -> str:
-        return self.source.inbox.find_place(key)[0]
+        return self.source.find_queue(key)
 
-    def _held(self) -> set[str]:
-        """Tokens of all jobs that are here."""
-        return set(self.source.lease_store.leases)
+    def _find_running(self, store: LeaseStore) -> set[str]:
+        """Tokens of all leases of a store whose jobs have begun, and are not settled."""
+        with self.lock:
+            leases = [call.lease for call in self.dispatcher.list_begun()]
+        return {each.token for each in leases if each is not None and each.store is store}
 
     def receive(self, reply: Reply) -> None:
         """Notes what the device says of its batches."""
@@ -489,17 +499,20 @@ class Feed:
         self._giving = self.turns.call_later(HELD_S, self._give)
         before_s = monotonic() - HELD_S
         oldest_s = self.demand.oldest_s()
-        store = self.source.lease_store
-        if oldest_s is None or oldest_s > before_s or self.is_stopping or store.fenced:
+        source, store = self.source, self.source.lease_store
+        if oldest_s is None or oldest_s > before_s or self.is_stopping:
+            return
+        if store is None or not source.is_connected:
             return
         try:
             if store.others_wait():
-                self.demand.offer(before_s, self._give_to_waiting)
-        except Exception:
-            logger.debug("nothing can be given back", exc_info=True)
+                self.demand.offer(before_s, partial(self._give_to_waiting, store))
+        except (redis.RedisError, OSError) as error:
+            # Nobody knows what went back.
+            source.prepare_anew()
+            logger.debug("nothing can be given back: %r", error)
 
-    def _give_to_waiting(self, calls: Any) -> Any:
-        store = self.source.lease_store
+    def _give_to_waiting(self, store: LeaseStore, calls: Any) -> Any:
         leases = {call.lease.token: call for call in calls if call.lease is not None}
         by_token = {
             token: call
@@ -510,7 +523,7 @@ class Feed:
         for token in sorted(by_token, key=int):
             lease = store.leases.get(token)
             if lease is not None:
-                name = self.source.inbox.find_place(lease.key)[0]
+                name = self._find_queue(lease.key)
                 jobs.append((HeldJob(token, True), store.keys.queue(name)))
         given = [by_token[token] for token in store.give_to_waiting(jobs)] if jobs else []
         for call in given:
@@ -523,7 +536,7 @@ class Feed:
 
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
-        return {**self.dispatcher.info(), "leases": self.source.lease_store.figures()}
+        return {**self.dispatcher.info(), "leases": self.source.figures()}
 
     @property
     def _may_be_plain(self) -> bool:
@@ -545,13 +558,7 @@ class Feed:
         with self.lock:
             self.dispatcher.finish()
         self.eventer.close()
-        store = self.source.lease_store
-        if held := len(store.leases):
-            logger.info("jobs given back to their queues: %d", held)
-        try:
-            store.close()
-        except (redis.RedisError, OSError) as error:
-            logger.warning("leases could not be given back, they will expire: %s", error)
+        self.source.close()
 
     @contextmanager
     def looked_at(self) -> Iterator[Dispatcher]:

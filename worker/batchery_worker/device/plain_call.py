@@ -39,8 +39,9 @@ TYPE_MARK = b'"__type__"'
 
 _REVOKED: Any = worker_state.revoked
 
-#: Makes a call of a message by Celery's own request: of the payload, as it stood in its queue.
-MakeCall = Callable[[Any], TaskCall]
+#: Makes a call of a message by Celery's own request: of what has its lease, and the payload as it
+#: stood in its queue.
+MakeCall = Callable[[LeaseStore, Any], TaskCall]
 
 
 class PlainCall:
@@ -106,7 +107,7 @@ class PlainCall:
     def full(self) -> TaskCall:
         """The same with Celery's request."""
         if self._full is None:
-            self._full = full = self._make(self._payload)
+            self._full = full = self._make(self.store, self._payload)
             worker_state.task_reserved(full.request)
             if self.accepted:
                 full.accept(self._pid)

@@ -13,21 +13,22 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.utils.json import dumps
 
-from batchery_worker.device.__main__ import Device
+from batchery_worker.device.device import Device
 from batchery_worker.device.feed import Feed
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Began,
     Cancel,
     Done,
     Ended,
     Fenced,
-    Joined,
     Left,
     Loaded,
     Loads,
     Order,
+    Parted,
     Ready,
     Reload,
     Reply,
@@ -57,11 +58,11 @@ class PullingDevice(Device):
         self._told: set[int] = set()
 
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:
-        """Imports the app, loads the models, and registers as a holder of leases."""
+        """Imports the app, and loads the models; it connects later, as the broker may be away."""
         ready = super().start(setup, app)
-        feed = self._intake
-        feed.source.on_joined = lambda holder: self.tell(Joined(holder))
-        self.tell(Joined(feed.source.lease_store.worker))
+        # Here, as its errors are those of a start.
+        source = self._intake.source
+        source.on_parted = lambda holder: self.tell(Parted(holder))
         return ready
 
     @cached_property
@@ -124,8 +125,7 @@ class PullingDevice(Device):
             if isinstance(message, Stop):
                 feed.stop()
             elif isinstance(message, Fenced):
-                feed.source.lease_store.fenced = True
-                feed.source.wake()
+                feed.source.fence(message.holder)
             elif isinstance(message, Reload):
                 self._reloader.begin(message)
             elif isinstance(message, Order):
@@ -133,6 +133,8 @@ class PullingDevice(Device):
 
     def _obey(self, feed: Feed, order: Order) -> str:
         """Runs a command of remote control on the jobs of this device; its answer as JSON."""
+        if order.name == SIGN:
+            return ""
         try:
             with feed.lock:
                 if order.name == "batchery":

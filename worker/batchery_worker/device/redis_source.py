@@ -8,21 +8,27 @@ import contextlib
 import logging
 import os
 import select
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
 from kombu.utils.scheduling import cycle_by_name
 
+from batchery.errors import BatcheryError
+from batchery.protocol.figures import LeaseFigures, report
 from batchery.retry import pause_s
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.consume import Fetcher
 from batchery.transport.inbox import Inbox, Workload
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import BATCHES
+from batchery.transport.redis_schema import BATCHES, split_list
+from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.consumer import OutageLog
 
 logger = logging.getLogger("batchery.device")
 
@@ -31,6 +37,9 @@ SWEEP_INTERVAL_S = 1.0
 
 #: Longest pause between two attempts to reach a broker that is away, in seconds.
 MAX_RECONNECT_S = 2.0
+
+#: How often a broker that was left is looked at, in seconds.
+PART_S = 1.0
 
 
 class Owner:
@@ -46,11 +55,30 @@ class Owner:
         """Does nothing."""
 
 
+class Place(NamedTuple):
+    """One broker: the leases that this device has there, and how it asks for more."""
+
+    number: int
+    store: LeaseStore
+    #: Of the connections over which it asks.
+    pool: Any
+    inbox: Inbox
+    fetcher: Fetcher
+
+
 class RedisSource:
     """Leases messages for one device; whoever drives it calls it, from one thread at a time.
 
+    It waits for a broker that is away, as Celery's consumer does, and keeps its leases meanwhile.
+    If there are several brokers, it goes to the next one: what only waits goes back to its queue
+    as soon as the first one answers, and what runs is finished with its lease there.
+
     Its public attributes are what `Fetcher` and `Inbox` need of a channel.
     """
+
+    sep = ""
+    global_keyprefix = ""
+    priority_steps: Sequence[int] = ()
 
     def __init__(
         self,
@@ -58,7 +86,7 @@ class RedisSource:
         queues: Sequence[str],
         options: Mapping[str, Any],
         deliver: Callable[[Any], None],
-        find_held: Callable[[], Collection[str]],
+        find_running: Callable[[LeaseStore], Collection[str]],
     ) -> None:
         """Does not connect yet.
 
@@ -67,11 +95,11 @@ class RedisSource:
             queues: Names of the queues.
             options: `fetch_messages`, `class_levels`, `queue_prefetch`, as those of the transport.
             deliver: Takes in a message, as kombu reads it from a queue.
-            find_held: Tokens of the leases whose jobs are here.
+            find_running: Tokens of the leases whose jobs have begun here; from any thread.
         """
         self._app = app
         self._deliver = deliver
-        self._find_held = find_held
+        self._find_running = find_running
         self._names = list(queues)
         self.fetch_messages = int(options.get("fetch_messages", 1000))
         self.class_levels: Sequence[int] = options.get("class_levels", ())
@@ -89,11 +117,23 @@ class RedisSource:
         #: Whether the last answer does not say that the lists are empty, and watched.
         self.may_have_more = False
         self._redis: Any = None
+        self._brokers = list_brokers(app)
+        self._place: Place | None = None
+        self._next_broker = 0
+        #: Places that were left while jobs of them ran.
+        self._left: list[Place] = []
         #: Failed attempts in a row to reach the broker, and until when no other one is made.
         self._failures, self._away_until_s = 0, 0.0
-        #: Called with the id of this holder whenever it is a new one.
-        self.on_joined: Callable[[str], None] = lambda _: None
-        self._open()
+        self._outages = [self._make_outage_log(broker) for broker in self._brokers]
+        #: The holder of which the worker has said that others have its leases.
+        self._known_fenced = ""
+        #: What others are told of this device: see `LeaseStore.holder`.
+        self.holder: Any = None
+        #: Called with the id of this holder, and the number of its broker, whenever it is new. What
+        #: waits here has no lease any more.
+        self.on_joined: Callable[[str, int], None] = lambda *_: None
+        #: Called with the id of a holder that has no leases any more; from any thread.
+        self.on_parted: Callable[[str], None] = lambda _: None
 
     # What Fetcher and Inbox ask
 
@@ -111,137 +151,280 @@ class RedisSource:
 
     # Connecting
 
-    def _open(self) -> None:
-        """Reads how to connect, and registers this device as a holder.
+    def _make_outage_log(self, broker: str | None) -> OutageLog:
+        with self._app.connection_for_read(broker) as connection:
+            return OutageLog(connection.as_uri())
 
-        Raises:
-            redis.RedisError: No broker answers.
+    @property
+    def lease_store(self) -> LeaseStore | None:
+        """The leases with the broker that is asked; None until one has answered."""
+        return None if self._place is None else self._place.store
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker has answered the last time, and leases are held."""
+        store = self.lease_store
+        return self._redis is not None and store is not None and not store.fenced
+
+    def connect(self) -> bool:
+        """Makes sure that a broker takes this device for a holder; may take seconds.
+
+        Returns:
+            Whether it does.
         """
-        with self._app.connection_for_read() as connection:
-            once_each = len(connection.alt or ())
-            connection.ensure_connection(
-                max_retries=once_each, interval_start=0, reraise_as_library_errors=False
-            )
-            channel: Any = connection.channel()
-            try:
-                self.sep, self.global_keyprefix = channel.sep, channel.global_keyprefix
-                self.priority_steps = channel.priority_steps
-                self._queue_cycle = cycle_by_name(channel.queue_order_strategy)()
-                self._queue_cycle.update(self._names)
-                self._pool = channel._get_pool(asynchronous=True)
-                client = channel._make_separate_client(SOCKET_TIMEOUT_S)
-                self.lease_store = LeaseStore(
-                    client, channel.global_keyprefix, channel.lease_expiry_s
-                )
-            finally:
-                channel.close()
-        self.lease_store.open()
-        self.inbox = Inbox(self, self.lease_store)
-        self.fetcher = Fetcher(self, self.lease_store, self.inbox)
-        self._listen()
+        if monotonic() < self._away_until_s:
+            return False
+        try:
+            place = self._place
+            if place is None:
+                place = self._open(self._next_broker)
+            elif place.store.fenced:
+                if self._known_fenced != place.store.worker:
+                    # Its worker beats for nobody before it knows.
+                    return False
+                self._rejoin(place)
+            if self._redis is None:
+                self._redis = place.pool.get_connection()
+                self._is_stale = True
+            if self._is_stale:
+                place.fetcher.prepare(self._redis)
+        except (redis.RedisError, OSError, BatcheryError) as error:
+            self._lose(error)
+            return False
+        return True
 
-    def _listen(self) -> None:
-        for name in self._names:
-            # Jobs of tenants that came by a queue of ordinary tasks are in lists of that one.
-            self.connection._callbacks[name] = self._deliver
-            self.connection._callbacks[name.removesuffix(BATCHES)] = self._deliver
+    def _open(self, number: int) -> Place:
+        """Registers this device as a holder with a broker."""
+        with open_channel(self._app, self._brokers[number]) as channel:
+            self.sep, self.global_keyprefix = channel.sep, channel.global_keyprefix
+            self.priority_steps = channel.priority_steps
+            self._queue_cycle = cycle_by_name(channel.queue_order_strategy)()
+            pool = channel._get_pool(asynchronous=True)
+            store = LeaseStore(
+                channel._make_separate_client(SOCKET_TIMEOUT_S),
+                channel.global_keyprefix,
+                channel.lease_expiry_s,
+            )
+        store.holder = self.holder
+        store.open()
+        inbox = Inbox(self, store)
+        self._place = Place(number, store, pool, inbox, Fetcher(self, store, inbox))
+        self.select_queues(self._names)
+        self.on_joined(store.worker, number)
+        return self._place
 
     def select_queues(self, queues: Sequence[str]) -> None:
         """Takes from other queues from now on."""
         self._names = list(queues)
-        self._queue_cycle.update(self._names)
-        self._listen()
+        if self._place is not None:
+            self._queue_cycle.update(self._names)
+            self._place.store.holder = self.holder
+        for name in self._names:
+            # Jobs of tenants that came by a queue of ordinary tasks are in lists of that one.
+            self.connection._callbacks[name] = self._deliver
+            self.connection._callbacks[name.removesuffix(BATCHES)] = self._deliver
         self._is_stale = True
-
-    def _connect(self) -> Any:
-        if self._redis is None:
-            self._redis = self._pool.get_connection()
-            self._is_stale = True
-        return self._redis
 
     def _disconnect(self) -> None:
         connection, self._redis = self._redis, None
         self._fruitless = False
         if connection is not None:
             connection.disconnect()
-            self._pool.release(connection)
+            assert self._place is not None
+            self._place.pool.release(connection)
+
+    def _lose(self, error: Exception) -> None:
+        """Notes that the broker does not answer, or refuses; several are asked in turns."""
+        number = self._next_broker if self._place is None else self._place.number
+        self._disconnect()
+        self._failures += 1
+        # One that only cuts a connection is there.
+        if self._failures > 1 or not isinstance(error, redis.ConnectionError):
+            self._outages[number](error, 0.0)
+        if len(self._brokers) > 1 and (self._failures > 1 or self._place is None):
+            self._leave(number)
+        self._away_until_s = monotonic() + pause_s(self._failures, MAX_RECONNECT_S)
+
+    def _rejoin(self, place: Place) -> None:
+        fenced = place.store.worker
+        lost = place.store.rejoin()
+        self._is_stale = True
+        self.on_parted(fenced)
+        self.on_joined(place.store.worker, place.number)
+        logger.warning(
+            "this device was silent for too long: its leases were handed on, %d jobs", lost
+        )
+
+    def fence(self, holder: str) -> None:
+        """Notes that others have the leases of a holder; from any thread."""
+        for place in (self._place, *self._left):
+            if place is not None and place.store.worker == holder:
+                self._known_fenced, place.store.fenced = holder, True
+        self.wake()
+
+    # Leaving for another broker
+
+    def _leave(self, number: int) -> None:
+        self._next_broker = (number + 1) % len(self._brokers)
+        if (place := self._place) is not None:
+            self._place = None
+            self._left.append(place)
+            threading.Thread(target=self._part, args=(place,), daemon=True).start()
+
+    def _part(self, place: Place) -> None:
+        """Gives back what waits with a broker that was left, and stays until the rest has ended."""
+        store = place.store
+        store.lost(set(store.leases) - set(self._find_running(store)))
+        while not store.fenced:
+            try:
+                if self._has_parted(store):
+                    break
+            except (redis.RedisError, OSError) as error:
+                logger.debug("nothing can be given back yet: %r", error)
+            sleep(PART_S)
+        self._left.remove(place)
+        self.on_parted(store.worker)
+
+    def _has_parted(self, store: LeaseStore) -> bool:
+        store.flush()
+        running = set(self._find_running(store))
+        known = {token.decode() for token in store.client.hkeys(store.lease_key)}
+        if waiting := known - running - set(store.leases):
+            store.requeue(waiting, first=True)
+            logger.info("jobs given back to their queues: %d", len(waiting))
+        if len(store.leases):
+            return False
+        store.close()
+        return True
 
     # Taking
 
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""
-        if monotonic() < self._away_until_s:
+        if self._redis is None or self._place is None or self._place.store.fenced:
             return False
         try:
-            if self.lease_store.fenced:
-                self._rejoin()
-            connection = self._connect()
             if self._is_stale:
-                self.fetcher.prepare(connection)
-                self._reconcile()
                 self._is_stale = False
-            return self.fetcher.ask(connection)
-        except redis.exceptions.NoScriptError:
-            self._is_stale = True
+                self._reconcile(self._place)
+            return self._place.fetcher.ask(self._redis)
         except (redis.RedisError, OSError) as error:
             self._lose(error)
         return False
 
     def read(self) -> Any:
         """Reads the answer; empty if there is nothing. For whoever drives, without a lock."""
+        place = self._place
+        assert place is not None
+        fetcher = place.fetcher
         try:
-            answer = self.fetcher.read(self._redis)
+            answer = fetcher.read(self._redis)
         except redis.exceptions.NoScriptError:
             self._is_stale = True  # Somebody flushed the scripts.
             return []
         except (redis.RedisError, OSError) as error:
             self._lose(error)
             return []
+        if self._failures > 1:
+            logger.info("connected to the broker again")
         self._failures = 0
         if answer is None:
-            self.lease_store.fenced = True
+            place.store.fenced = True
             return []
         # A push may have come behind the answer. If asking again brings nothing either, a key is no
         # list, and the next sweep looks again.
-        was_fruitless, took_all = self._fruitless, self.fetcher.took_all
-        self._fruitless = self.fetcher.watches and not answer and not took_all
+        was_fruitless, took_all = self._fruitless, fetcher.took_all
+        self._fruitless = fetcher.watches and not answer and not took_all
         self.may_have_more = not took_all and not (was_fruitless and not answer)
         return answer
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that the last question was about, in order."""
+        return () if self._place is None else self._place.fetcher.keys
+
     def take_in(self, answer: Any) -> None:
         """Hands over what was brought."""
+        assert self._place is not None
         try:
-            self.inbox.take_in(answer, self.fetcher.keys)
+            self._place.inbox.take_in(answer, self.keys)
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
     def hand_over(self, taken: tuple[str, str, bytes]) -> None:
         """Hands one message over."""
+        assert self._place is not None
         try:
-            self.inbox._hand_over([taken], with_suspects=False)
+            self._place.inbox._hand_over([taken], with_suspects=False)
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
-    def _reconcile(self) -> None:
+    def find_queue(self, key: str) -> str:
+        """The queue of a key, which may be that of any of its lists."""
+        return split_list(key.removeprefix(self.global_keyprefix), self.sep)[0]
+
+    def _reconcile(self, place: Place) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""
-        self.qos = Owner()
-        taken = self.lease_store.reconcile(self.qos, self._find_held())
+        leases, self.qos = place.store.leases, Owner()
+        # What has no owner was to be handed over when the broker was lost.
+        here = {token for token in leases if (lease := leases.get(token)) and lease.owner}
+        taken = place.store.reconcile(self.qos, here)
         if taken:
-            self.inbox._hand_over(taken, with_suspects=True, again=True)
+            place.inbox._hand_over(taken, with_suspects=True, again=True)
 
-    def _rejoin(self) -> None:
-        lost = self.lease_store.rejoin()
-        self._is_stale = True
-        self.on_joined(self.lease_store.worker)
-        logger.warning(
-            "this device was silent for too long: its leases were handed on, %d jobs", lost
-        )
+    # Settling
 
-    def _lose(self, error: Exception) -> None:
-        logger.debug("the broker does not answer: %r", error)
-        self._disconnect()
-        self._failures += 1
-        self._away_until_s = monotonic() + pause_s(self._failures, MAX_RECONNECT_S)
+    def flush(self) -> None:
+        """Sends what was acknowledged, if the broker is there."""
+        store = self.lease_store
+        if store is None or not self.is_connected:
+            return
+        try:
+            store.flush()
+        except (redis.RedisError, OSError) as error:
+            self._lose(error)
+
+    def describe(self, scheduled: int, known: str) -> str:
+        """Tells others, through Redis, how much this device holds of each queue.
+
+        Args:
+            scheduled: How many jobs wait for their time.
+            known: What they know.
+
+        Returns:
+            What they know now.
+        """
+        store, leased = self.lease_store, Counter[str]()
+        if store is None or not self.is_connected:
+            return known
+        for key, count in store.leases.by_key().items():
+            leased[self.find_queue(key).removesuffix(BATCHES)] += count
+        text = store.describe(leased, scheduled)
+        if text != known:
+            keys = [store.keys.workers, store.keys.worker_info]
+            try:
+                store.scripts.run("renew", keys, store.worker, text)
+            except (redis.RedisError, OSError) as error:
+                logger.debug("others cannot be told of this device: %r", error)
+                return known
+        return text
+
+    def figures(self) -> dict[str, Any]:
+        """What `celery inspect batchery` shows of the leases."""
+        store = self.lease_store
+        return report(LeaseFigures()) if store is None else store.figures()
+
+    def close(self) -> None:
+        """Gives back what is left, and leaves Redis."""
+        for place in (self._place, *self._left):
+            if place is None:
+                continue
+            if held := len(place.store.leases):
+                logger.info("jobs given back to their queues: %d", held)
+            try:
+                place.store.close()
+            except (redis.RedisError, OSError) as error:
+                logger.warning("leases could not be given back, they will expire: %s", error)
 
     # Waiting
 
@@ -253,7 +436,7 @@ class RedisSource:
             is_due: Whether there is something to do that nobody is woken for any more.
         """
         timeout_s = SWEEP_INTERVAL_S if timeout_s is None else min(timeout_s, SWEEP_INTERVAL_S)
-        if self._away_until_s:
+        if self._redis is None:
             timeout_s = min(timeout_s, max(0.0, self._away_until_s - monotonic()))
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import redis
 from celery import Celery
 from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.exceptions import TaskRevokedError
@@ -36,8 +37,15 @@ class LeaseChannel:
 
     no_ack_consumers = None
 
-    def __init__(self, lease_store: LeaseStore) -> None:
+    def __init__(self, lease_store: LeaseStore, prepare_anew: Callable[[], None]) -> None:
+        """Of a message whose lease is in that store.
+
+        Args:
+            lease_store: It stays, whichever broker the device goes to.
+            prepare_anew: Has leases compared with Redis.
+        """
         self.lease_store = lease_store
+        self._prepare_anew = prepare_anew
         self._codec = Base64()
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
@@ -55,7 +63,12 @@ class LeaseChannel:
     def basic_reject(self, token: str, requeue: bool = False) -> None:
         """Drops a message, or gives it back to the end of its queue."""
         if requeue:
-            self.lease_store.requeue([token], first=False)
+            try:
+                self.lease_store.requeue([token], first=False)
+            except (redis.RedisError, OSError):
+                # Whoever rejects it may only log that, and nobody else remembers the message.
+                self._prepare_anew()
+                raise
         else:
             self.lease_store.ack(token)
 

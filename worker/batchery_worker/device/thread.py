@@ -16,7 +16,7 @@ from typing import Any
 
 from celery import Celery
 
-from batchery_worker.device.__main__ import Device, begin
+from batchery_worker.device.device import Device, begin
 from batchery_worker.device.functions import EventLoop, close_connections
 from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.ipc.framing import read_frame

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -35,6 +36,8 @@ from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDete
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery.transport.worker_registry import read_expiry, read_text
+from batchery_worker.brokers import list_brokers, open_channel
+from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -42,14 +45,15 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Ended,
     Fenced,
     Joined,
     Order,
+    Parted,
     RecycleDue,
     Reply,
     Running,
@@ -69,13 +73,16 @@ class PullSupervisor(DeviceSupervisor):
 
     #: Called with a device whose process has ended, and how many deaths that is.
     on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None]
-    on_joined: Callable[[DeviceProcess, str], None]
+    on_joined: Callable[[DeviceProcess, Joined], None]
+    on_parted: Callable[[DeviceProcess, str], None]
     on_answer: Callable[[DeviceProcess, Answer], None]
     on_busy: Callable[[], None]
 
     def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
         if isinstance(reply, Joined):
-            self.on_joined(device, reply.holder)
+            self.on_joined(device, reply)
+        elif isinstance(reply, Parted):
+            self.on_parted(device, reply.holder)
         elif isinstance(reply, Running):
             self._on_running(device, reply)
         elif isinstance(reply, Ended):
@@ -107,6 +114,15 @@ class PullSupervisor(DeviceSupervisor):
         """Tells a device what to do, if it has a process."""
         if device.link is not None and not device.link.send(dump_message(message)):
             self._await_room(device)
+
+    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
+        super()._look_for_hangs(loop, max_pass_s)
+        # One that stands still takes no job of which it could tell.
+        for device in self.devices:
+            is_asked = device.heard_s < device.asked_s < inf
+            if device.state is State.READY and not device.batches and not is_asked:
+                device.asked_s = monotonic()
+                self.order(device, Order(0, SIGN, {}))
 
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""
@@ -187,6 +203,7 @@ class Fleet:
         )
         self.supervisor.on_end = self._on_end
         self.supervisor.on_joined = self._on_joined
+        self.supervisor.on_parted = self._on_parted
         self.supervisor.on_answer = self._on_answer
         self._numbers = itertools.count(1)
         self._answered = threading.Condition()
@@ -269,14 +286,17 @@ class Fleet:
         else:
             worker_state.active_requests.discard(self._busy)
 
-    def _on_joined(self, device: DeviceProcess, holder: str) -> None:
-        self.beats.join(device.name, holder)
+    def _on_joined(self, device: DeviceProcess, reply: Joined) -> None:
+        self.beats.join(device.name, reply.holder, reply.broker)
 
-    def _tell_fenced(self, name: str) -> None:
+    def _on_parted(self, device: DeviceProcess, holder: str) -> None:
+        self.beats.part(device.name, holder)
+
+    def _tell_fenced(self, name: str, holder: str) -> None:
         def tell() -> None:
             for device in self.supervisor.devices:
                 if device.name == name:
-                    self.supervisor.order(device, Fenced())
+                    self.supervisor.order(device, Fenced(holder))
 
         self.call(tell)
 
@@ -292,6 +312,8 @@ class Fleet:
         self.beats.leave(device.name, expired, is_death=is_death and not self._is_leaving)
 
     def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
+        if not answer.number:
+            return  # A sign of life.
         with self._answered:
             self._answers[answer.number] = answer.value
             self._answered.notify_all()
@@ -390,36 +412,39 @@ class Fleet:
 
 
 class HolderBeats:
-    """A thread that renews the leases of devices, and recovers those of dead holders."""
+    """Renews the leases of devices, and recovers those of dead holders, with each broker."""
 
-    def __init__(self, app: Celery, name: str, on_fenced: Callable[[str], None]) -> None:
-        self._app = app
+    def __init__(self, app: Celery, name: str, on_fenced: Callable[[str, str], None]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            app: Its brokers are asked.
+            name: Node name of the worker.
+            on_fenced: Called with a device, and the id of a holder whose leases others have.
+        """
         self._name = name
-        self._on_fenced = on_fenced
-        #: Device -> id by which it holds leases.
-        self._holders: dict[str, str] = {}
-        self._ended: list[tuple[str, Sequence[tuple[str, float | None]], bool]] = []
+        self._brokers = [BrokerBeats(app, each, on_fenced) for each in list_brokers(app)]
+        #: Each device's holders, and the broker of each: it may have left one with jobs that run.
+        self._holders: dict[str, dict[str, BrokerBeats]] = {}
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._changed = threading.Event()
-        self._client: Any = None
-        self._expiries_s: dict[str, float] = {}
-        self._left: set[str] = set()
-        self.recovered = 0
-        self.expiry_s = 5.0
-        #: When the last heartbeat was answered; None before the first one.
-        self.beat_s: float | None = None
-        self.is_silent = False
-        self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for each in self._brokers:
+            each.start()
 
-    def join(self, device: str, holder: str) -> None:
+    def join(self, device: str, holder: str, broker: int) -> None:
         """Beats for a device from now on; its id is another one after it was fenced."""
         with self._lock:
-            self._holders[device] = holder
+            self._holders.setdefault(device, {})[holder] = self._brokers[broker]
+        self._brokers[broker].join(device, holder)
+
+    def part(self, device: str, holder: str) -> None:
+        """Beats no longer for a holder that has no leases."""
+        with self._lock:
+            beats = self._holders.get(device, {}).pop(holder, None)
+        if beats is not None:
+            beats.part(holder)
 
     def leave(
         self, device: str, expired: Sequence[tuple[str, float | None]], *, is_death: bool
@@ -433,34 +458,101 @@ class HolderBeats:
             is_death: Whether what it ran may have killed it.
         """
         with self._lock:
-            holder = self._holders.pop(device, None)
-            if holder is not None:
-                self._ended.append((holder, expired, is_death))
+            holders = self._holders.pop(device, {})
+        for holder, beats in holders.items():
+            beats.end(holder, expired, is_death=is_death)
+
+    def stop(self) -> None:
+        """Gives back what is left, and ends the threads."""
+        for device in list(self._holders):
+            self.leave(device, (), is_death=False)
+        for each in self._brokers:
+            each.stop()
+
+    @property
+    def recovered(self) -> int:
+        """How many messages of dead holders are back in their queues."""
+        return sum(each.recovered for each in self._brokers)
+
+    @property
+    def _serving(self) -> "BrokerBeats":
+        return next((each for each in self._brokers if each.holders), self._brokers[0])
+
+    @property
+    def expiry_s(self) -> float:
+        """After how long a silence others take the leases of devices, in seconds."""
+        return self._serving.expiry_s
+
+    @property
+    def beat_s(self) -> float | None:
+        """When the last heartbeat was answered; None before the first one."""
+        return self._serving.beat_s
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last one was not answered."""
+        return self._serving.is_silent
+
+
+class BrokerBeats:
+    """The thread that does so with one broker."""
+
+    def __init__(
+        self, app: Celery, broker: str | None, on_fenced: Callable[[str, str], None]
+    ) -> None:
+        self._app = app
+        self._broker = broker
+        self._on_fenced = on_fenced
+        #: Id by which leases are held -> device.
+        self.holders: dict[str, str] = {}
+        self._ended: list[tuple[str, Sequence[tuple[str, float | None]], bool]] = []
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._changed = threading.Event()
+        self._client: Any = None
+        self._expiries_s: dict[str, float] = {}
+        self._left: set[str] = set()
+        self.recovered = 0
+        self.expiry_s = 5.0
+        self.beat_s: float | None = None
+        self.is_silent = False
+        self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self, device: str, holder: str) -> None:
+        """Beats for a holder from now on."""
+        with self._lock:
+            self.holders[holder] = device
+
+    def part(self, holder: str) -> None:
+        """Beats for a holder no longer."""
+        with self._lock:
+            self.holders.pop(holder, None)
+
+    def end(
+        self, holder: str, expired: Sequence[tuple[str, float | None]], *, is_death: bool
+    ) -> None:
+        """Gives back what a holder had; see `HolderBeats.leave`."""
+        with self._lock:
+            self.holders.pop(holder, None)
+            self._ended.append((holder, expired, is_death))
         self._changed.set()
 
     def stop(self) -> None:
-        """Gives back what is left, and ends the thread."""
-        with self._lock:
-            self._ended += [(holder, (), False) for holder in self._holders.values()]
-            self._holders.clear()
+        """Ends the thread when all is given back, or the broker is away."""
         self._stopped.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(SOCKET_TIMEOUT_S)
 
     def _connect(self) -> None:
-        with self._app.connection_for_read() as connection:
-            once_each = len(connection.alt or ())
-            connection.ensure_connection(
-                max_retries=once_each, interval_start=0, reraise_as_library_errors=False
-            )
-            channel: Any = connection.channel()
-            try:
-                self.keys = Keys(channel.global_keyprefix)
-                self.expiry_s = float(channel.lease_expiry_s)
-                self._client = channel._make_separate_client(self.expiry_s / 2)
-            finally:
-                channel.close()
+        with open_channel(self._app, self._broker) as channel:
+            self.keys = Keys(channel.global_keyprefix)
+            self.expiry_s = float(channel.lease_expiry_s)
+            self._client = channel._make_separate_client(self.expiry_s / 2)
         self._scripts = transport_scripts(self._client)
         self._detector = FailureDetector(self.expiry_s, max_gap_s=self.expiry_s / 2)
 
@@ -493,14 +585,14 @@ class HolderBeats:
     def beat(self, now_s: float) -> None:
         """Renews the leases of all devices, and observes the other holders."""
         with self._lock:
-            holders = dict(self._holders)
+            holders = dict(self.holders)
         flat: Any = []
-        for device, holder in holders.items():
+        for holder, device in holders.items():
             flat = self._scripts.run(
                 "renew", [self.keys.workers, self.keys.worker_info], holder, ""
             )
-            if flat is None and self._holders.get(device) == holder:
-                self._on_fenced(device)
+            if flat is None and holder in self.holders:
+                self._on_fenced(device, holder)
         if not holders:
             flat = self._client.zrange(self.keys.workers, 0, -1, withscores=True)
             flat = list(itertools.chain.from_iterable(flat))
@@ -510,7 +602,7 @@ class HolderBeats:
         heartbeats = {
             name.decode(): int(float(beat))
             for name, beat in zip(flat[::2], flat[1::2], strict=True)
-            if name.decode() not in holders.values()
+            if name.decode() not in holders
         }
         expiries_s = self._read_expiries(heartbeats)
         for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):

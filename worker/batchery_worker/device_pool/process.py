@@ -154,6 +154,8 @@ class DeviceProcess:
     is_hung: bool = False
     #: When it last gave a sign, or got work while it had none, on the monotonic clock.
     heard_s: float = 0.0
+    #: When it was asked for a sign although it has no work that is known of; infinite for never.
+    asked_s: float = inf
     #: When the time limits of its batches are looked at next, on the monotonic clock.
     look_s: float = inf
     #: Number of starts in a row that failed before the process was ready.
@@ -241,9 +243,10 @@ class DeviceProcess:
         )
 
     def silent_s(self, now_s: float) -> float:
-        """How long it has given no sign although it has work, in seconds; 0 if it has none."""
+        """How long it has given no sign although it has work, or was asked, in seconds; else 0."""
         # Of a copy, as threads look that answer probes.
-        excused_s = max((each.excused_until_s for each in [*self.batches.values()]), default=inf)
+        batches = [*self.batches.values()]
+        excused_s = max((each.excused_until_s for each in batches), default=self.asked_s)
         return max(0.0, now_s - max(self.heard_s, excused_s))
 
     def oldest_batch_s(self, now_s: float) -> float:
@@ -288,6 +291,7 @@ class DeviceProcess:
         self.spawned_s = monotonic()
         self.jobs = 0
         self.reported = {}
+        self.asked_s = inf
         if self.models is not None:
             self.models.forget()
         self.recycle_due = False

@@ -24,10 +24,10 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
-from batchery_worker.dispatch.control import DeviceControl
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
@@ -192,6 +192,10 @@ class Dispatcher:
     def list_calls(self) -> list[TaskCall]:
         """The calls of all jobs that are here."""
         return [*self._in_flight, *(job.payload for job in self._scheduler)]
+
+    def list_begun(self) -> list[TaskCall]:
+        """The calls of all jobs that have begun, and are not settled."""
+        return [*self._in_flight]
 
     def forget_waiting(self) -> None:
         """Drops every job that was not accepted: the broker will deliver it again."""
@@ -451,7 +455,7 @@ class Dispatcher:
         urgent: bool = False,
         instead_of: Sequence[int] = (),
     ) -> None:
-        jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
+        jobs = tuple(job for job in batch.jobs if self._may_begin(job.payload))
         task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
         if jobs and self._listeners.of(task).before:
             jobs = self._begin(task, jobs, device.pid)
@@ -493,6 +497,16 @@ class Dispatcher:
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
+
+    def _may_begin(self, call: TaskCall) -> bool:
+        """Whether a job is wanted, and no other worker has it by now."""
+        if not self._in_flight.wants(call):
+            return False
+        lease = call.lease
+        if lease is None or lease.store.holds(lease.token):
+            return True
+        self._settlement.fenced(call)
+        return False
 
     def cancel(self, job_id: str) -> None:
         """Ends the batch of a job that was terminated, unless it has jobs that were not."""

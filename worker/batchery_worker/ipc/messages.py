@@ -228,7 +228,13 @@ class Stop(NamedTuple):
 
 
 class Fenced(NamedTuple):
-    """Others have taken over what the device holds: it registers anew."""
+    """Others have taken over what a holder had: its device registers anew."""
+
+    holder: str
+
+
+#: The order whose answer is but a sign of life.
+SIGN = "batchery_sign"
 
 
 class Order(NamedTuple):
@@ -331,6 +337,14 @@ class Joined(NamedTuple):
     """The device has registered as a holder of leases, which its worker keeps alive."""
 
     holder: str
+    #: Number of the broker, see `list_brokers`.
+    broker: int
+
+
+class Parted(NamedTuple):
+    """A holder has no leases any more: its device has gone to another broker."""
+
+    holder: str
 
 
 class Running(NamedTuple):
@@ -405,7 +419,7 @@ class TextTimes(NamedTuple):
 
 _KINDS = (
     *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done),
-    *(Joined, Running, Ended, RecycleDue, Answer),
+    *(Joined, Parted, Running, Ended, RecycleDue, Answer),
 )
 Reply = (
     Ready
@@ -419,6 +433,7 @@ Reply = (
     | Stepped
     | Done
     | Joined
+    | Parted
     | Running
     | Ended
     | RecycleDue

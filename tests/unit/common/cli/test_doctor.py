@@ -110,8 +110,8 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         ),
         (
             "worker-stock",
-            {"consumed": {NAME: {"celery"}, "plain@here": {"celery", "mail"}}},
-            "plain@here has no leases, and consumes celery",
+            {"consumed": {NAME: {"celery", "shout"}, "plain@here": {"shout", "mail"}}},
+            "plain@here has no leases, and consumes shout",
         ),
         (
             "queue-unserved",
