@@ -20,6 +20,7 @@ from kombu import Exchange, Queue
 from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.transport.redis_schema import BATCHES, ORDINARY
+from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -88,6 +89,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
         """Starts the devices; waits for models where there is nothing else to do."""
         # After the banner, which names all queues.
         parent.pull_plan.take_queues()
+        warn_of_tracer(parent.app, parent.pull_plan.tasks)
         try:
             with failing_in_one_line():
                 self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
