@@ -33,6 +33,7 @@ from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockC
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
+from batchery_worker.events import use_batch_events
 from batchery_worker.forwarding import BATCHES
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
@@ -209,6 +210,8 @@ class Feed:
             tell: Sends a message to the worker.
             resumes: As in `Ready`.
         """
+        # As in Celery's worker, before tracers are made.
+        trace.setup_worker_optimizations(app, pull.hostname)
         self._app = app
         self._prepare = prepare
         self._tell = tell
@@ -298,18 +301,31 @@ class Feed:
                 logger.debug("others cannot be told of this device: %r", error)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
+        use_batch_events(self._app)
+        self._flushes = False
         events: Any = self._app.events
         return events.Dispatcher(
             self._app.connection_for_write(),
             hostname=pull.hostname,
             enabled=pull.sends_events,
-            groups=["task"],
+            groups=["worker", "task"] if pull.sends_events else ["worker"],
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
 
+    def switch_events(self) -> None:
+        """Connects for task events, if remote control has switched them on."""
+        if "task" in self.eventer.groups and not self.eventer.enabled:
+            self.eventer.enable()
+
     def _flush_events_soon(self) -> None:
-        self.turns.call_soon(self.eventer.flush)
+        if not self._flushes:
+            self._flushes = True
+            self.turns.call_soon(self._flush_events)
+
+    def _flush_events(self) -> None:
+        self._flushes = False
+        self.eventer.flush()
 
     # What the device asks, as of an `Intake`
 
@@ -521,12 +537,16 @@ class Feed:
 
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
-        return {**self.dispatcher.info(), "leases": self.source.lease_store.figures()}
+        return {
+            **self.dispatcher.info(),
+            "leases": self.source.lease_store.figures(),
+            "total": worker_state.total_count,
+        }
 
     @property
     def _may_be_plain(self) -> bool:
         """Whether nobody hears of each job: no log, no events, no receivers."""
-        is_heard = self.eventer.enabled or signals.task_received.receivers
+        is_heard = "task" in self.eventer.groups or signals.task_received.receivers
         return not (is_heard or trace.logger.isEnabledFor(logging.INFO))
 
     # The end

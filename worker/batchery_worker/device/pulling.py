@@ -141,12 +141,11 @@ class PullingDevice(Device):
                 elif order.name == "batchery_queues":
                     feed.take_from(order.options["sizes"])
                     found = None
-                elif order.name == "batchery_total":
-                    found = dict(worker_state.total_count)
                 else:
                     feed.materialise()
                     state = _State(feed.consumer)
                     found = Panel.data[order.name](state, **order.options)
+                    feed.switch_events()
             return str(dumps(found))
         except Exception as error:
             logger.exception("the order %s has failed", order.name)
