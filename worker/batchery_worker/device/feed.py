@@ -307,16 +307,11 @@ class Feed:
         return events.Dispatcher(
             self._app.connection_for_write(),
             hostname=pull.hostname,
-            enabled=pull.sends_events,
+            # As Celery's own: remote control adds the other group.
             groups=["worker", "task"] if pull.sends_events else ["worker"],
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
-
-    def switch_events(self) -> None:
-        """Connects for task events, if remote control has switched them on."""
-        if "task" in self.eventer.groups and not self.eventer.enabled:
-            self.eventer.enable()
 
     def _flush_events_soon(self) -> None:
         if not self._flushes:

@@ -145,7 +145,6 @@ class PullingDevice(Device):
                     feed.materialise()
                     state = _State(feed.consumer)
                     found = Panel.data[order.name](state, **order.options)
-                    feed.switch_events()
             return str(dumps(found))
         except Exception as error:
             logger.exception("the order %s has failed", order.name)
