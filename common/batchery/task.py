@@ -232,7 +232,7 @@ class BatchTask(_Task):
                 return None
         except Exception:  # noqa: BLE001 - it is the app's own code
             return None
-        queues = self.app.amqp.queues
+        queues: Any = self.app.amqp.queues
         return self.name if queues.create_missing or self.name in queues else None
 
     @classmethod

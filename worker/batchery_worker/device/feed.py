@@ -40,7 +40,7 @@ from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, R
 
 logger = logging.getLogger("batchery.device")
 
-#: How often the feeder thread looks whether the main thread has driven nothing for long, in seconds.
+#: How often the feeder thread looks whether the main one has driven nothing for long, in seconds.
 LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
@@ -51,7 +51,7 @@ DESCRIBE_S = 1.0
 
 
 class Turns:
-    """What is to be done in the next turn of the feed, and at a time: the dispatcher's event loop."""
+    """What is to be done in the next turn of the feed, and later: the dispatcher's event loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.timer: Any = Timer(max_interval=LOOK_S)

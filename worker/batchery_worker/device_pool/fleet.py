@@ -146,7 +146,8 @@ class PullSupervisor(DeviceSupervisor):
 def describe(running: Running) -> DispatchedBatch:
     """A batch of which the worker knows no more than it was told."""
     key, limits = BatchKey(running.task), Limits(1)
-    jobs = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
+    nobody: Any = None
+    jobs = tuple(Job(each, key, limits, 1, 0.0, nobody) for each in running.job_ids)
     return DispatchedBatch(
         Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
     )
@@ -619,7 +620,7 @@ def merge(
 
 
 def add_up(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds figures of devices; where there are several of one device, the first ones are current."""
+    """Adds figures of devices; of several of the same device, the first ones are current."""
     batches, leases, total = BatchFigures(), LeaseFigures(), Counter[str]()
     costs: dict[str, Any] = {}
     devices: dict[str, Any] = {}
@@ -658,5 +659,5 @@ def add_up(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def without_jobs(figures: Mapping[str, Any]) -> dict[str, Any]:
     """What a process had counted that has ended: it holds nothing any more."""
-    nothing = {"waiting": 0, "oldest_waiting_s": None, "waiting_by_queue": {}}
+    nothing: dict[str, Any] = {"waiting": 0, "oldest_waiting_s": None, "waiting_by_queue": {}}
     return {**figures, **nothing, "leases": {**figures["leases"], "held": 0}}
