@@ -59,7 +59,11 @@ def failing_in_one_line() -> Iterator[None]:
 class DevicesStep(_Step):  # type: ignore[misc]
     """Starts devices that pull, and ends them."""
 
-    requires = ("batchery_worker.bootstep:BatchStep",)
+    # Probes are answered while models are loaded.
+    requires = (
+        "batchery_worker.bootstep:BatchStep",
+        "batchery_worker.operations.watch:WatchStep",
+    )
 
     def __init__(self, parent: Any, **options: Any) -> None:
         super().__init__(parent, **options)
@@ -108,10 +112,9 @@ class DevicesStep(_Step):  # type: ignore[misc]
     def info(self, parent: Any) -> Mapping[str, Any]:
         """What `inspect stats` shows of devices."""
         pool = getattr(parent.pool, "info", None) or {}
-        total = Counter(worker_state.total_count)
-        for found in self.fleet.ask("batchery_total", {}).values():
-            total.update(found)
-        return {"pool": {**pool, **(self.fleet.figures() or {})}, "total": total}
+        figures = self.fleet.figures()
+        total = Counter(worker_state.total_count) + Counter(figures.pop("total"))
+        return {"pool": {**pool, **figures}, "total": total}
 
 
 def _on_lost(why: str) -> None:

@@ -35,6 +35,7 @@ from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockC
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dispatcher import Dispatcher
+from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
@@ -221,6 +222,8 @@ class Feed:
             tell: Sends a message to the worker.
             resumes: As in `Ready`.
         """
+        # As in Celery's worker, before tracers are made.
+        trace.setup_worker_optimizations(app, pull.hostname)
         self._app = app
         self._prepare = prepare
         self._tell = tell
@@ -303,18 +306,26 @@ class Feed:
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
+        use_batch_events(self._app)
+        self._flushes = False
         events: Any = self._app.events
         return events.Dispatcher(
             self._app.connection_for_write(),
             hostname=pull.hostname,
-            enabled=pull.sends_events,
-            groups=["task"],
+            # As Celery's own: remote control adds the other group.
+            groups=["worker", "task"] if pull.sends_events else ["worker"],
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
 
     def _flush_events_soon(self) -> None:
-        self.turns.call_soon(self.eventer.flush)
+        if not self._flushes:
+            self._flushes = True
+            self.turns.call_soon(self._flush_events)
+
+    def _flush_events(self) -> None:
+        self._flushes = False
+        self.eventer.flush()
 
     # What the device asks, as of an `Intake`
 
@@ -541,12 +552,16 @@ class Feed:
 
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
-        return {**self.dispatcher.info(), "leases": self.source.figures()}
+        return {
+            **self.dispatcher.info(),
+            "leases": self.source.figures(),
+            "total": worker_state.total_count,
+        }
 
     @property
     def _may_be_plain(self) -> bool:
         """Whether nobody hears of each job: no log, no events, no receivers."""
-        is_heard = self.eventer.enabled or signals.task_received.receivers
+        is_heard = "task" in self.eventer.groups or signals.task_received.receivers
         return not (is_heard or trace.logger.isEnabledFor(logging.INFO))
 
     # The end
