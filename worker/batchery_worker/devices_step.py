@@ -19,6 +19,7 @@ from kombu import Exchange, Queue
 from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.task import BatchTask
+from batchery.transport.redis_schema import find_own
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -172,7 +173,13 @@ def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: An
 
 def _with_queues(fleet: Fleet, stock: Any, state: Any, **options: Any) -> Any:
     names = [Queue(name, exchange=Exchange(name), routing_key=name) for name in fleet.queues]
-    return [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
+    answer = [dict(each.as_dict(recurse=True)) for each in names]
+    # Nobody needs to know of the lists beside queues.
+    return answer + [
+        each
+        for each in stock(state, **options)
+        if find_own(each["name"]) == each["name"] and each["name"] not in fleet.queues
+    ]
 
 
 def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:

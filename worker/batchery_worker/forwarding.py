@@ -11,12 +11,9 @@ from typing import Any
 import redis
 from kombu.utils.json import dumps
 
-from batchery.transport.redis_schema import transport_scripts
+from batchery.transport.redis_schema import BATCHES, ORDINARY, transport_scripts
 
 logger = logging.getLogger("batchery.worker")
-
-#: Ends of the names of the lists beside a queue.
-BATCHES, ORDINARY = ".batches", ".ordinary"
 
 
 def forward_to_devices(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None]:

@@ -11,8 +11,8 @@ from kombu import Exchange, Queue
 
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.forwarding import BATCHES, ORDINARY
 from batchery_worker.ipc.messages import PullSetup
 
 

@@ -24,6 +24,10 @@ OWN_NAMES = (
 #: version before could not live beside this one; docs/security.md says what happens then.
 SCHEMA = 1
 
+#: Ends of the names of the lists beside a queue, for what the takers of the queue cannot run: jobs
+#: of batch tasks, which are for devices, and those of ordinary tasks, which are for Celery's pool.
+BATCHES, ORDINARY = ".batches", ".ordinary"
+
 #: Number of lists to which the tenants of a queue and priority step are dealt.
 TENANT_LISTS = 8
 
@@ -137,6 +141,16 @@ def lists_of(channel: Any, queue: str, steps: Iterable[int] | None = None) -> li
     names = [queue, *tenant_lists(queue, channel.sep)]
     steps = channel.priority_steps if steps is None else steps
     return [channel._q_for_pri(name, step) for step in steps for name in names]
+
+
+def with_beside(queue: str) -> tuple[str, str, str]:
+    """A queue, and the names of the lists beside it."""
+    return queue, queue + BATCHES, queue + ORDINARY
+
+
+def find_own(name: str) -> str:
+    """The queue of a name, which may be that of a list beside it."""
+    return name.removesuffix(BATCHES).removesuffix(ORDINARY)
 
 
 def split_list(name: str, sep: str) -> tuple[str, int]:

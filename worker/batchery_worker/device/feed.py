@@ -27,13 +27,14 @@ from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery.transport.inbox import Capacity
 from batchery.transport.leases import HeldJob
+from batchery.transport.redis_schema import find_own
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.forwarding import BATCHES
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import Cancel, PullSetup, RecycleDue, Reply, Running, Setup, Work
 
@@ -249,6 +250,7 @@ class Feed:
             *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_queue
         )
         self.source = RedisSource(app, list(pull.queues), pull.options, self._deliver, self._held)
+        fail_callers(app)
         self._serve(pull)
         self._channel = LeaseChannel(self.source.lease_store)
         worker_state.revoked.update(pull.revoked)
@@ -272,7 +274,7 @@ class Feed:
         sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
-        names = [each.removesuffix(BATCHES) for each in pull.queues]
+        names = [find_own(each) for each in pull.queues]
         store = self.source.lease_store
         store.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
