@@ -289,7 +289,7 @@ class Feed:
         self.turns.call_later(DESCRIBE_S, self._describe)
         store, leased = self.source.lease_store, Counter[str]()
         for key, count in store.leases.by_key().items():
-            leased[self._find_queue(key).removesuffix(BATCHES)] += count
+            leased[find_own(self._find_queue(key))] += count
         text = store.describe(leased, len(worker_state.scheduled_requests))
         if text != self._described and not store.fenced:
             keys = [store.keys.workers, store.keys.worker_info]
