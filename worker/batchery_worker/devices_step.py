@@ -19,7 +19,7 @@ from kombu import Exchange, Queue
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
-from batchery.transport.redis_schema import BATCHES, ORDINARY
+from batchery.transport.redis_schema import find_own
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
@@ -191,9 +191,13 @@ def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: An
 
 def _with_queues(fleet: Fleet, stock: Any, state: Any, **options: Any) -> Any:
     names = [Queue(name, exchange=Exchange(name), routing_key=name) for name in fleet.queues]
-    found = [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
-    # The lists beside queues are nobody's but the worker's.
-    return [each for each in found if not each["name"].endswith((BATCHES, ORDINARY))]
+    answer = [dict(each.as_dict(recurse=True)) for each in names]
+    # Nobody needs to know of the lists beside queues.
+    return answer + [
+        each
+        for each in stock(state, **options)
+        if find_own(each["name"]) == each["name"] and each["name"] not in fleet.queues
+    ]
 
 
 def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:

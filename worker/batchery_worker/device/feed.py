@@ -28,12 +28,13 @@ from batchery.task import BatchTask
 from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
-from batchery.transport.redis_schema import BATCHES
+from batchery.transport.redis_schema import find_own
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
@@ -268,6 +269,7 @@ class Feed:
         )
         self.source.on_joined = self._on_joined
         self.source.on_left = self._on_left
+        fail_callers(app)
         self._serve(pull)
         worker_state.revoked.update(pull.revoked)
         self._described = ""
@@ -290,7 +292,7 @@ class Feed:
         sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
-        names = [each.removesuffix(BATCHES) for each in pull.queues]
+        names = [find_own(each) for each in pull.queues]
         self.source.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:

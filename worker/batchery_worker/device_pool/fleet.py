@@ -34,7 +34,7 @@ from batchery.protocol.figures import (
 from batchery.settings import Settings
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys, find_own, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery.transport.worker_registry import read_expiry, read_text
 from batchery_worker.brokers import list_brokers, open_channel
@@ -351,7 +351,9 @@ class Fleet:
     def queues(self) -> Sequence[str]:
         """Names of the queues that devices take from."""
         pulls = [each.setup.pull for each in self.supervisor.devices]
-        return sorted({name for pull in pulls if pull is not None for name in pull.queues})
+        return sorted(
+            {find_own(name) for pull in pulls if pull is not None for name in pull.queues}
+        )
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows, and how many jobs of each task there were."""
