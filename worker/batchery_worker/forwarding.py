@@ -11,7 +11,7 @@ from typing import Any
 import redis
 from kombu.utils.json import dumps
 
-from batchery.transport.redis_schema import BATCHES, ORDINARY, transport_scripts
+from batchery.transport.redis_schema import BATCHES, transport_scripts
 
 logger = logging.getLogger("batchery.worker")
 
@@ -61,17 +61,17 @@ def _spell(channel: Any, message: Any) -> str:
     )
 
 
-def forward_to_pool(find_queue: Callable[[str], str]) -> Callable[..., Any]:
+def forward_to_pool(find_list: Callable[[str], str]) -> Callable[..., Any]:
     """Makes a device's strategy of an ordinary task, whose jobs it cannot run.
 
     Args:
-        find_queue: The queue that a lease's message came by.
+        find_list: The list that Celery's consumer reads, for the list that a message came by.
     """
 
     def handle(message: Any, *_: Any, **__: Any) -> None:
         store, token = message.channel.lease_store, message.delivery_tag
-        queue = find_queue(store.get_key(token) or "")
-        keys = [store.lease_key, store.keys.queue(queue + ORDINARY)]
+        name = find_list(store.get_key(token) or "")
+        keys = [store.lease_key, store.keys.queue(name)]
         store.scripts.run("forward", keys, token)
         store.lost([token])
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.protocol.headers import backend_prefix, with_tenant
+from batchery.protocol.headers import backend_prefix
 from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
 
@@ -74,14 +74,13 @@ class Store:
         except redis.RedisError as error:
             raise redis_problem(error) from error
 
-    def send(self, task: str, *arguments: Any, tenant: str | None = None) -> None:
+    def send(self, task: str, *arguments: Any) -> None:
         """Sends one of the gateway's own jobs.
 
         Raises:
             OperationalError: kombu's; the broker is away.
         """
-        options = with_tenant({"queue": JOBS_QUEUE, "ignore_result": True}, tenant)
-        self._app.send_task(task, arguments, **options)
+        self._app.send_task(task, arguments, queue=JOBS_QUEUE, ignore_result=True)
 
 
 # Tasks that were sent

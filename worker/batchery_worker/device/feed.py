@@ -28,7 +28,7 @@ from batchery.task import BatchTask
 from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
-from batchery.transport.redis_schema import find_own
+from batchery.transport.redis_schema import ORDINARY, find_own
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
@@ -262,7 +262,7 @@ class Feed:
         self.eventer = self._make_eventer(pull)
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
-            *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_queue
+            *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_ordinary
         )
         self.source = RedisSource(
             *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
@@ -495,6 +495,12 @@ class Feed:
         """Makes Celery's requests of all jobs that are here, so that Celery's commands see them."""
         for call in self.dispatcher.list_calls():
             _ = call.request
+
+    def _find_ordinary(self, key: str) -> str:
+        """The list that Celery's consumer reads, for the list that a message came by."""
+        queue = self._find_queue(key)
+        # A list of tenants may be beside a queue that Celery's consumer has.
+        return queue + ORDINARY if queue in self.source.active_queues else find_own(queue)
 
     def _find_queue(self, key: str) -> str:
         return self.source.find_queue(key)

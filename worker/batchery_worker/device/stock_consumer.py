@@ -152,7 +152,7 @@ class StockConsumer(GuardedConsumer):
         pool: CallPool,
         timer: Any,
         eventer: Any,
-        find_queue: Callable[[str], str],
+        find_list: Callable[[str], str],
     ) -> None:
         """Reads no message yet.
 
@@ -162,7 +162,7 @@ class StockConsumer(GuardedConsumer):
             pool: Takes what may run.
             timer: Celery's requests with an ETA wait there.
             eventer: Sends task events.
-            find_queue: The queue of a list's key.
+            find_list: The list that Celery's consumer reads, for the list that a message came by.
         """
         self.app = app
         self.hostname = hostname
@@ -188,7 +188,7 @@ class StockConsumer(GuardedConsumer):
         self.on_task_request = refuse_what_raises(SimpleNamespace(consumer=self), self._execute)
         bound_decompression()
         self.update_strategies()
-        forward = forward_to_pool(find_queue)
+        forward = forward_to_pool(find_list)
         for name, task in app.tasks.items():
             if not isinstance(task, BatchTask):
                 self.strategies[name] = forward

@@ -217,7 +217,7 @@ class BatchRun:
 
     def _send(self, number: int) -> None:
         record = self._record
-        self._context.store.send(BATCH, record.id, number, tenant=record.tenant)
+        self._context.store.send(BATCH, record.id, number)
 
     def _look(self) -> bool:
         """Shows now and then that the step goes on; False if the batch does not run any more."""

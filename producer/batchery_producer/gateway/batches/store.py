@@ -307,7 +307,7 @@ class BatchStore:
         )
         self._add(record, caller.max_open_batches)
         try:
-            self._store.send(BATCH, record.id, tenant=record.tenant)
+            self._store.send(BATCH, record.id)
         except OperationalError as error:  # It is taken up as if the message were lost.
             logger.warning("batch %s: waits until the broker is back: %s", record.id, error)
         return record

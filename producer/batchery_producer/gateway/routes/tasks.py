@@ -250,14 +250,15 @@ def _send(request: Request, record: TaskRecord, body: TaskRequest) -> None:
     if body.is_batch and not is_known(gateway.app, name):
         options["queue"] = name
     if body.webhook is not None:
-        to = with_tenant({"queue": JOBS_QUEUE}, caller.tenant)
-        args = [body.webhook, asdict(record)]
+        args, to = [body.webhook, asdict(record)], {"queue": JOBS_QUEUE}
         callback = gateway.app.signature(TASK, args=args, immutable=True, options=to)
         options |= {"link": [callback], "link_error": [callback]}
     known: Any = gateway.app.tasks.get(name)
     send: Any = partial(gateway.app.send_task, name) if known is None else known.apply_async
+    # Celery's consumer, which takes ordinary jobs, knows of no tenants.
+    tenant = caller.tenant if body.is_batch else None
     try:
-        send(*body.arguments, **with_tenant(options, caller.tenant))
+        send(*body.arguments, **with_tenant(options, tenant))
     except (BatchArgumentError, EncodeError, TypeError) as error:
         # Celery compares the arguments with the signature of a task that it knows.
         raise Problem(Kind.INVALID, f"{name}: {error}") from error
