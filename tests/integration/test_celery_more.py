@@ -266,7 +266,7 @@ def test_inspect_knows_where_every_job_is(worker: Worker, busy: Busy) -> None:
 def test_inspect_tells_of_the_worker_itself(worker: Worker) -> None:
     queues = {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
     direct = worker_direct(worker.name).name
-    assert queues >= {"celery", direct, more.echo.name, f"{more.echo.name}.ordinary"}
+    assert queues >= {"celery", direct, more.echo.name}
     assert more.hooked.name in worker.inspect(more.app, "registered")
     assert worker.inspect(more.app, "conf")["worker_direct"] is True
     assert "software -> celery" in worker.inspect(more.app, "report")["ok"]
