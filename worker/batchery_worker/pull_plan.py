@@ -10,6 +10,7 @@ from kombu import Exchange, Queue
 
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import PullSetup
@@ -118,6 +119,7 @@ def plan_pull(
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
+    app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
     named = ("fetch_messages", "queue_prefetch")
     plan = PullPlan(
         app=app,
