@@ -2,9 +2,8 @@
 
 from fnmatch import fnmatchcase
 
-#: Of a queue: its lists, for each priority, and for its tenants; and those beside it, of jobs of
-#: the other kind.
-QUEUES = ("{0}", "{0}[^!-~][^!-~]*", "{0}.batches", "{0}.ordinary")
+#: Of a queue: its lists, for each priority and for its tenants; and of jobs of the other kind.
+QUEUES = ("{0}", "{0}[^!-~][^!-~]*", "{0}~batches", "{0}~ordinary")
 
 #: All others. The first one that fits a key counts.
 PATTERNS = (

@@ -36,7 +36,7 @@ def batch(self: Any, items: list[Any], *, book: str) -> list[Any]:
     ]
 
 
-@app.task(shared=False, bind=True, acks_late=True)
-def held(self: Any, item: Any, book: str, gate: str) -> list[bool]:
-    note(book, [item], gate)
-    return marks(self.request)
+@app.task(shared=False, bind=True, base=BatchTask, max_batch_size=8)
+def held(self: Any, items: list[Any], *, book: str, gate: str) -> list[Any]:
+    note(book, items, gate)
+    return [marks(job) for job in self.request.per_item]

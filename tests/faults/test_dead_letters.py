@@ -20,6 +20,9 @@ from support.patience import patient
 
 TIMEOUT_S = patient(90)
 
+#: Of the batch task of `apps.leases`.
+QUEUE = "apps.leases.batch"
+
 
 @pytest.fixture(autouse=True)
 def _app(redis_url: str) -> None:
@@ -63,14 +66,13 @@ def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     for job, text in zip(jobs, texts, strict=True):
         if text != "die":
             assert job.get(timeout=TIMEOUT_S) == text.upper()
-    # On a slow machine it has not ended yet when its pipe is closed.
-    how = r"(exit code 13|closed its pipe and was killed); that happened 2 times"
+    how = "its device or worker died; that happened 2 times"
     with pytest.raises(DeviceDied, match=how):
         jobs[20].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     (letter,) = dead_letters_of(redis_url)
     assert (letter.id, letter.task) == (jobs[20].id, "apps.killers.obey")
-    assert letter.queue == "celery"
+    assert letter.queue == killers.obey.name
     assert "it is not run again" in letter.reason
     assert queue_length(redis_url) == 0
     # Somebody has mended the task.
@@ -96,7 +98,9 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
     for job, text in zip(jobs, texts, strict=True):
         if text != "kill-worker":
             assert job.get(timeout=TIMEOUT_S) == text.upper()
-    with pytest.raises(DeviceDied, match="alone when its worker died; that happened 2 times"):
+    with pytest.raises(
+        DeviceDied, match="alone when its device or worker died; that happened 2 times"
+    ):
         jobs[20].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[20].id]
@@ -116,12 +120,11 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("item", ["crash", "exit"])
-@pytest.mark.parametrize("task", ["shout", "whisper"])
 def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
-    start_worker: StartWorker, redis_url: str, task: str, item: str
+    start_worker: StartWorker, redis_url: str, item: str
 ) -> None:
     lethal.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    send = getattr(lethal, task).delay
+    send = lethal.shout.delay
     jobs = [send("before"), send(item), send("after")]
     worker = Restarted(lambda: start_worker("apps.lethal", "-P", "threads", ready=False))
     worker.until(lambda: all(job.ready() for job in jobs), "all jobs answered")
@@ -134,13 +137,12 @@ def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
 
 
 @pytest.mark.parametrize("item", ["out of memory", "no file", "no key"])
-@pytest.mark.parametrize("task", ["shout", "whisper"])
 def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
-    start_worker: StartWorker, redis_url: str, task: str, item: str
+    start_worker: StartWorker, redis_url: str, item: str
 ) -> None:
     lethal.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     worker = start_worker("apps.lethal", "-P", "threads")
-    send = getattr(lethal, task).delay
+    send = lethal.shout.delay
     jobs = [send("before"), send(item), send("after")]
     for job in (jobs[0], jobs[2]):
         job.get(timeout=TIMEOUT_S)
@@ -156,7 +158,6 @@ def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
     ("task", "shadow", "error"),
     [
         ("apps.leases.batch", "two\nlines", InvalidItem),
-        ("apps.leases.late", "two\nlines", InvalidItem),
         ("nobody.knows.me", "a line", NotRegistered),
     ],
 )
@@ -176,11 +177,11 @@ def test_caller_of_a_refused_message_hears_of_it_though_its_worker_and_results_g
     with Celery("sender", broker=redis_url, backend=own_redis.url, set_as_current=False) as app:
         # Without a backend, as a client asks for the result when it sends.
         with Celery("asks-nothing", broker=redis_url, set_as_current=False) as sender:
-            task_id = sender.send_task(task, ["x"], shadow=shadow).id
+            task_id = sender.send_task(task, ["x"], shadow=shadow, queue=QUEUE).id
         wait_for(lambda: "kept as dead letter" in worker.log, "it is refused")
         # A whole turn of the loop later.
         with open_redis(redis_url) as client:
-            client.lpush("celery", "{")
+            client.lpush(QUEUE, "{")
             wait_for(lambda: "cannot be understood" in worker.log, "the next one is, too")
         worker.kill()
         own_redis.start()

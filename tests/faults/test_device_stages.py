@@ -51,25 +51,14 @@ def test_a_device_that_dies_at_any_stage_loses_nothing(
     assert worker.process.poll() is None
 
 
+@pytest.mark.usefixtures("worker")
 def test_a_device_that_dies_before_it_has_read_its_batch_loses_nothing(
-    worker: Worker, device: psutil.Process
+    device: psutil.Process,
 ) -> None:
     device.suspend()
-    # More than a pipe holds: the rest waits in the main process.
     jobs = stages.lengths.submit_many(["x" * 3_000_000] * 4)
-    wait_for(lambda: worker.batches_in_flight(stages.app), "a batch is on its way")
     device.kill()
     assert jobs.get(timeout=TIMEOUT_S) == [3_000_000] * 4
-
-
-def test_a_device_that_hangs_is_ended_by_the_hard_limit_of_its_only_job(
-    worker: Worker, device: psutil.Process
-) -> None:
-    device.suspend()
-    with pytest.raises(TimeLimitExceeded):
-        stages.limited.delay(0.0).get(timeout=TIMEOUT_S)
-    assert stages.limited.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
-    assert not device.is_running() or device.status() == psutil.STATUS_ZOMBIE
 
 
 class Gate:
@@ -92,6 +81,19 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     made = Gate(tmp_path / "gate")
     yield made
     made.open()
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_device_that_hangs_is_ended_by_the_hard_limit_of_its_only_job(
+    device: psutil.Process, gate: Gate
+) -> None:
+    job = stages.gated.apply_async((0,), gate.keywords, time_limit=2)
+    wait_for(gate.has_begun, "the batch runs")
+    device.suspend()
+    with pytest.raises(TimeLimitExceeded):
+        job.get(timeout=TIMEOUT_S)
+    assert stages.limited.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
+    assert not device.is_running() or device.status() == psutil.STATUS_ZOMBIE
 
 
 def held(worker: Worker) -> int:

@@ -141,7 +141,8 @@ def test_an_extended_result_says_what_was_asked_and_by_whom(worker: Worker) -> N
         ["a"],
         {"tag": "b"},
     )
-    assert (stored["worker"], stored["retries"], stored["queue"]) == (worker.name, 0, "celery")
+    assert (stored["worker"], stored["retries"]) == (worker.name, 0)
+    assert stored["queue"] == more.echo.name
 
 
 def test_results_are_written_by_the_serializer_that_the_app_chose(worker: Worker) -> None:
@@ -264,7 +265,8 @@ def test_inspect_knows_where_every_job_is(worker: Worker, busy: Busy) -> None:
 
 def test_inspect_tells_of_the_worker_itself(worker: Worker) -> None:
     queues = {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
-    assert queues == {"celery", worker_direct(worker.name).name}
+    direct = worker_direct(worker.name).name
+    assert queues >= {"celery", direct, more.echo.name, f"{more.echo.name}.ordinary"}
     assert more.hooked.name in worker.inspect(more.app, "registered")
     assert worker.inspect(more.app, "conf")["worker_direct"] is True
     assert "software -> celery" in worker.inspect(more.app, "report")["ok"]
@@ -333,9 +335,8 @@ def test_a_call_of_the_users_class_comes_first_once_per_job(worker: Worker, redi
     jobs: Any = more.called.submit_many(["a", "b", "c"])
     device_pids = set(jobs.get(timeout=TIMEOUT_S))
     found = [settled(redis_url, job.id, ["called"])["called"] for job in jobs.results]
-    # In the main process, when the batch has run.
-    assert {each["pid"] for (each,) in found} == {worker.process.pid}
-    assert worker.process.pid not in device_pids
+    # In the device's process, when the batch has run.
+    assert {each["pid"] for (each,) in found} == device_pids
     with open_redis(redis_url) as redis:
         kinds = [json.loads(line)["kind"] for line in redis.lrange(more.TRACE, 0, -1)]
     # Those of an earlier test may come late.

@@ -24,7 +24,7 @@ from support.own_redis import OwnRedis
 from support.patience import patient
 
 WAITING, LEASED, OLDEST = (
-    (f"batchery_queue_{name}", "celery")
+    (f"batchery_queue_{name}", shop.until.name)
     for name in ("waiting_jobs", "leased_jobs", "oldest_job_seconds")
 )
 
@@ -72,7 +72,7 @@ def test_jobs_of_the_only_worker_wait_once_it_is_dead_or_frozen(
         code, out, err = run(own_redis.url, *command, cwd=tmp_path)
         assert code == 2, err
         text = {each["check"]: each["found"] for each in json.loads(out)["findings"]}
-        assert text["queue-unserved"].startswith(f"{jobs + 1} jobs in queue 'celery'")
+        assert text["queue-unserved"].startswith(f"{jobs + 1} jobs in queue {shop.until.name!r}")
         assert "worker-none" in text
         _, out, err = run(own_redis.url, "batchery", "stats", "-A", "apps.shop", "--once")
         assert "of these jobs are held by dead workers" in " ".join(out.split()), err

@@ -64,7 +64,7 @@ def test_trace_leads_from_the_caller_to_the_batch(tracer: Any, redis_url: str, w
     assert of_job["start"] <= of_batch["start"] <= of_batch["end"] <= of_job["end"]
     attributes = of_batch["attributes"]
     assert attributes["messaging.batch.message_count"] == 1
-    assert attributes["messaging.destination.name"] == "celery"
+    assert attributes["messaging.destination.name"] == "traced.shout"
     assert attributes["batchery.device"] == "cpu"
     assert attributes["batchery.forward_ms"] >= 0
 

@@ -20,17 +20,22 @@ TIMEOUT_S = patient(30)
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     apps.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return start_module_worker("apps.published", "-Q", "published")
+    return start_module_worker("apps.published")
 
 
 @pytest.fixture
 def redis(worker: Worker, redis_url: str) -> Iterator[Any]:
     with open_redis(redis_url, decode_responses=True) as client:
         # Hooks of an earlier test's jobs may come after its results, and so may linked jobs.
-        wait_for(lambda: not (client.llen("published") or unsettled(redis_url)), "all is settled")
+        wait_for(lambda: not (queued(client) or unsettled(redis_url)), "all is settled")
         wait_for(lambda: not worker.inspect(apps.app, "active"), "all hooks have returned")
         client.delete("letters", "audits", apps.MARKS, apps.BEGUN)
         yield client
+
+
+def queued(client: Any) -> int:
+    """How many jobs wait in the queues of all tasks."""
+    return sum(int(client.llen(name)) for name in ("published", *apps.app.tasks))
 
 
 def run(task: Any, item: str, **options: Any) -> Any:

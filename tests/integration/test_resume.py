@@ -18,7 +18,8 @@ from support.patience import patient
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
-QUEUE = "celery"
+#: A batch task has a queue of its name.
+QUEUE = TASK
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def go_on(
         task,
         folder / "out.jsonl",
         app=client,
-        queue=QUEUE,
+        queue=QUEUE if task == TASK else "celery",
         keywords={"path": str(folder / "trace")},
         resume=True,
         timeout_s=patient(60),
@@ -168,7 +169,7 @@ def test_an_ordinary_task_s_jobs_are_found_where_they_run(
     source = tmp_path / "in.txt"
     source.write_text(f"{gate}\n")
     task = f"{APP}.plainly"
-    arguments = [str(source), "-A", APP, "--task", task, "--queue", QUEUE, "-o", str(output)]
+    arguments = [str(source), "-A", APP, "--task", task, "--queue", "celery", "-o", str(output)]
     first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
     wait_for(trace.exists, "the job to run")
     kill(first)

@@ -13,7 +13,7 @@ from batchery import InvalidItem
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.commands import run_code
-from support.harness import Worker, open_redis, wait_for
+from support.harness import Worker, open_redis, unsettled, wait_for
 from support.patience import patient
 from support.redis_places import make_certificate
 
@@ -57,7 +57,7 @@ with Client(app) as client:
 
 async def ask():
     async with AsyncClient(app) as client:
-        return await client.task("apps.signed.shout", queue="celery")("b")
+        return await client.task("apps.signed.shout", queue=shout.name)("b")
 
 found.append(asyncio.run(ask()))
 found.append(shout.apply(("c",)).get())
@@ -97,12 +97,20 @@ def test_nobody_without_a_key_controls_a_worker(client: Celery, worker: Worker) 
     assert worker.process.poll() is None
 
 
+def test_a_job_that_is_not_signed_is_refused(client: Celery, store: Any, worker: Worker) -> None:
+    job = client.send_task("apps.signed.shout", ["a"], queue="apps.signed.shout")
+    check_refused(client, store, job.id, "(?i)ContentDisallowed")
+
+
 @pytest.mark.parametrize("task", ["shout", "double"])
-def test_a_job_that_is_not_signed_is_refused(
+def test_a_job_that_is_not_signed_and_comes_by_an_ordinary_queue_does_not_run(
     client: Celery, store: Any, worker: Worker, task: str
 ) -> None:
-    job = client.send_task(f"apps.signed.{task}", ["a"])
-    check_refused(client, store, job.id, "(?i)ContentDisallowed")
+    before, url = len(worker.log), str(client.conf.broker_url)
+    job = client.send_task(f"apps.signed.{task}", ["a"], queue="celery")
+    wait_for(lambda: "to deserialize untrusted content" in worker.log[before:], "it is refused")
+    wait_for(lambda: not (unsettled(url) or store.llen("celery")), "it is settled")
+    assert job.state != "SUCCESS"
 
 
 def test_a_job_that_a_stranger_signed_is_refused(
@@ -125,5 +133,5 @@ def test_a_signed_job_that_somebody_changed_is_refused(
     body = base64.b64decode(base64.b64decode(message["body"]))
     changed = base64.b64encode(body.replace(b"amount: 1", b"amount: 9"))
     message["body"] = base64.b64encode(changed).decode()
-    store.lpush("celery", json.dumps(message))
+    store.lpush("apps.signed.shout", json.dumps(message))
     check_refused(client, store, task_id, "(?i)decod|signature|security")

@@ -15,7 +15,7 @@ TIMEOUT_S = patient(60)
 
 #: Runs in a process of its own: a worker leaves its marks on the one that it was in.
 TEST = f"""
-import logging, os, sys, threading
+import logging, os, sys, threading, time
 from contextlib import suppress
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
@@ -28,6 +28,7 @@ def make():
 
     @app.task(base=BatchTask, shared=False)
     def price(names):
+        time.sleep(0.01)  # Meanwhile jobs come, one by one, for the next batch.
         return [
             {{"price": prices[name], "pid": os.getpid(), "batch": len(names)}}
             if name in prices else Failed(name)

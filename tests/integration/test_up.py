@@ -367,7 +367,7 @@ def find_queues(stack: Stack) -> set[str]:
 def test_without_queues_those_of_all_its_tasks_are_served(redis_url: str) -> None:
     Path("more.py").write_text(ROUTED)
     with Stack("more", redis_url=redis_url, flower=False) as stack:
-        assert find_queues(stack) == {"celery", "fast", "other"}
+        assert find_queues(stack) == {"celery", "fast", "other", "shout"}
         app = Celery(broker=redis_url, backend=redis_url, set_as_current=False)
         try:
             jobs = [

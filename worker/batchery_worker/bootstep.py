@@ -33,6 +33,7 @@ from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.devices_step import failing_in_one_line
 from batchery_worker.events import use_batch_events
 from batchery_worker.pool import HybridPool
 from batchery_worker.pull_plan import (
@@ -64,12 +65,8 @@ class BatchStep(_Step):  # type: ignore[misc]
 
     def create(self, parent: Any) -> None:
         """Called by Celery with its `WorkController`; a setting that is wrong ends the worker."""
-        try:
+        with failing_in_one_line():
             self._prepare(parent)
-        except StartError as error:
-            logger.debug("start failed", exc_info=True)
-            logger.critical("%s", error)
-            raise SystemExit(error.exit_code) from None
 
     def _prepare(self, worker: Any) -> None:
         worker.pull_plan = None

@@ -7,7 +7,8 @@ answers are put together with those of the worker.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from kombu import Exchange, Queue
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
+from batchery.transport.redis_schema import find_own
+from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -38,10 +41,29 @@ CHANGES = (
 )
 
 
+@contextmanager
+def failing_in_one_line() -> Iterator[None]:
+    """Ends the worker with a line of its log where it cannot start.
+
+    Raises:
+        SystemExit: With the exit code of the error.
+    """
+    try:
+        yield
+    except StartError as error:
+        logger.debug("start failed", exc_info=True)
+        logger.critical("%s", error)
+        raise SystemExit(error.exit_code) from None
+
+
 class DevicesStep(_Step):  # type: ignore[misc]
     """Starts devices that pull, and ends them."""
 
-    requires = ("batchery_worker.bootstep:BatchStep",)
+    # Probes are answered while models are loaded.
+    requires = (
+        "batchery_worker.bootstep:BatchStep",
+        "batchery_worker.operations.watch:WatchStep",
+    )
 
     def __init__(self, parent: Any, **options: Any) -> None:
         super().__init__(parent, **options)
@@ -55,7 +77,8 @@ class DevicesStep(_Step):  # type: ignore[misc]
         """Called by Celery with its `WorkController`."""
         app, plan = parent.app, parent.pull_plan
         settings = get_installation(app).settings
-        setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
+        with failing_in_one_line():
+            setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
         devices = [DeviceProcess(setup, start_process) for setup in setups]
         self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
         self._has_other_work = plan.has_other_work
@@ -70,12 +93,10 @@ class DevicesStep(_Step):  # type: ignore[misc]
         """Starts the devices; waits for models where there is nothing else to do."""
         # After the banner, which names all queues.
         parent.pull_plan.take_queues()
+        warn_of_tracer(parent.app, parent.pull_plan.tasks)
         try:
-            self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
-        except StartError as error:
-            self.fleet.terminate()
-            logger.critical("%s", error)
-            raise SystemExit(error.exit_code) from None
+            with failing_in_one_line():
+                self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
         except BaseException:
             self.fleet.terminate()
             raise
@@ -91,10 +112,9 @@ class DevicesStep(_Step):  # type: ignore[misc]
     def info(self, parent: Any) -> Mapping[str, Any]:
         """What `inspect stats` shows of devices."""
         pool = getattr(parent.pool, "info", None) or {}
-        total = Counter(worker_state.total_count)
-        for found in self.fleet.ask("batchery_total", {}).values():
-            total.update(found)
-        return {"pool": {**pool, **(self.fleet.figures() or {})}, "total": total}
+        figures = self.fleet.figures()
+        total = Counter(worker_state.total_count) + Counter(figures.pop("total"))
+        return {"pool": {**pool, **figures}, "total": total}
 
 
 def _on_lost(why: str) -> None:
@@ -171,7 +191,13 @@ def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: An
 
 def _with_queues(fleet: Fleet, stock: Any, state: Any, **options: Any) -> Any:
     names = [Queue(name, exchange=Exchange(name), routing_key=name) for name in fleet.queues]
-    return [*stock(state, **options), *(dict(each.as_dict(recurse=True)) for each in names)]
+    answer = [dict(each.as_dict(recurse=True)) for each in names]
+    # Nobody needs to know of the lists beside queues.
+    return answer + [
+        each
+        for each in stock(state, **options)
+        if find_own(each["name"]) == each["name"] and each["name"] not in fleet.queues
+    ]
 
 
 def _queried(fleet: Fleet, stock: Any, state: Any, ids: Any, **options: Any) -> Any:

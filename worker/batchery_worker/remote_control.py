@@ -11,6 +11,7 @@ import click
 from celery.worker.control import control_command, inspect_command
 
 from batchery.protocol.commands import FIGURES, RELOAD
+from batchery.transport.redis_schema import find_own
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
@@ -50,7 +51,7 @@ def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]
 def _queues(consumer: Any) -> list[str]:
     # While the broker is away, nothing is consumed.
     tasks = consumer.task_consumer
-    return sorted(queue.name for queue in tasks.queues) if tasks else []
+    return sorted({find_own(queue.name) for queue in tasks.queues}) if tasks else []
 
 
 @click.command(FIGURES, short_help="Show what the batches of all workers look like.")

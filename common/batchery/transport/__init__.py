@@ -1,4 +1,4 @@
-"""A kombu transport that leases messages in bulk; any Celery app on Redis can use it.
+"""Kombu's Redis transport, with the mends of `channel.py`; any Celery app on Redis can use it.
 
 `install(app)` puts it in the place of kombu's own for `redis://`, `rediss://` and `sentinel://`.
 An app that has not called `install` sets `broker_transport = "batchery.transport:Transport"`.
@@ -22,7 +22,7 @@ _Transport: Any = kombu_redis.Transport
 
 
 class Transport(_Transport):  # type: ignore[misc]
-    """Kombu's Redis transport; a worker also outlives a server that takes no writes."""
+    """Kombu's Redis transport, with channels of ours; a worker outlives a server without writes."""
 
     Channel = Channel
 

@@ -285,7 +285,11 @@ class LeaseStore:
         if not self._registration.is_mine:
             return
         for token in tokens:
-            self.leases.forget(token)
+            lease = self.leases.forget(token)
+            if lease is not None and lease.suspect is not None and not first:
+                # It was settled: what comes again begins anew. Redis must know before it comes.
+                self._bookkeeping.cleared(lease.suspect)
+                self._flush_some()
         newest_first = sorted(tokens, key=int, reverse=True)
         if newest_first:
             side = "RPUSH" if first else "LPUSH"

@@ -16,10 +16,6 @@ REPLIES_CLIENT = "batchery-replies"
 #: Name of those of workers, whose devices are registered.
 WORKER_CLIENT = "batchery-worker"
 
-#: End of the name of the list in which batch jobs wait that came by a queue of ordinary tasks; and
-#: of ordinary jobs that came by a queue of batch tasks.
-BATCHES, ORDINARY = ".batches", ".ordinary"
-
 #: How names of keys begin that are no queue's: Batchery's, kombu's, those of results. Kombu's
 #: `unacked` is not among them, as a setting names it.
 OWN_NAMES = (
@@ -30,6 +26,10 @@ OWN_NAMES = (
 #: Version of the layout of all keys and values that workers share. It grows when a worker of the
 #: version before could not live beside this one; docs/security.md says what happens then.
 SCHEMA = 1
+
+#: Ends of the names of the lists beside a queue, for what the takers of the queue cannot run: jobs
+#: of batch tasks, which are for devices, and those of ordinary tasks, which are for Celery's pool.
+BATCHES, ORDINARY = "~batches", "~ordinary"
 
 #: Number of lists to which the tenants of a queue and priority step are dealt.
 TENANT_LISTS = 8
@@ -144,6 +144,16 @@ def lists_of(channel: Any, queue: str, steps: Iterable[int] | None = None) -> li
     names = [queue, *tenant_lists(queue.removesuffix(BATCHES), channel.sep)]
     steps = channel.priority_steps if steps is None else steps
     return [channel._q_for_pri(name, step) for step in steps for name in names]
+
+
+def with_beside(queue: str) -> tuple[str, str, str]:
+    """A queue, and the names of the lists beside it."""
+    return queue, queue + BATCHES, queue + ORDINARY
+
+
+def find_own(name: str) -> str:
+    """The queue of a name, which may be that of a list beside it."""
+    return name.removesuffix(BATCHES).removesuffix(ORDINARY)
 
 
 def split_list(name: str, sep: str) -> tuple[str, int]:

@@ -120,14 +120,13 @@ def require_supported(info: Mapping[str, Any]) -> None:
     version = str(info.get("redis_version", "6.2"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise RedisUnavailable(
-            f"the broker is Redis {version}, but leases need 6.2 or newer;"
-            " update it, or set broker_transport_options={'leases': False}"
+            f"the broker is Redis {version}, but leases need 6.2 or newer; update it"
         )
     # Valkey has its mode under a name of its own.
     if "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         raise RedisUnavailable(
             "the broker is a Redis Cluster, where a script cannot reach several queues;"
-            " use one server or Sentinel, or set broker_transport_options={'leases': False}"
+            " use one server or Sentinel"
         )
 
 

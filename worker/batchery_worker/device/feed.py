@@ -28,13 +28,15 @@ from batchery.task import BatchTask
 from batchery.transport.inbox import Capacity, count_scheduled
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
-from batchery.transport.redis_schema import BATCHES
+from batchery.transport.redis_schema import find_own
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
+from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
@@ -221,6 +223,8 @@ class Feed:
             tell: Sends a message to the worker.
             resumes: As in `Ready`.
         """
+        # As in Celery's worker, before tracers are made.
+        trace.setup_worker_optimizations(app, pull.hostname)
         self._app = app
         self._prepare = prepare
         self._tell = tell
@@ -265,6 +269,7 @@ class Feed:
         )
         self.source.on_joined = self._on_joined
         self.source.on_left = self._on_left
+        fail_callers(app)
         self._serve(pull)
         worker_state.revoked.update(pull.revoked)
         self._described = ""
@@ -287,7 +292,7 @@ class Feed:
         sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
-        names = [each.removesuffix(BATCHES) for each in pull.queues]
+        names = [find_own(each) for each in pull.queues]
         self.source.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
@@ -303,18 +308,26 @@ class Feed:
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
+        use_batch_events(self._app)
+        self._flushes = False
         events: Any = self._app.events
         return events.Dispatcher(
             self._app.connection_for_write(),
             hostname=pull.hostname,
-            enabled=pull.sends_events,
-            groups=["task"],
+            # As Celery's own: remote control adds the other group.
+            groups=["worker", "task"] if pull.sends_events else ["worker"],
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
 
     def _flush_events_soon(self) -> None:
-        self.turns.call_soon(self.eventer.flush)
+        if not self._flushes:
+            self._flushes = True
+            self.turns.call_soon(self._flush_events)
+
+    def _flush_events(self) -> None:
+        self._flushes = False
+        self.eventer.flush()
 
     # What the device asks, as of an `Intake`
 
@@ -541,12 +554,16 @@ class Feed:
 
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
-        return {**self.dispatcher.info(), "leases": self.source.figures()}
+        return {
+            **self.dispatcher.info(),
+            "leases": self.source.figures(),
+            "total": worker_state.total_count,
+        }
 
     @property
     def _may_be_plain(self) -> bool:
         """Whether nobody hears of each job: no log, no events, no receivers."""
-        is_heard = self.eventer.enabled or signals.task_received.receivers
+        is_heard = "task" in self.eventer.groups or signals.task_received.receivers
         return not (is_heard or trace.logger.isEnabledFor(logging.INFO))
 
     # The end

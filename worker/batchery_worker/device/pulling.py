@@ -142,8 +142,6 @@ class PullingDevice(Device):
                 elif order.name == "batchery_queues":
                     feed.take_from(order.options["sizes"])
                     found = None
-                elif order.name == "batchery_total":
-                    found = dict(worker_state.total_count)
                 else:
                     feed.materialise()
                     state = _State(feed.consumer)

@@ -26,7 +26,7 @@ from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.consume import Fetcher
 from batchery.transport.inbox import Inbox, Workload
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import BATCHES, split_list
+from batchery.transport.redis_schema import BATCHES, find_own, split_list
 from batchery_worker.brokers import list_brokers, open_channel
 from batchery_worker.consumer import OutageLog
 
@@ -400,7 +400,7 @@ class RedisSource:
         if store is None or not self.is_connected:
             return known
         for key, count in store.leases.by_key().items():
-            leased[self.find_queue(key).removesuffix(BATCHES)] += count
+            leased[find_own(self.find_queue(key))] += count
         text = store.describe(leased, scheduled)
         if text != known:
             keys = [store.keys.workers, store.keys.worker_info]

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 from celery import Celery
-from celery.app.trace import fast_trace_task, trace_task_ret
+from celery.app.trace import fast_trace_task
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
 from kombu.transport.virtual import Base64
@@ -105,13 +105,11 @@ class CallPool:
 
     def make_call(self, request: Any) -> TaskCall:
         """Makes a call of a request that needs no more of Celery's before it runs."""
-        app: Any = self._app
-        trace_task = fast_trace_task if app.use_fast_trace_task else trace_task_ret
         args = (
             *(request._type, request.id, request.request_dict, request.body),
             *(request.content_type, request.content_encoding),
         )
-        return _make_call(trace_task, args, request)
+        return _make_call(fast_trace_task, args, request)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Ends nothing: a device has jobs of others, too."""

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from batchery.protocol.figures import (
 from batchery.settings import Settings
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys, find_own, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery.transport.worker_registry import read_expiry, read_text
 from batchery_worker.brokers import list_brokers, open_channel
@@ -214,8 +215,9 @@ class Fleet:
         self.control = DeviceControl(app, self.supervisor)
         self.beats = HolderBeats(app, name, self._tell_fenced)
         self._is_leaving = False
-        #: The last figures of each device.
+        #: The last figures of each device's process, and what all processes before had counted.
         self._known: dict[str, dict[str, Any]] = {}
+        self._past: dict[str, Any] | None = None
         self.restarts = 0
         self._busy = BusyDevices()
         self.supervisor.on_busy = self._note_busy
@@ -304,6 +306,9 @@ class Fleet:
         self, device: DeviceProcess, batches: Sequence[DispatchedBatch], is_death: bool
     ) -> None:
         self.restarts += is_death
+        if known := self._known.pop(device.name, None):
+            ended = without_jobs(known)
+            self._past = add_up([ended, self._past] if self._past else [ended])
         expired = [
             (each.batch.jobs[0].id, each.hard_limit_s)
             for each in batches
@@ -346,14 +351,16 @@ class Fleet:
     def queues(self) -> Sequence[str]:
         """Names of the queues that devices take from."""
         pulls = [each.setup.pull for each in self.supervisor.devices]
-        return sorted({name for pull in pulls if pull is not None for name in pull.queues})
+        return sorted(
+            {find_own(name) for pull in pulls if pull is not None for name in pull.queues}
+        )
 
-    def figures(self) -> dict[str, Any] | None:
-        """What `celery inspect batchery` shows; None before the first device was ready."""
+    def figures(self) -> dict[str, Any]:
+        """What `celery inspect batchery` shows, and how many jobs of each task there were."""
         self._known.update(self.ask("batchery", {}))
         devices = [*self.supervisor.devices, *self.supervisor.given_up]
         found = [self._known[each.name] for each in devices if each.name in self._known]
-        return merge(found, devices, self.restarts, self.beats)
+        return merge(found, devices, self._past, self.restarts, self.beats)
 
     def reload(self, number: str, task: str, **options: Any) -> dict[str, Any]:
         """Begins to load another version of a model, and says how far that is."""
@@ -669,19 +676,35 @@ OF_PROCESS = ("state", "error", "pid", "load_s", "resident_kib")
 def merge(
     found: Sequence[Mapping[str, Any]],
     devices: Sequence[DeviceProcess],
+    past: Mapping[str, Any] | None,
     restarts: int,
     beats: HolderBeats,
 ) -> dict[str, Any]:
-    """The figures of a worker, made of those of its devices."""
-    own = {device.name: device.figures() for device in devices}
-    for name, figures in own.items():
-        for each in found:
-            if name in each["devices"]:
-                known = {key: figures[key] for key in OF_PROCESS}
-                own[name] = {**each["devices"][name], **known}
-        own[name].setdefault("done", report(BatchSums()))
-    batches, leases = BatchFigures(), LeaseFigures()
+    """The figures of a worker, made of those of its devices.
+
+    Args:
+        found: Of each device's process.
+        devices: All of them.
+        past: What earlier processes have counted.
+        restarts: Number of deaths.
+        beats: Knows what was recovered.
+    """
+    whole = add_up([*found, past] if past else found)
+    for device in devices:
+        known = whole["devices"].get(device.name, {"done": report(BatchSums())})
+        own = device.figures()
+        whole["devices"][device.name] = {**own, **known, **{key: own[key] for key in OF_PROCESS}}
+    whole["batches"]["device_restarts"] += restarts
+    whole["leases"]["recovered"] += beats.recovered
+    return whole
+
+
+def add_up(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds figures of devices; of several of the same device, the first ones are current."""
+    batches, leases, total = BatchFigures(), LeaseFigures(), Counter[str]()
     costs: dict[str, Any] = {}
+    devices: dict[str, Any] = {}
+    done: dict[str, BatchSums] = {}
     by_queue: dict[str, Any] = {}
     oldest_s: list[float] = []
     for each in found:
@@ -690,17 +713,19 @@ def merge(
             continue
         batches = add(batches, read.batches)
         leases = add(leases, read.leases)
-        costs.update(each["costs"])
+        total.update(each["total"])
+        costs = {**each["costs"], **costs}
+        devices = {**each["devices"], **devices}
+        for name, device in read.devices.items():
+            done[name] = add(done.get(name, BatchSums()), device.done)
         if read.oldest_waiting_s is not None:
             oldest_s.append(read.oldest_waiting_s)
         for queue, waiting in each["waiting_by_queue"].items():
             known = by_queue.setdefault(queue, {"jobs": 0, "oldest_s": 0.0})
             known["jobs"] += waiting["jobs"]
             known["oldest_s"] = max(known["oldest_s"], waiting["oldest_s"])
-    batches.device_restarts += restarts
-    leases.recovered += beats.recovered
     return {
-        "devices": own,
+        "devices": {name: {**devices[name], "done": report(sums)} for name, sums in done.items()},
         "costs": costs,
         "clock_s": round(monotonic(), 3),
         "waiting": sum(each["waiting"] for each in found),
@@ -708,4 +733,11 @@ def merge(
         "waiting_by_queue": by_queue,
         "batches": report(batches),
         "leases": report(leases),
+        "total": dict(total),
     }
+
+
+def without_jobs(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process had counted that has ended: it holds nothing any more."""
+    nothing: dict[str, Any] = {"waiting": 0, "oldest_waiting_s": None, "waiting_by_queue": {}}
+    return {**figures, **nothing, "leases": {**figures["leases"], "held": 0}}

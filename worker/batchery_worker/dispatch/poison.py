@@ -64,7 +64,7 @@ class PoisonDetector:
             self._scheduler.quarantine_recovered(job)
         else:
             self._in_flight.add(job.payload, os.getpid())
-            self._end(replace(job, deaths=deaths.alone), "its worker died")
+            self._end(replace(job, deaths=deaths.alone), "its device or worker died")
 
     def on_death(self, dispatched: DispatchedBatch, how: str) -> None:
         """Handles a batch whose device has died, or was killed because a time limit was over.

@@ -1,7 +1,7 @@
 -- Moves a leased message to another list, whose consumers know what to do with it.
 --
 -- KEYS[1]  HASH  lease:<worker>, see fetch.lua
--- KEYS[2]  LIST  <prefix><queue>.ordinary: jobs of ordinary tasks that came by a queue of batch tasks.
+-- KEYS[2]  LIST  <prefix><queue>~ordinary: jobs of ordinary tasks that came by a queue of batch tasks.
 --                Written here; consumed by the worker's own pool.
 -- ARGV     token
 -- Returns  1, or 0 if the lease was no longer held.

@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  HASH  unacked: kombu's, delivery tag -> message
 -- KEYS[2]  ZSET  unacked_index: kombu's, delivery tag -> when it was taken
--- KEYS[3]  LIST  <prefix><queue>.batches: jobs of batch tasks that came by a queue of ordinary tasks.
+-- KEYS[3]  LIST  <prefix><queue>~batches: jobs of batch tasks that came by a queue of ordinary tasks.
 --                Written here; devices take from it.
 -- ARGV     delivery tag, message
 -- Returns  1, or 0 if kombu no longer has it.
