@@ -89,6 +89,9 @@ class PullPlan:
         kind = self.kinds.get(queue)
         batch = dict(self.anywhere if kind is None else kind.batch)
         if batch and not (kind is not None and kind.ordinary):
+            if all(self.app.tasks[name].slots for name in batch):
+                # Another device would take a job of theirs, which it cannot run.
+                return {queue: batch}
             return {queue: {**self.anywhere, **batch}}
         return {queue + BATCHES: self.all_sizes}
 
