@@ -25,6 +25,7 @@ class Transport(_Transport):  # type: ignore[misc]
     """Kombu's Redis transport, with channels of ours; a worker outlives a server without writes."""
 
     Channel = Channel
+    connection_errors: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
