@@ -204,11 +204,11 @@ def test_worker_that_went_to_another_broker_leaves_no_waiting_job_with_the_first
         env = {"CELERY_BROKER_URL": f"{first.url};{own_redis.url}"}
         env |= {"CELERY_RESULT_BACKEND": own_redis.url}
         worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
+        send(first.url, [5, 6], countdown_s=300, book=book)
+        wait_for(lambda: leased(first) == 2, "the device holds jobs that wait")
         send(first.url, [1], book=book, gate=gate)
         wait_for(lambda: executions(book) == ["1"], "a batch runs")
         send(first.url, [2], book=book, gate=gate)
-        send(first.url, [5, 6], countdown_s=300, book=book)
-        wait_for(lambda: leased(first) == 4, "the device holds jobs that wait")
         first.kill()
         with client_of(own_redis) as other:
             wait_for(lambda: other.zcard("batchery:workers"), "it goes to the other", TIMEOUT_S)
@@ -229,7 +229,9 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path, pool: str
 ) -> None:
     book = tmp_path / "book"
-    ids = send(own_redis.url, list(range(10)), tasks=(BATCH, LATE), book=book)
+    # What becomes of ordinary ones, whose results find no room, is Celery's own matter.
+    send(own_redis.url, [10, 11], tasks=(LATE,), book=book)
+    ids = send(own_redis.url, list(range(10)), book=book)
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "1")
@@ -241,5 +243,5 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
         wait_for(lambda: len(executions(book)) >= 2, "it takes jobs", TIMEOUT_S)
         client.config_set("maxmemory", "0")
     wait_answered(own_redis, worker, ids)
+    assert set(executions(book)) == set(map(str, range(12)))
     assert worker.stop() == 0
-    assert "Traceback" not in worker.log

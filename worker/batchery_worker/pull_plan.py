@@ -10,6 +10,7 @@ from kombu import Exchange, Queue
 
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import PullSetup
@@ -88,6 +89,9 @@ class PullPlan:
         kind = self.kinds.get(queue)
         batch = dict(self.anywhere if kind is None else kind.batch)
         if batch and not (kind is not None and kind.ordinary):
+            if all(self.app.tasks[name].slots for name in batch):
+                # Another device would take a job of theirs, which it cannot run.
+                return {queue: batch}
             return {queue: {**self.anywhere, **batch}}
         return {queue + BATCHES: self.all_sizes}
 
@@ -118,6 +122,7 @@ def plan_pull(
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
+    app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
     named = ("fetch_messages", "queue_prefetch")
     plan = PullPlan(
         app=app,

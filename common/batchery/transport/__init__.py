@@ -22,9 +22,17 @@ _Transport: Any = kombu_redis.Transport
 
 
 class Transport(_Transport):  # type: ignore[misc]
-    """Kombu's Redis transport, with channels of ours."""
+    """Kombu's Redis transport, with channels of ours; a worker outlives a server without writes."""
 
     Channel = Channel
+    connection_errors: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.client.transport_options.get(NEEDS_WRITES):
+            # A primary may become a replica at any moment, or be full, and Celery's steps write.
+            refusals = (redis.ReadOnlyError, redis.OutOfMemoryError)
+            self.connection_errors = (*self.connection_errors, *refusals)
 
     def establish_connection(self) -> Any:
         """Connects.
