@@ -98,7 +98,9 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
     for job, text in zip(jobs, texts, strict=True):
         if text != "kill-worker":
             assert job.get(timeout=TIMEOUT_S) == text.upper()
-    with pytest.raises(DeviceDied, match="alone when its device or worker died; that happened 2 times"):
+    with pytest.raises(
+        DeviceDied, match="alone when its device or worker died; that happened 2 times"
+    ):
         jobs[20].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[20].id]

@@ -32,6 +32,7 @@ from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.forwarding import BATCHES
@@ -142,9 +143,10 @@ class LocalSupervisor(DeviceSupervisor):
         """The worker watches."""
 
     def _recycle_next(self) -> None:
-        if any(device.recycle_due for device in self.devices) and not self._is_told:
-            self._is_told = True
-            self.tell(RecycleDue())
+        for device in self.devices:
+            if device.recycle_due and not self._is_told:
+                self._is_told = True
+                self.tell(RecycleDue(device.jobs))
 
 
 def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
@@ -212,6 +214,7 @@ class Feed:
         """
         # As in Celery's worker, before tracers are made.
         trace.setup_worker_optimizations(app, pull.hostname)
+        fail_callers(app)
         self._app = app
         self._prepare = prepare
         self._tell = tell

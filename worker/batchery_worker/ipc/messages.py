@@ -359,6 +359,9 @@ class Ended(NamedTuple):
 class RecycleDue(NamedTuple):
     """The process has reached a limit, and should be recycled."""
 
+    #: How many it has run.
+    jobs: int
+
 
 class Answer(NamedTuple):
     """The answer to an `Order`, in JSON."""
