@@ -31,6 +31,7 @@ from batchery_worker.ipc.messages import (
     Order,
     Ready,
     Reload,
+    Reloaded,
     Reply,
     ResultsWait,
     Setup,
@@ -100,6 +101,10 @@ class PullingDevice(Device):
             if reply.id in self._told:
                 self._told.discard(reply.id)
                 super().tell(Ended(reply.id))
+        elif isinstance(reply, Reloaded):
+            # Those of before have gone with a batch, of which the worker does not hear.
+            self._reported = {}
+            super().tell(reply._replace(figures=self._figures()))
         else:
             super().tell(reply)
 

@@ -263,6 +263,8 @@ class Reloaded(NamedTuple):
     load_s: float
     #: Why the old one stays; empty if it does not.
     error: str = ""
+    #: As in `Ready`, from a device of whose batches its worker hears nothing.
+    figures: Mapping[str, Any] | None = None
 
 
 class Ready(NamedTuple):
