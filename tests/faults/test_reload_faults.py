@@ -55,7 +55,7 @@ def test_versions_of_two_devices_under_load(start_worker: StartWorker, tmp_path:
             callers.wait_more(4)
             lines = done.output.splitlines()
             told = f"text is version v{number}, before it was v{number - 1}, "
-            assert [told in each for each in lines] == [True, True]
+            assert [told in each for each in lines] == [True, True], lines
             jobs = [reloaded.text.delay(n) for n in range(3)]
             assert {job.get(timeout=TIMEOUT_S) for job in jobs} == {f"v{number}"}
         assert f"version v{RELOADS}" in run(explain, jobs[0].id).output

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from celery.result import ResultSet
 
-from apps import ledger, signalled, slow_start
+from apps import ledger, slow_start
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_ended, wait_for
@@ -104,24 +104,6 @@ def test_a_cold_shutdown_loses_no_job(
     assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
     # What ran when the worker was told to drop it runs again; nothing else does.
     assert len(executions(book)) == JOBS + started - finished
-
-
-def test_a_cold_shutdown_ends_a_worker_whose_main_thread_holds_a_lock(
-    start_worker: StartWorker, redis_url: str, tmp_path: Path
-) -> None:
-    signalled.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    gate = str(tmp_path / "gate")
-    worker = start_worker("apps.signalled", env={"ENDS": gate})
-    first = signalled.echo.apply_async((gate,), task_id="first")
-    wait_for(lambda: "[first] received" in worker.log, "it has the first job")
-    last = signalled.echo.apply_async((gate,), task_id="last")
-    assert worker.process.wait(TIMEOUT_S) == 0, worker.log
-    assert "AssertionError" not in worker.log
-    assert first.get(timeout=TIMEOUT_S) == gate
-    assert unsettled(redis_url) == 0
-    # Without what ends it.
-    start_worker("apps.signalled")
-    assert last.get(timeout=TIMEOUT_S) == gate
 
 
 def test_a_second_sigterm_changes_nothing(

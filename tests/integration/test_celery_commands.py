@@ -61,7 +61,9 @@ def test_a_queue_of_a_model_is_left_out(start_worker: StartWorker, redis_url: st
     mapped.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     worker = start_worker("apps.mapped", "-X", "doubles")
     consumed = worker.inspect(mapped.app, "active_queues")
-    assert {queue["name"] for queue in consumed} == {"celery"}
+    names = {queue["name"] for queue in consumed}
+    assert "celery" in names
+    assert "doubles" not in names
 
 
 def test_beat_runs_in_the_same_worker(

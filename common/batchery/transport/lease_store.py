@@ -203,6 +203,8 @@ class LeaseStore:
     def blame_delivery(self, suspect: str) -> None:
         """Counts a message against which this worker has just run: it is about to end."""
         self.scripts.run("note", [self.keys.suspects], "HINCRBY", build_delivery_field(suspect), 1)
+        # Whoever recovers its leases would count it once more.
+        self.forget_delivery()
 
     def published(self, token: str, publish_tag: str) -> None:
         """Remembers that the job's completion has published messages, with dedupe keys."""

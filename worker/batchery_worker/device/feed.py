@@ -153,9 +153,10 @@ class LocalSupervisor(DeviceSupervisor):
         """The worker watches."""
 
     def _recycle_next(self) -> None:
-        if any(device.recycle_due for device in self.devices) and not self._is_told:
-            self._is_told = True
-            self.inform(RecycleDue())
+        for device in self.devices:
+            if device.recycle_due and not self._is_told:
+                self._is_told = True
+                self.inform(RecycleDue(device.jobs))
 
 
 def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
@@ -225,6 +226,7 @@ class Feed:
         """
         # As in Celery's worker, before tracers are made.
         trace.setup_worker_optimizations(app, pull.hostname)
+        fail_callers(app)
         self._app = app
         self._prepare = prepare
         self._tell = tell

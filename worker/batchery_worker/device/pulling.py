@@ -31,6 +31,7 @@ from batchery_worker.ipc.messages import (
     Parted,
     Ready,
     Reload,
+    Reloaded,
     Reply,
     ResultsWait,
     Running,
@@ -102,6 +103,10 @@ class PullingDevice(Device):
                 self._told.discard(reply.id)
                 super().tell(Ended(reply.id))
             self._intake.receive(reply)
+        elif isinstance(reply, Reloaded):
+            # Those of before have gone with a batch, of which the worker does not hear.
+            self._reported = {}
+            super().tell(reply._replace(figures=self._figures()))
         else:
             super().tell(reply)
 

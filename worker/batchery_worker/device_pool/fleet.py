@@ -45,7 +45,7 @@ from batchery_worker.device_pool.process import (
     RecyclingLimits,
     State,
 )
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.device_pool.supervisor import DeviceSupervisor, warn_if_short
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     SIGN,
@@ -95,7 +95,8 @@ class PullSupervisor(DeviceSupervisor):
         elif isinstance(reply, Answer):
             self.on_answer(device, reply)
         elif isinstance(reply, RecycleDue):
-            device.recycle_due = True
+            device.recycle_due, device.jobs = True, reply.jobs
+            warn_if_short(device)
             self._recycle_next()
         else:
             super()._on_reply(device, reply)
@@ -346,6 +347,11 @@ class Fleet:
             self._answered.wait_for(lambda: numbers.keys() <= self._answers.keys(), ANSWER_S)
             found = {name: self._answers.pop(number, None) for number, name in numbers.items()}
         return {name: json.loads(value) for name, value in found.items() if value is not None}
+
+    @property
+    def devices(self) -> Sequence[DeviceProcess]:
+        """Those that were not given up."""
+        return self.supervisor.devices
 
     @property
     def queues(self) -> Sequence[str]:

@@ -45,11 +45,13 @@ def leave_jobs_out(loglevel: int, **_: Any) -> None:
 @worker_ready.connect
 def say_ready(sender: Any, **_: Any) -> None:
     """Tells `up`, once models are there: a worker with ordinary tasks does not wait for them."""
-    threading.Thread(target=_await_devices, args=(sender.pool,), daemon=True).start()
+    threading.Thread(target=_await_devices, args=(sender,), daemon=True).start()
 
 
-def _await_devices(pool: Any) -> None:
-    while not all(device.ready_s for device in getattr(pool, "devices", None) or ()):
+def _await_devices(consumer: Any) -> None:
+    fleet = getattr(consumer.controller, "fleet", None)
+    devices = getattr(consumer.pool, "devices", None) if fleet is None else fleet.devices
+    while not all(device.ready_s for device in devices or ()):
         time.sleep(LOOK_S)
     os.write(STDOUT, f"{READY}\n".encode())
 

@@ -265,6 +265,8 @@ class Reloaded(NamedTuple):
     load_s: float
     #: Why the old one stays; empty if it does not.
     error: str = ""
+    #: As in `Ready`, from a device of whose batches its worker hears nothing.
+    figures: Mapping[str, Any] | None = None
 
 
 class Ready(NamedTuple):
@@ -368,6 +370,9 @@ class Ended(NamedTuple):
 
 class RecycleDue(NamedTuple):
     """The process has reached a limit, and should be recycled."""
+
+    #: How many it has run.
+    jobs: int
 
 
 class Answer(NamedTuple):
