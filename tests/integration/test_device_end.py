@@ -41,7 +41,7 @@ def test_a_device_of_a_worker_that_ends_says_so_once(
     start_worker: StartWorker, tmp_path: Path, pause_s: float | None
 ) -> None:
     worker = start_worker("apps.households", "-c", "1")
-    (device,) = worker.devices()
+    (device,) = wait_for(worker.devices, "it has a device")
     if pause_s is not None:
         # After a long one, another thread reads the pipe.
         assert households.pid.delay(pause_s).get(timeout=TIMEOUT_S) == device.pid
@@ -64,7 +64,7 @@ def test_a_receiver_does_not_keep_its_worker(
     start_worker: StartWorker, tmp_path: Path, farewell: str
 ) -> None:
     worker = start_worker("apps.households", "-c", "1", env={"FAREWELL": farewell})
-    (device,) = worker.devices()
+    (device,) = wait_for(worker.devices, "it has a device")
     started_s = time.monotonic()
     assert worker.stop() == 0, worker.log
     assert time.monotonic() - started_s < LEAVE_TIMEOUT_S + patient(30)

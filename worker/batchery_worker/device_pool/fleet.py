@@ -55,6 +55,7 @@ from batchery_worker.ipc.messages import (
     Joined,
     Order,
     Parted,
+    Ready,
     RecycleDue,
     Reply,
     Running,
@@ -94,6 +95,8 @@ class PullSupervisor(DeviceSupervisor):
             self.on_busy()
         elif isinstance(reply, Answer):
             self.on_answer(device, reply)
+        elif isinstance(reply, Ready) and device.state is State.LEAVING:
+            logger.debug("device %s has started, and ends", device.name)
         elif isinstance(reply, RecycleDue):
             device.recycle_due, device.jobs = True, reply.jobs
             warn_if_short(device)
@@ -392,11 +395,14 @@ class Fleet:
         def stop() -> None:
             self.supervisor.stop_restarting()
             for device in self.supervisor.devices:
+                if device.link is None:
+                    continue
                 if device.state is State.STARTING:
-                    device.kill()
-                elif device.link is not None:
-                    device.state = State.LEAVING
-                    self.supervisor.order(device, Stop())
+                    # It hears of it once it has started, which may take long.
+                    kill = self.supervisor._kill_if_leaving
+                    self._hub.call_later(LEAVE_TIMEOUT_S, kill, device, device.pid)
+                device.state = State.LEAVING
+                self.supervisor.order(device, Stop())
 
         self.call(stop)
 
