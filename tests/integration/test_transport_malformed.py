@@ -8,13 +8,20 @@ import pytest
 from celery import Celery
 from redis import Redis
 
+from apps import shop
 from batchery import BatchTask, InvalidItem, install
 from batchery.transport import dead_letters
 from batchery.transport.redis_schema import Keys
+from conftest import StartWorker
+from support.harness import unsettled, wait_for
+from support.lessee import Lessee
 from support.own_redis import OwnRedis
-from support.plain_kombu import Consumer, send
+from support.patience import patient
+from support.plain_kombu import send
 
 KEYS = Keys()
+
+TIMEOUT_S = patient(30.0)
 
 #: Deep enough for any parser that recurses.
 DEEP = 1_000_000
@@ -39,27 +46,28 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("hub", [False, True], ids=["sync", "hub"])
 def test_malformed_messages_are_dead_letters_and_hold_up_nothing(
-    every_redis: OwnRedis, hub: bool
+    every_redis: OwnRedis, start_worker: StartWorker
 ) -> None:
-    with Redis.from_url(every_redis.url) as bare:
+    queue, url = shop.shout.name, every_redis.url
+    with Redis.from_url(url) as bare, Celery("c", broker=url, backend=url) as client:
         bare.flushall()
         for message in MALFORMED.values():
-            bare.lpush("q", message)
-        send(every_redis.url, "q", "job")
-        with contextlib.closing(Consumer(every_redis.url, "q", hub=hub, prefetch=3)) as consumer:
-            assert consumer.get(1) == ["job"]
-            consumer.messages[0].ack()
-            consumer.until(lambda: not bare.keys("batchery:lease:*"))
+            bare.lpush(queue, message)
+        job = client.send_task(queue, ["job"], queue=queue)
+        start_worker("apps.shop", env={"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url})
+        assert job.get(timeout=TIMEOUT_S) == "JOB"
+        wait_for(lambda: unsettled(url) == 0, "all are settled")
         messages = [value.partition(b"\0") for value in bare.hvals(KEYS.dead_messages)]
         assert sorted(message for _, _, message in messages) == sorted(MALFORMED.values())
-        assert {key for key, _, _ in messages} == {b"q"}
+        assert {key for key, _, _ in messages} == {queue.encode()}
         letters: list[Any] = bare.hvals(KEYS.dead)
         assert len(letters) == len(MALFORMED)
         for letter in letters:
             reason = json.loads(letter.partition(b"\0")[2])["reason"]
-            assert reason.startswith("the message cannot be understood: ")
+            assert reason.startswith(
+                ("the message cannot be understood: ", "the message is no job: ")
+            )
             assert len(reason) <= 1000
 
 
@@ -70,10 +78,10 @@ def test_a_message_that_is_too_large_is_kept_and_not_read(
     with Redis.from_url(every_redis.url) as bare:
         bare.flushall()
         send(every_redis.url, "q", "x" * 2000, "job")
-        with contextlib.closing(Consumer(every_redis.url, "q", prefetch=3)) as consumer:
-            assert consumer.get(1) == ["job"]
-            consumer.messages[0].ack()
-            consumer.until(lambda: not bare.keys("batchery:lease:*"))
+        with contextlib.closing(Lessee(every_redis.url, "q")) as lessee:
+            assert lessee.get(1) == ["job"]
+            lessee.ack(0)
+            assert not bare.keys("batchery:lease:*")
         [value] = bare.hvals(KEYS.dead)
         letter = json.loads(value.partition(b"\0")[2])
         assert "the maximum is 2,000" in letter["reason"]

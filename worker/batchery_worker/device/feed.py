@@ -31,7 +31,7 @@ from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import ORDINARY, find_own
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
-from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer, deliver
+from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dead_letters import fail_callers
@@ -465,7 +465,12 @@ class Feed:
     def _deliver(self, payload: Any) -> None:
         assert self.source.lease_store is not None
         channel = LeaseChannel(self.source.lease_store, self.source.prepare_anew)
-        deliver(self.consumer, channel, payload)
+        try:
+            message = channel.message_to_python(payload)
+        except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
+            self.source.dead_letter(payload["properties"]["delivery_tag"], error)
+        else:
+            self.consumer.handle(message)
 
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""

@@ -361,6 +361,11 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
+    def dead_letter(self, token: str, error: Exception) -> None:
+        """Makes a dead letter of a message that cannot be understood; while it is handed over."""
+        assert self._place is not None
+        self._place.inbox.dead_letter(token, error)
+
     def find_queue(self, key: str) -> str:
         """The queue of a key, which may be that of any of its lists."""
         return split_list(key.removeprefix(self.global_keyprefix), self.sep)[0]

@@ -218,8 +218,3 @@ class StockConsumer(GuardedConsumer):
 
     def _restore_prefetch_count_after_connection_restart(self, *_: Any) -> None:
         """Does nothing: there is no prefetch count."""
-
-
-def deliver(consumer: StockConsumer, channel: LeaseChannel, payload: Any) -> None:
-    """Hands a message to the consumer, as it stood in its queue."""
-    consumer.handle(Message(payload, channel=channel))
