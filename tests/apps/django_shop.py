@@ -16,19 +16,18 @@ app = install(Celery("django_shop", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 
 
-TABLE = "CREATE TABLE IF NOT EXISTS noted (task_id TEXT, pid INT, found INT)"
+TABLE = "CREATE TABLE IF NOT EXISTS noted (task_id TEXT, pid INT)"
 
 
 class Noted(BatchTask):
-    """Writes each success into the database, from the main process."""
+    """Writes each success into the database."""
 
     abstract = True
 
     def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
-        found = connection.connection is not None
         with connection.cursor() as cursor:
             cursor.execute(TABLE)
-            cursor.execute("INSERT INTO noted VALUES (%s, %s, %s)", [task_id, os.getpid(), found])
+            cursor.execute("INSERT INTO noted VALUES (%s, %s)", [task_id, os.getpid()])
 
 
 @app.task(shared=False, base=Noted, max_batch_size=1)
@@ -48,6 +47,6 @@ def noted(items: list[str]) -> list[Any]:
     """What the hook wrote."""
     with connection.cursor() as cursor:
         cursor.execute(TABLE)
-        cursor.execute("SELECT task_id, pid, found FROM noted")
+        cursor.execute("SELECT task_id, pid FROM noted")
         rows = cursor.fetchall()
     return [rows] * len(items)
