@@ -145,9 +145,10 @@ def echo(items: list[Any], *, tag: str = "") -> list[Any]:
     return items
 
 
-@app.task(shared=False)
-def plain() -> None:
-    """With an ordinary task, a worker prefetches as Celery does, whatever its device does."""
+@app.task(shared=False, base=BatchTask, max_batch_size=2, max_wait_ms=600_000)
+def pair(items: list[str]) -> list[str]:
+    """One job waits for a second."""
+    return items
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=1)
