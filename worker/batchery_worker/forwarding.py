@@ -16,7 +16,7 @@ from batchery.transport.redis_schema import BATCHES, transport_scripts
 logger = logging.getLogger("batchery.worker")
 
 
-def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
+def forward_to_devices(task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
     """Celery's strategy of a batch task whose jobs come to the worker's own consumer."""
     consumed = set(app.amqp.queues.consume_from)
 
@@ -30,6 +30,8 @@ def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callab
     ) -> None:
         channel, came_by = message.channel, message.delivery_info.get("routing_key")
         queue = came_by if came_by in consumed else app.conf.task_default_queue
+        # The list of jobs for slots is beside no queue.
+        queue = task.name if task.slots else queue
         scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
         prefix = channel.global_keyprefix
         keys = [
@@ -61,11 +63,11 @@ def _spell(channel: Any, message: Any) -> str:
     )
 
 
-def forward_to_pool(find_list: Callable[[str], str]) -> Callable[..., Any]:
-    """Makes a device's strategy of an ordinary task, whose jobs it cannot run.
+def forward_lease(find_list: Callable[[str], str]) -> Callable[..., Any]:
+    """Makes a device's strategy of a task whose jobs it cannot run.
 
     Args:
-        find_list: The list that Celery's consumer reads, for the list that a message came by.
+        find_list: Where such jobs belong, for the list that a message came by.
     """
 
     def handle(message: Any, *_: Any, **__: Any) -> None:

@@ -37,7 +37,7 @@ class PullPlan:
     limits: tuple[float | None, float | None]
     options: Mapping[str, Any]
     kinds: Mapping[str, Any]
-    #: Maximum batch size of each task, and of those that may come by any queue.
+    #: Maximum batch size of each task without slots, and of those that may come by any queue.
     all_sizes: Mapping[str, int]
     anywhere: Mapping[str, int]
     #: Queue -> task -> maximum batch size.
@@ -88,11 +88,11 @@ class PullPlan:
         """The list from which devices take the jobs of a queue, and the tasks whose jobs come."""
         kind = self.kinds.get(queue)
         batch = dict(self.anywhere if kind is None else kind.batch)
-        if batch and not (kind is not None and kind.ordinary):
-            if all(self.app.tasks[name].slots for name in batch):
-                # Another device would take a job of theirs, which it cannot run.
-                return {queue: batch}
-            return {queue: {**self.anywhere, **batch}}
+        slotted = [name for name in batch if self.app.tasks[name].slots]
+        # A device would take jobs of another one's slots, which it cannot run.
+        is_mixed = (kind is not None and kind.ordinary) or 0 < len(slotted) < len(batch)
+        if batch and not is_mixed:
+            return {queue: batch if slotted else {**self.anywhere, **batch}}
         return {queue + BATCHES: self.all_sizes}
 
 
@@ -116,9 +116,10 @@ def plan_pull(
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
-    all_sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
+    sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
+    all_sizes = {task.name: sizes[task.name] for task in tasks if not task.slots}
     # A task without a route may come by any queue that no ordinary task has.
-    anywhere = {task.name: all_sizes[task.name] for task in tasks if comes_by_any(task)}
+    anywhere = {name: size for name, size in all_sizes.items() if comes_by_any(app.tasks[name])}
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
     options = app.conf.broker_transport_options
@@ -140,6 +141,8 @@ def plan_pull(
         kinds=kinds,
         all_sizes=all_sizes,
         anywhere=anywhere,
+        # Jobs for slots have a list of their own beside all queues.
+        sizes={task.name + BATCHES: {task.name: sizes[task.name]} for task in tasks if task.slots},
     )
     for name in consumed:
         plan.add(name)

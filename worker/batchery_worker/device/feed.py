@@ -264,7 +264,9 @@ class Feed:
         self.eventer = self._make_eventer(pull)
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
-            *(app, pull.hostname, pool, self.turns.timer, self.eventer), self._find_ordinary
+            *(app, pull.hostname, pool, self.turns.timer, self.eventer),
+            self._find_ordinary,
+            setup.task,
         )
         self.source = RedisSource(
             *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
@@ -282,6 +284,7 @@ class Feed:
             name: (admission.options(task).limits, pool.choose_limits(task, None, None))
             for name, task in app.tasks.items()
             if isinstance(task, BatchTask)
+            and (not task.slots or name == setup.task)
             and task.acks_late
             and not task.rate_limit
             and not admission.options(task).needs_context
@@ -294,7 +297,7 @@ class Feed:
         sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
-        names = [find_own(each) for each in pull.queues]
+        names = {find_own(each) for each in pull.queues}
         self.source.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:

@@ -6,6 +6,7 @@ It has neither a connection nor an event loop. The device hands it messages, and
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from kombu.utils.imports import symbol_by_name
 from batchery.task import BatchTask
 from batchery.transport.inbox import Message
 from batchery.transport.lease_store import LeaseStore
+from batchery.transport.redis_schema import BATCHES
 from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
-from batchery_worker.forwarding import forward_to_pool
+from batchery_worker.forwarding import forward_lease
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import TimeLimits
 
@@ -142,6 +144,11 @@ class NoQos:
         """Does nothing."""
 
 
+def find_slots(task: str, _: str) -> str:
+    """The list of the jobs that run in a task's slots, whatever they came by."""
+    return task + BATCHES
+
+
 class StockConsumer(GuardedConsumer):
     """Reads messages as Celery's worker does: revoked and expired jobs, ETA, rates, refusals."""
 
@@ -153,6 +160,7 @@ class StockConsumer(GuardedConsumer):
         timer: Any,
         eventer: Any,
         find_list: Callable[[str], str],
+        own: str,
     ) -> None:
         """Reads no message yet.
 
@@ -163,6 +171,7 @@ class StockConsumer(GuardedConsumer):
             timer: Celery's requests with an ETA wait there.
             eventer: Sends task events.
             find_list: The list that Celery's consumer reads, for the list that a message came by.
+            own: Name of the task in whose slots this device's jobs run; empty for none.
         """
         self.app = app
         self.hostname = hostname
@@ -188,10 +197,12 @@ class StockConsumer(GuardedConsumer):
         self.on_task_request = refuse_what_raises(SimpleNamespace(consumer=self), self._execute)
         bound_decompression()
         self.update_strategies()
-        forward = forward_to_pool(find_list)
+        forward = forward_lease(find_list)
         for name, task in app.tasks.items():
             if not isinstance(task, BatchTask):
                 self.strategies[name] = forward
+            elif task.slots and name != own:
+                self.strategies[name] = forward_lease(partial(find_slots, name))
         self.handle = self.create_task_handler()
 
     def make_request(self, message: Any) -> Any:
