@@ -37,9 +37,7 @@ TIMEOUT_S = patient(60)
 
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker, client: Celery) -> Worker:
-    return start_module_worker("apps.streaming", "-c", "1", "-Q", "celery,speller").wait_answers(
-        client
-    )
+    return start_module_worker("apps.streaming", "-c", "1").wait_answers(client)
 
 
 @pytest.fixture

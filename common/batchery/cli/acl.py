@@ -134,7 +134,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     events = _escape(app.conf.event_exchange)
     # Between a queue and a priority, or one of its tenants' lists.
     more_lists = f"{_escape(options.get('sep', Channel.sep))}*"
-    # With those that workers have for themselves: `worker_direct`.
+    # And the lists beside a queue. With those that workers have for themselves: `worker_direct`.
     waiting = [*map(_escape, sorted({*queues, JOBS_QUEUE})), "*.dq2"]
     own_queues: dict[str, Any] = app.amqp.queues
     more = {
@@ -148,7 +148,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     }
     return {
         "p": p,
-        "waiting": " ".join(f"~{p}{each} ~{p}{each}{more_lists}" for each in waiting),
+        "waiting": " ".join(f"~{p}{each} ~{p}{each}{more_lists} ~{p}{each}~*" for each in waiting),
         "more": "".join(f" {commands}" for commands, is_needed in more.items() if is_needed),
         "results": f"~{r}celery-task-meta-* &{r}celery-task-meta-*",
         "groups": f"~{r}celery-taskset-meta-* &{r}celery-taskset-meta-* ~{r}chord-unlock-*",
