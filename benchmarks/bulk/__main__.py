@@ -36,7 +36,7 @@ TIMEOUT_S = 1800.0
 KINDS = PUBLISH, COLLECT, WHOLE = "publish", "collect", "end to end"
 
 STOCK = celery("celery", "-P", "solo").worker
-OURS = batchery("batchery", transport="batchery").worker
+OURS = batchery("batchery").worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ that becomes the queue when the clock starts. The run is over when nothing waits
 leased: then every result is stored, as a commit stores it before the lease goes, in one step.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -37,6 +38,14 @@ GRACE_S = 10.0
 WORKER = ("-l", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat")
 
 
+def devices_of(worker: int) -> list[psutil.Process]:
+    """The device processes of a worker; its other ones wait for ordinary jobs."""
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(worker).children()
+        return [each for each in children if "batchery_worker.device" in each.cmdline()]
+    return []
+
+
 class WholeSystem:
     """A Redis and a worker of our own; started once, and warm from then on."""
 
@@ -67,7 +76,7 @@ class WholeSystem:
             self.publish(queue, ["the first"])
             self._wait(queue)
         worker = psutil.Process(self._worker.pid)
-        (device,) = worker.children()
+        (device,) = devices_of(worker.pid)
         redis = psutil.Process(self._server.pid)
         #: By what they are for.
         self.processes = {"worker": worker, "device": device, "redis": redis}

@@ -1,6 +1,5 @@
 """A Redis and a worker of our own, which may be killed and started again."""
 
-import contextlib
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ import psutil
 from batchery_producer import Client
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
+from benchmarks.engine.worker import devices_of
 from benchmarks.venvs import ROOT
 
 #: How long the first result may take: the model is loaded before it, in seconds.
@@ -112,10 +112,7 @@ class Served:
 
     def devices(self) -> Sequence[psutil.Process]:
         """The device processes of the worker."""
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self.worker.pid).children()
-            return [each for each in children if "batchery_worker.device" in each.cmdline()]
-        return []
+        return devices_of(self.worker.pid)
 
     def kill_device(self) -> bool:
         """Kills it with signal 9; returns whether there was one."""

@@ -17,7 +17,7 @@ import psutil
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from benchmarks.engine.systems import TORCH
-from benchmarks.engine.worker import WORKER
+from benchmarks.engine.worker import WORKER, devices_of
 from benchmarks.venvs import python_of
 
 #: How long a server may take to answer, in seconds.
@@ -88,7 +88,7 @@ class Batchery:
 
     def pids(self) -> Mapping[str, int]:
         """The gateway, the worker's main process, its device, and Redis."""
-        (device,) = psutil.Process(self._pids["worker"]).children()
+        (device,) = devices_of(self._pids["worker"])
         return {**self._pids, "device": device.pid}
 
     def pause(self) -> None:

@@ -1,6 +1,5 @@
-"""Batchery, on its own transport unless PEER_TRANSPORT names another."""
+"""Batchery."""
 
-import os
 from typing import Any
 
 from celery import Celery
@@ -10,7 +9,6 @@ from benchmarks.peers.celery_client import BAD, KIND, configure, run
 
 app = install(Celery("bench"))
 configure(app)
-app.conf.broker_transport = os.environ.get("PEER_TRANSPORT")
 
 
 @app.task(base=BatchTask, name="noop", max_batch_size=64)

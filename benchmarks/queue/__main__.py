@@ -16,21 +16,20 @@ from pathlib import Path
 
 from benchmarks.queue.report import report
 from benchmarks.queue.runs import run_in_turn
-from benchmarks.queue.systems import TRANSPORTS, System, systems
+from benchmarks.queue.systems import System, systems
 from benchmarks.venvs import python_of
 
 
 def main() -> None:
     """Runs all systems in turn, prints a table; writes JSON if asked to."""
     options = parse()
-    chosen = choose(systems(options.transport), options.systems)
+    chosen = choose(systems(), options.systems)
     for system in chosen:
         python_of(system.venv, system.requirements)
     samples = run_in_turn(chosen, options.jobs, options.calls, options.rounds)
     report(
         samples,
         options.json,
-        transport=options.transport,
         jobs=options.jobs,
         rounds=options.rounds,
     )
@@ -44,9 +43,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=200, help="single calls per round, or 0")
     parser.add_argument(
         "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
-    )
-    parser.add_argument(
-        "--transport", choices=TRANSPORTS, default="batchery", help="of our own rows"
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()

@@ -28,7 +28,7 @@ from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery, celery
 
 ROWS = (
-    batchery("batchery", transport="batchery"),
+    batchery("batchery"),
     celery("celery solo", "-P", "solo"),
     celery("celery threads -c 4", "-P", "threads", "-c", "4"),
     celery("celery prefork -c 2", "-P", "prefork", "-c", "2"),

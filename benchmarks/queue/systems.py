@@ -3,16 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-Transport = Literal["batchery", "stock"]
-
-#: Name of a transport of our own rows -> what their app is told.
-TRANSPORTS: dict[Transport, Mapping[str, str]] = {
-    "batchery": {},
-    # Not its scheme: `install` has put ours behind that.
-    "stock": {"PEER_TRANSPORT": "kombu.transport.redis:Transport"},
-}
 
 CELERY = ("-m", "celery", "-A")
 TASKIQ = ("-m", "taskiq", "worker")
@@ -51,16 +41,13 @@ class System:
         return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
 
 
-def batchery(
-    name: str, *options: str, transport: Transport, has_two_servers: bool = False
-) -> System:
+def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
     """A row of ours."""
     return System(
         name,
         "benchmarks.peers.batchery_tasks",
         (*CELERY, "benchmarks.peers.batchery_tasks", *WORKER, *options),
-        environment=TRANSPORTS[transport],
-        weight=5.0 if transport == "batchery" else 1.0,
+        weight=5.0,
         has_latency="-E" not in options,
         has_two_servers=has_two_servers,
     )
@@ -146,12 +133,12 @@ OTHERS = (
 )
 
 
-def systems(transport: Transport) -> list[System]:
-    """All rows, ours on this transport."""
+def systems() -> list[System]:
+    """All rows."""
     return [
-        batchery("batchery", transport=transport),
-        batchery("batchery, with events", "-E", transport=transport),
-        batchery("batchery, two servers", transport=transport, has_two_servers=True),
+        batchery("batchery"),
+        batchery("batchery, with events", "-E"),
+        batchery("batchery, two servers", has_two_servers=True),
         celery("celery solo", "-P", "solo"),
         celery("celery solo, with events", "-P", "solo", "-E"),
         celery("celery threads -c 4", "-P", "threads", "-c", "4"),

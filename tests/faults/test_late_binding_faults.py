@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 
-from apps import leases
 from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import open_redis, queue_length, unsettled, wait_for
-from support.held_jobs import run_short_batches, send_at_once
+from support.held_jobs import JOBS, send_to_be_held
 from support.own_redis import OwnRedis
 from support.patience import patient
 
-BATCH_SIZE = leases.batch.max_batch_size or 0
-
 #: One process, and a queue of the tests.
 OPTIONS = ("-c", "1", "-Q", "any")
-
-#: As many as one worker holds.
-JOBS = 3 * BATCH_SIZE
 
 KEYS = Keys()
 
@@ -43,21 +37,10 @@ def bare(redis_url: str) -> Iterator[Any]:
         yield client
 
 
-def send(redis_url: str, directory: Path) -> list[str]:
-    """Sends jobs of a batch task; their batches end when there is a gate."""
-    options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
-    return send_at_once(redis_url, "any", range(JOBS), options)
-
-
 def hold_all(start_worker: StartWorker, redis_url: str, directory: Path, **options: Any) -> Any:
-    """Starts a worker that holds more jobs than it can begin; returns it, and their ids.
-
-    Its batches are full and short at first: it knows how long they take, and so it takes some
-    ahead. Then all of them wait for the gate.
-    """
-    worker = start_worker("apps.leases", *OPTIONS, **options)
-    run_short_batches(redis_url, directory, "any")
-    jobs = send(redis_url, directory)
+    """Starts a worker that holds more jobs than it can begin; returns it, and their ids."""
+    jobs = send_to_be_held(redis_url, directory, "any")
+    worker = start_worker("apps.singles", *OPTIONS, **options)
     wait_for(lambda: begun(directory) and unsettled(redis_url) == JOBS, "it holds all of them")
     return worker, jobs
 
@@ -85,7 +68,7 @@ def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path, killed: str
 ) -> None:
     giver, jobs = hold_all(start_worker, redis_url, tmp_path)
-    getter = start_worker("apps.leases", *OPTIONS)
+    getter = start_worker("apps.singles", *OPTIONS)
     wait_for(lambda: giver.has_logged("jobs go back to their queue", 1), "jobs change hands")
     (giver if killed == "the one that gave" else getter).kill()
     wait_for(lambda: bare.zcard(KEYS.workers) == 1, "its death is seen", TIMEOUT_S)
@@ -102,7 +85,7 @@ def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     _, jobs = hold_all(start_worker, redis_url, tmp_path, **patiently)
     # Nothing more begins there before the gate opens.
     first = len(begun(tmp_path))
-    start_worker("apps.leases", *OPTIONS, ready=False, **patiently)
+    start_worker("apps.singles", *OPTIONS, ready=False, **patiently)
     wait_for(lambda: bare.hlen(KEYS.worker_info) == 2, "the other one is there", TIMEOUT_S)
     for kind in ("normal", "pubsub"):
         bare.client_kill_filter(_type=kind, skipme=True)

@@ -122,7 +122,8 @@ def test_redis_that_begins_to_hang_meanwhile_ends_it(
 def test_worker_without_install_runs_items_one_by_one_and_is_found(
     start_worker: StartWorker, redis_url: str, client: Celery, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.uninstalled", "-P", "solo")
+    queues = ("-Q", f"celery,{uninstalled.shout.name}")
+    worker = start_worker("apps.uninstalled", "-P", "solo", *queues)
     wait_for(lambda: "call batchery.install(app) where the app is made" in worker.log, "a word")
     jobs = [client.send_task(uninstalled.shout.name, [text]) for text in ("a", "b")]
     assert [job.get(timeout=patient(30)) for job in jobs] == ["A of 1", "B of 1"]

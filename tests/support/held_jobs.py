@@ -1,50 +1,28 @@
-"""How a test has a worker hold more jobs than it can begin."""
+"""How a test has a device hold more jobs than it can begin."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from celery import Celery, uuid
+from celery import Celery
 
-from apps import leases
-from batchery_producer.publisher import Publisher
-from support.harness import open_redis, wait_for
-from support.patience import patient
+from apps import singles
 
-TIMEOUT_S = patient(60)
-
-#: Batches after which a worker believes that they are short.
-BATCHES = 8
+#: As many as an idle device takes at once, of tasks of which it can begin one.
+JOBS = 3
 
 
-def run_short_batches(redis_url: str, directory: Path, queue: str) -> None:
-    """Runs full batches of `apps.leases` that take no time, so that a worker takes some ahead.
+def send_to_be_held(redis_url: str, directory: Path, queue: str | None = None) -> list[str]:
+    """Sends a job of each of some tasks of `apps.singles`; returns their ids.
 
-    They come in one push, as a worker believes that of batches of about their size alone.
+    A worker that is started then takes all of them together, and its device runs one of them.
 
     Args:
-        redis_url: Where the worker is.
-        directory: Of a book that nobody reads.
-        queue: One of the worker's.
+        redis_url: Where they go.
+        directory: Of the book that has their numbers, and of the gate that they wait for.
+        queue: None for the own one of each task.
     """
-    numbers = range(BATCHES * (leases.batch.max_batch_size or 0))
-    jobs = send_at_once(redis_url, queue, numbers, {"book": str(directory / "short")})
-    keys = [f"celery-task-meta-{job}" for job in jobs]
-    with open_redis(redis_url) as redis:
-        wait_for(lambda: redis.exists(*keys) == len(jobs), "all are answered", TIMEOUT_S)
-
-
-def send_at_once(
-    redis_url: str, queue: str, numbers: Iterable[int], options: Mapping[str, Any]
-) -> list[str]:
-    """Sends jobs of `apps.leases.batch` in one push, and listens to nothing; returns their ids.
-
-    A worker takes some ahead only for a moment. Then a batch is no short one any more.
-    """
-    jobs = [(uuid(), number) for number in numbers]
-    with (
-        Celery("sender", broker=redis_url, set_as_current=False) as app,
-        Publisher(app, "apps.leases.batch", keywords=options, queue=queue) as publisher,
-    ):
-        publisher.send(jobs)
-    return [task_id for task_id, _ in jobs]
+    options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
+    with Celery("sender", broker=redis_url, set_as_current=False) as app:
+        return [
+            app.send_task(task.name, [number], options, queue=queue or task.name).id
+            for number, task in enumerate(singles.TASKS[:JOBS])
+        ]

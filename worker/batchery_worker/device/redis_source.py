@@ -303,13 +303,19 @@ class RedisSource:
 
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""
-        if self._redis is None or self._place is None or self._place.store.fenced:
+        place = self._place
+        if self._redis is None or place is None or place.store.fenced:
             return False
         try:
-            if self._is_stale:
-                self._is_stale = False
-                self._reconcile(self._place)
-            return self._place.fetcher.ask(self._redis)
+            was_stale, self._is_stale = self._is_stale, False
+            if was_stale:
+                self._reconcile(place)
+            if place.fetcher.ask(self._redis):
+                return True
+            if was_stale or place.fetcher.is_entered:
+                # Others would go on giving back what they hold.
+                place.store.stop_waiting()
+                place.fetcher.forget_entry()
         except (redis.RedisError, OSError) as error:
             self._lose(error)
         return False
