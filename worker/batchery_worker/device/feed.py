@@ -40,6 +40,7 @@ from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
+    Done,
     Joined,
     PullSetup,
     RecycleDue,
@@ -237,6 +238,8 @@ class Feed:
         self._wants_driver = False
         self._go = threading.Event()
         self._busy_since_s: float | None = None
+        #: Whether a batch has ended since Redis was asked: jobs may have come while it ran.
+        self._is_behind = False
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outgoing: deque[Any] = deque()
         self._works: dict[int, Work] = {}
@@ -374,6 +377,8 @@ class Feed:
         if self._ready.empty() and self._driver.acquire(blocking=False):
             try:
                 with self.lock:
+                    if self._asks_first:
+                        raise queue.Empty
                     self.turns.run()
                     work = self._outgoing.popleft() if self._outgoing else None
                 if work is not None and (batch := self._prepare(work)) is not None:
@@ -413,14 +418,17 @@ class Feed:
             EOFError: The device must end, and nothing is left here.
         """
         source = self.source
+        next_s: float | None = 0.0
         with self.lock:
-            next_s = self.turns.run()
+            if not self._asks_first:
+                next_s = self.turns.run()
             if self._outgoing:
                 return self._outgoing.popleft()
             if self.is_stopping and self._is_done:
                 raise EOFError
         is_there = not self.is_stopping and source.connect()
         with self.lock:
+            self._is_behind = False
             is_asked = is_there and not self.is_stopping and source.ask()
         if is_asked:
             if answer := source.read():
@@ -432,6 +440,16 @@ class Feed:
         source.flush()
         source.wait(next_s, self._is_due)
         return None
+
+    @property
+    def _asks_first(self) -> bool:
+        """Whether what waits may grow by what is in Redis, before it is the next batch.
+
+        Nothing is taken while a short batch runs. What was left over from the fetch before it would
+        go alone, and what has come meanwhile would wait behind.
+        """
+        is_behind = self._is_behind and not self._outgoing and self.demand.holds_part
+        return is_behind and self.source.is_connected and not self.is_stopping
 
     def _is_due(self) -> bool:
         return bool(self._outgoing or self.turns.has_work or self._wants_driver)
@@ -523,6 +541,7 @@ class Feed:
         with self.lock:
             self.device.note_figures(reply)
             self.local.receive(self.device, reply)
+            self._is_behind |= isinstance(reply, Done)
         self._wake()
 
     def _give(self) -> None:
