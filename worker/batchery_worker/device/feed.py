@@ -488,7 +488,11 @@ class Feed:
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
             self.source.dead_letter(payload["properties"]["delivery_tag"], error)
         else:
-            self.consumer.handle(message)
+            if message.errors:
+                # Its body cannot be decompressed; kombu's consumer does the same.
+                message._reraise_error(self.consumer.on_decode_error)
+            else:
+                self.consumer.handle(message)
 
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
