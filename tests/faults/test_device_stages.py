@@ -105,12 +105,11 @@ def held(worker: Worker) -> int:
 def shared_batch(
     worker: Worker, directory: Path, task: BatchTask, items: list[Any], **keywords: Any
 ) -> list[Any]:
-    """Jobs that share a batch: the device is busy until they are all there."""
+    """Jobs that share a batch: the device is busy until all are in Redis."""
     first = Gate(directory / "first")
     busy = stages.gated.delay(0, **first.keywords)
     wait_for(first.has_begun, "the device is busy")
     jobs = list(task.submit_many(items, keywords))
-    wait_for(lambda: held(worker) == len(items) + 1, "the worker has them all")
     first.open()
     busy.get(timeout=TIMEOUT_S)
     return jobs

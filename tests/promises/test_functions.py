@@ -44,8 +44,18 @@ def test_jobs_that_wait_while_a_batch_runs_share_the_next_one(
 ) -> None:
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
         jobs = shop.read_batch.submit_many(range(20))
-        wait_for(lambda: len(worker.inspect(shop.app, "reserved")) > 5, "they wait")
     assert max(len(result["mates"]) for result in jobs.get(timeout=TIMEOUT_S)) > 5
+
+
+def test_jobs_that_are_left_over_share_the_next_batch_with_those_that_come_meanwhile() -> None:
+    shop.read_batch.delay(0).get(timeout=TIMEOUT_S)
+    # So short that nothing is read beside it, but for the one job that is too many.
+    first = shop.read_batch.submit_many(range(65), {"pause_s": 0.5})
+    time.sleep(0.2)
+    jobs = shop.read_batch.submit_many(range(100, 120), {"pause_s": 0.5})
+    sizes = {len(each["mates"]) for each in jobs.get(timeout=TIMEOUT_S)}
+    assert sizes == {21}
+    assert len(first.get(timeout=TIMEOUT_S)[64]["mates"]) == 21
 
 
 def test_jobs_with_different_keywords_never_share_a_batch() -> None:

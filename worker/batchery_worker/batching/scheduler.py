@@ -148,6 +148,13 @@ class Scheduler(Generic[T]):
         return bool(self._queues or self._suspects)
 
     @property
+    def holds_part(self) -> bool:
+        """Whether jobs wait, but no full batch of them: it would be larger if more were here."""
+        return bool(self._queues) and not any(
+            waiting.items >= self._max_items(waiting) for waiting in self._queues.values()
+        )
+
+    @property
     def has_suspects(self) -> bool:
         """Whether a job waits that must run alone."""
         return bool(self._suspects)

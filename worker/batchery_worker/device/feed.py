@@ -40,6 +40,7 @@ from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
+    Done,
     Joined,
     PullSetup,
     RecycleDue,
@@ -237,6 +238,8 @@ class Feed:
         self._wants_driver = False
         self._go = threading.Event()
         self._busy_since_s: float | None = None
+        #: Whether a batch has ended since Redis was asked: jobs may have come while it ran.
+        self._is_behind = False
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outgoing: deque[Any] = deque()
         self._works: dict[int, Work] = {}
@@ -377,6 +380,8 @@ class Feed:
         if self._ready.empty() and self._driver.acquire(blocking=False):
             try:
                 with self.lock:
+                    if self._asks_first:
+                        raise queue.Empty
                     self.turns.run()
                     work = self._outgoing.popleft() if self._outgoing else None
                 if work is not None and (batch := self._prepare(work)) is not None:
@@ -416,14 +421,17 @@ class Feed:
             EOFError: The device must end, and nothing is left here.
         """
         source = self.source
+        next_s: float | None = 0.0
         with self.lock:
-            next_s = self.turns.run()
+            if not self._asks_first:
+                next_s = self.turns.run()
             if self._outgoing:
                 return self._outgoing.popleft()
             if self.is_stopping and self._is_done:
                 raise EOFError
         is_there = not self.is_stopping and source.connect()
         with self.lock:
+            self._is_behind = False
             is_asked = is_there and not self.is_stopping and source.ask()
         if is_asked:
             if answer := source.read():
@@ -435,6 +443,16 @@ class Feed:
         source.flush()
         source.wait(next_s, self._is_due)
         return None
+
+    @property
+    def _asks_first(self) -> bool:
+        """Whether what waits may grow by what is in Redis, before it is the next batch.
+
+        Nothing is taken while a short batch runs. What was left over from the fetch before it would
+        go alone, and what has come meanwhile would wait behind.
+        """
+        is_behind = self._is_behind and not self._outgoing and self.demand.holds_part
+        return is_behind and self.source.is_connected and not self.is_stopping
 
     def _is_due(self) -> bool:
         return bool(self._outgoing or self.turns.has_work or self._wants_driver)
@@ -473,7 +491,11 @@ class Feed:
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
             self.source.dead_letter(payload["properties"]["delivery_tag"], error)
         else:
-            self.consumer.handle(message)
+            if message.errors:
+                # Its body cannot be decompressed; kombu's consumer does the same.
+                message._reraise_error(self.consumer.on_decode_error)
+            else:
+                self.consumer.handle(message)
 
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
@@ -526,6 +548,7 @@ class Feed:
         with self.lock:
             self.device.note_figures(reply)
             self.local.receive(self.device, reply)
+            self._is_behind |= isinstance(reply, Done)
         self._wake()
 
     def _give(self) -> None:

@@ -64,6 +64,12 @@ class BatchDemand:
         """Whether jobs wait that may have killed a device or a worker."""
         return self._scheduler.has_suspects
 
+    @property
+    def holds_part(self) -> bool:
+        """Whether devices have nothing to do, and what waits for them is no full batch."""
+        is_idle = not any(device.batches for device in self._supervisor.devices)
+        return is_idle and self._scheduler.holds_part
+
     def free(self) -> int:
         """How many more jobs could begin at once."""
         if self.is_over:
