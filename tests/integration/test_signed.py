@@ -105,6 +105,16 @@ def test_a_job_that_is_not_signed_is_refused(
     check_refused(client, store, job.id, "(?i)ContentDisallowed")
 
 
+def test_a_worker_that_logs_no_job_refuses_it_too(
+    client: Celery, store: Any, start_worker: StartWorker, keys: dict[str, Path]
+) -> None:
+    """It reads plain jobs without Celery's own code."""
+    environ = environment(keys["friend"], keys["friend"])
+    start_worker("apps.signed", "-l", "ERROR", "-Q", "quiet", ready=False, env=environ)
+    job = client.send_task("apps.signed.shout", ["a"], queue="quiet")
+    check_refused(client, store, job.id, "(?i)ContentDisallowed")
+
+
 def test_an_ordinary_job_that_is_not_signed_does_not_run(
     client: Celery, store: Any, worker: Worker
 ) -> None:

@@ -49,6 +49,16 @@ def writes_kombus_json() -> bool:
     return bool(registry._encoders["json"].encoder is dumps)
 
 
+def reads_kombus_json(accept: Collection[str] | None) -> bool:
+    """Whether messages in JSON are accepted, and read by kombu's own decoder.
+
+    Args:
+        accept: Content types that the app accepts; None for all that kombu has enabled.
+    """
+    is_accepted = JSON not in registry._disabled_content_types if accept is None else JSON in accept
+    return is_accepted and registry._decoders.get(JSON) is loads
+
+
 def read_json(data: bytes) -> Any:
     """Reads what kombu's decoder reads.
 

@@ -22,10 +22,11 @@ from celery import Celery, signals
 from celery.app import trace
 from celery.worker import state as worker_state
 from kombu.asynchronous.timer import Timer
+from kombu.serialization import prepare_accept_content
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.inbox import Capacity, count_scheduled
+from batchery.transport.inbox import Capacity, count_scheduled, reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import ORDINARY, find_own
@@ -265,6 +266,7 @@ class Feed:
         self.demand = self.dispatcher.demand
         self.dispatcher.attach(self.turns)
         self.eventer = self._make_eventer(pull)
+        self._accept = prepare_accept_content(app.conf.accept_content)
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
             *(app, pull.hostname, pool, self.turns.timer, self.eventer),
@@ -287,6 +289,7 @@ class Feed:
             name: (admission.options(task).limits, pool.choose_limits(task, None, None))
             for name, task in app.tasks.items()
             if isinstance(task, BatchTask)
+            and reads_kombus_json(self._accept)
             and (not task.slots or name == setup.task)
             and task.acks_late
             and not task.rate_limit
@@ -485,7 +488,7 @@ class Feed:
 
     def _deliver(self, payload: Any) -> None:
         assert self.source.lease_store is not None
-        channel = LeaseChannel(self.source.lease_store, self.source.prepare_anew)
+        channel = self._make_channel(self.source.lease_store)
         try:
             message = channel.message_to_python(payload)
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
@@ -497,9 +500,12 @@ class Feed:
             else:
                 self.consumer.handle(message)
 
+    def _make_channel(self, store: LeaseStore) -> LeaseChannel:
+        return LeaseChannel(store, self.source.prepare_anew, self._accept)
+
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
-        message = LeaseChannel(store, self.source.prepare_anew).message_to_python(payload)
+        message = self._make_channel(store).message_to_python(payload)
         return self._pool.make_call(self.consumer.make_request(message))
 
     def _take_in(self, answer: Any) -> None:

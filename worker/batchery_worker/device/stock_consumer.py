@@ -4,7 +4,7 @@ It has neither a connection nor an event loop. The device hands it messages, and
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -39,15 +39,22 @@ class LeaseChannel:
 
     no_ack_consumers = None
 
-    def __init__(self, lease_store: LeaseStore, prepare_anew: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        lease_store: LeaseStore,
+        prepare_anew: Callable[[], None],
+        accept: Collection[str] | None,
+    ) -> None:
         """Of a message whose lease is in that store.
 
         Args:
             lease_store: It stays, whichever broker the device goes to.
             prepare_anew: Has leases compared with Redis.
+            accept: Content types of bodies that may be read; None for all that are enabled.
         """
         self.lease_store = lease_store
         self._prepare_anew = prepare_anew
+        self._accept = accept
         self._codec = Base64()
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
@@ -56,7 +63,9 @@ class LeaseChannel:
 
     def message_to_python(self, payload: Any) -> Any:
         """Makes a message of what stands in a queue."""
-        return Message(payload, channel=self)
+        message = Message(payload, channel=self)
+        message.accept = self._accept
+        return message
 
     def basic_ack(self, token: str, multiple: bool = False) -> None:  # noqa: ARG002
         """Ends a lease: its job is settled."""
