@@ -15,7 +15,7 @@ import pytest
 from batchery_producer.gateway.callers import make_key, make_webhook_secret
 from batchery_producer.gateway.webhooks import MAX_PER_HOST, Undeliverable, find_target, post
 from conftest import StartGateway
-from support.gateway import GatewayProcess, kill_runners
+from support.gateway import GatewayProcess
 from support.harness import Worker, wait_for
 from support.patience import patient
 from support.webhook_receiver import WebhookReceiver
@@ -133,26 +133,6 @@ def test_host_gets_a_few_at_once(gateway: GatewayProcess) -> None:
             later(gateway, receiver.url, OTHER_KEY)
         wait_for(lambda: receiver.came >= MAX_PER_HOST + 2, "more than one round", patient(120))
         assert receiver.most <= MAX_PER_HOST
-
-
-def test_webhook_comes_though_its_worker_was_killed_while_it_was_posted(
-    gateway: GatewayProcess,
-) -> None:
-    came = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        later(gateway, f"http://127.0.0.1:{port}")
-        connection, _ = silent.accept()
-        came.append(connection)
-        kill_runners(gateway)
-        silent.settimeout(patient(120))
-        connection, _ = silent.accept()
-        head = b""
-        while b"HELLO" not in head:
-            head += connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-        connection.close()
-        came[0].close()
 
 
 # One attempt

@@ -291,13 +291,6 @@ def test_a_message_that_is_no_job_costs_nothing(redis_url: str, client: Celery, 
     assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
 
 
-def test_a_message_of_an_ordinary_task_costs_no_worker(client: Celery, redis_url: str) -> None:
-    client.send_task("apps.ledger.write_down_alone", ["x"], queue="aside")
-    message = taken(redis_url)
-    put(redis_url, {**message, "body": "Nw=="})
-    assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
-
-
 def test_a_pickled_job_is_refused(client: Celery) -> None:
     mate = ledger.misbehave.delay("mate")
     job = client.send_task(TASK, ["x"], serializer="pickle")
