@@ -11,7 +11,6 @@ import click
 from celery.worker.control import control_command, inspect_command
 
 from batchery.protocol.commands import FIGURES, RELOAD
-from batchery.transport.redis_schema import find_own
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
@@ -49,6 +48,9 @@ def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]
 
 
 def _queues(consumer: Any) -> list[str]:
+    # Imported here, as Celery imports this module for each of its commands.
+    from batchery.transport.redis_schema import find_own
+
     # While the broker is away, nothing is consumed.
     tasks = consumer.task_consumer
     return sorted({find_own(queue.name) for queue in tasks.queues}) if tasks else []
