@@ -155,12 +155,10 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     """What waits in a queue with some priorities; None if the broker is no Redis, or is away."""
     if not isinstance(channel, kombu_redis.Channel):
         return None
-    steps: Any = channel
     names = Keys(channel.global_keyprefix)
-    some = [step for step in steps.priority_steps if step in priorities]
-    keys = [names.queue(key) for key in lists_of(channel, queue, some)]
+    keys = [names.queue(key) for key in lists_of(channel, queue, priorities)]
     # Not kombu's own client, which adds its key prefix only to a script's first key.
-    client = redis.Redis(connection_pool=steps.pool)
+    client = redis.Redis(connection_pool=channel.pool)
     return Waiting.read(*transport_scripts(client).run("count_waiting", keys))
 
 

@@ -178,8 +178,8 @@ class BrokerConnection:
         """
         channel, keys = self.channel, [self._marker, key]
         if room.max_waiting:
-            steps = [step for step in channel.priority_steps if step in room.priorities]
-            keys += [each for each in lists_of(channel, room.queue, steps) if each != key]
+            lists = lists_of(channel, room.queue, room.priorities)
+            keys += [each for each in lists if each != key]
         keys = [channel.global_keyprefix + each for each in keys]
         words = (chunk, MARKER_S, room.max_waiting, *messages)
         pushed, length = RedisScripts(self._redis, LUA).run("push", keys, *words)

@@ -13,7 +13,7 @@ from celery.result import ResultSet
 from apps import ledger, slow_start
 from apps.ledger import executions
 from conftest import StartWorker
-from support.harness import queue_length, unsettled, wait_ended, wait_for
+from support.harness import messages_in, queue_length, unsettled, wait_ended, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -54,7 +54,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 def waiting(store: Any) -> set[str]:
     """The ids of the jobs in the queue."""
-    return {json.loads(each)["headers"]["id"] for each in store.lrange("celery", 0, -1)}
+    return {json.loads(each)["headers"]["id"] for each in messages_in(store, "celery")}
 
 
 def test_a_warm_shutdown_takes_nothing_more_and_executes_every_job_once(

@@ -2,17 +2,28 @@
 
 import gc
 import subprocess
+import threading
 from typing import Any
 
 import celery
 import pytest
 import redis
 
+from support.patience import patient
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _results_of_other_tests_are_gone() -> None:
     """One of Celery's that is collected ends its subscription, for which it connects anew."""
     gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clients_of_other_tests_have_ended() -> None:
+    """One that was closed while Redis hung asks it once more, for seconds, to revoke its jobs."""
+    for thread in threading.enumerate():
+        if thread.name == "batchery-session":
+            thread.join(patient(30.0))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The keys that leases need in addition to Celery's own; `lua/` says what is in each of them."""
 
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,18 @@ def find_tenant_list(queue: str, sep: str, tenant: str) -> str:
     return tenant_lists(queue, sep)[number]
 
 
-def lists_of(channel: Any, queue: str, steps: Iterable[int] | None = None) -> list[str]:
+def lists_of(channel: Any, queue: str, priorities: Container[int] | None = None) -> list[str]:
     """All lists of a queue, with those of tenants; without kombu's key prefix.
 
     Args:
         channel: A Redis channel of kombu.
         queue: Its name.
-        steps: Of which priority steps; by default of all.
+        priorities: Of which priority steps; by default of all.
     """
     names = [queue, *tenant_lists(queue.removesuffix(BATCHES), channel.sep)]
-    steps = channel.priority_steps if steps is None else steps
+    steps = channel.priority_steps
+    if priorities is not None:
+        steps = [step for step in steps if step in priorities]
     return [channel._q_for_pri(name, step) for step in steps for name in names]
 
 

@@ -24,10 +24,6 @@
 --
 -- At maxmemory a script may write once it has popped, which frees memory, so pops come first.
 -- A key of another type than list must not stop the script, as what was popped would be lost: pcall.
-
--- The number of lists that a queue and priority step has: its own, and those of tenants.
-local LISTS = 9
-
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
@@ -37,7 +33,9 @@ for part = 1, parts do
   left[part] = tonumber(ARGV[5 + part])
 end
 local answer, fields = {0, 0}, {}
-local queues = (#KEYS - 6) / LISTS
+local queues = #ARGV - 5 - parts
+-- How many lists a queue and priority step has for its tenants.
+local own_lists = (#KEYS - 6) / queues - 1
 local are_tenants = false
 for first = 7 + queues, #KEYS, 4000 do
   -- Lua's stack bounds what can be unpacked.
@@ -51,8 +49,8 @@ local function find_lists(at)
   if not are_tenants then
     return found
   end
-  local first = 7 + queues + (at - 1) * (LISTS - 1)
-  for i = first, first + LISTS - 2 do
+  local first = 7 + queues + (at - 1) * own_lists
+  for i = first, first + own_lists - 1 do
     if redis.call('EXISTS', KEYS[i]) == 1 then
       found[#found + 1] = i
     end
