@@ -25,7 +25,7 @@ OWN_NAMES = (
 
 #: Version of the layout of all keys and values that workers share. It grows when a worker of the
 #: version before could not live beside this one; docs/security.md says what happens then.
-SCHEMA = 1
+SCHEMA = 2
 
 #: Ends of the names of the lists beside a queue, for what the takers of the queue cannot run: jobs
 #: of batch tasks, which are for devices, and those of ordinary tasks, which are for Celery's pool.

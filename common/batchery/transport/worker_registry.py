@@ -56,19 +56,26 @@ class Registration:
             last_token: No lower token must be given out again.
 
         Raises:
-            RedisUnavailable: What is in this Redis was written by a newer version.
+            RedisUnavailable: What is in this Redis was written by a newer version, or workers of
+                an older one live.
         """
         self.worker = uuid.uuid4().hex
         keys = self._keys
-        newer = self._scripts.run(
+        found = self._scripts.run(
             "register",
             [keys.workers, keys.worker_info, keys.token, keys.schema],
             *[self.worker, self.info(), last_token, SCHEMA],
         )
-        if newer:
+        if found > SCHEMA:
             raise RedisUnavailable(
-                f"the queues in this Redis are of a newer Batchery: their layout is {newer},"
+                f"the queues in this Redis are of a newer Batchery: their layout is {found},"
                 f" and this worker knows {SCHEMA}; update the worker"
+            )
+        if found:
+            raise RedisUnavailable(
+                f"workers of an older Batchery live on this Redis: their layout is {found}, and"
+                f" this worker knows {SCHEMA}; stop all of them, which gives what they hold back to"
+                " its queues, then start this one"
             )
 
     def info(

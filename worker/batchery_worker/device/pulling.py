@@ -27,6 +27,7 @@ from batchery_worker.ipc.messages import (
     Left,
     Loaded,
     Loads,
+    NotReady,
     Order,
     Parted,
     Ready,
@@ -64,6 +65,7 @@ class PullingDevice(Device):
         # Here, as its errors are those of a start.
         source = self._intake.source
         source.on_parted = lambda holder: self.tell(Parted(holder))
+        source.on_refused = lambda error: self.tell(NotReady(type(error).__name__, str(error)))
         return ready
 
     @cached_property

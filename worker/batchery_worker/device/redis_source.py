@@ -19,7 +19,7 @@ import redis
 from celery import Celery
 from kombu.utils.scheduling import cycle_by_name
 
-from batchery.errors import BatcheryError
+from batchery.errors import BatcheryError, RedisUnavailable
 from batchery.protocol.figures import LeaseFigures, report
 from batchery.retry import pause_s
 from batchery.transport.channel import SOCKET_TIMEOUT_S
@@ -134,6 +134,8 @@ class RedisSource:
         self.on_joined: Callable[[str, int], None] = lambda *_: None
         #: Called with leases that were left: those of jobs that have not begun must be forgotten.
         self.on_left: Callable[[LeaseStore], None] = lambda _: None
+        #: Called where the broker cannot be used, whoever asks.
+        self.on_refused: Callable[[RedisUnavailable], None] = lambda _: None
         #: Called with the id of a holder that has no leases any more; from any thread.
         self.on_parted: Callable[[str], None] = lambda _: None
 
@@ -190,6 +192,10 @@ class RedisSource:
                 self._is_stale = True
             if self._is_stale:
                 place.fetcher.prepare(self._redis)
+        except RedisUnavailable as error:
+            self.on_refused(error)
+            self._lose(error)
+            return False
         except (redis.RedisError, OSError, BatcheryError) as error:
             self._lose(error)
             return False

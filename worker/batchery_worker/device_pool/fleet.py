@@ -53,6 +53,7 @@ from batchery_worker.ipc.messages import (
     Ended,
     Fenced,
     Joined,
+    NotReady,
     Order,
     Parted,
     Ready,
@@ -95,6 +96,8 @@ class PullSupervisor(DeviceSupervisor):
             self.on_busy()
         elif isinstance(reply, Answer):
             self.on_answer(device, reply)
+        elif isinstance(reply, NotReady) and device.state is State.READY:
+            self._lose(reply.text)
         elif isinstance(reply, Ready) and device.state is State.LEAVING:
             logger.debug("device %s has started, and ends", device.name)
         elif isinstance(reply, RecycleDue):

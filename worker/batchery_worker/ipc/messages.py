@@ -281,7 +281,7 @@ class Ready(NamedTuple):
 
 
 class NotReady(NamedTuple):
-    """The device cannot start; its process ends after this message."""
+    """The device cannot start, and its process ends; or it has started, and its broker is none."""
 
     error: str
     text: str
