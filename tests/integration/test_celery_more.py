@@ -121,11 +121,10 @@ def test_hooks_and_signals_of_a_retry_come_once_per_attempt(worker: Worker, redi
 def test_the_signal_of_a_revoked_job_comes_once(worker: Worker, redis_url: str, busy: Busy) -> None:
     with busy():
         job = more.hooked.delay("never")
-        wait_for(lambda: trace(redis_url, job.id), "received")
         more.app.control.revoke(job.id, reply=True, timeout=TIMEOUT_S, limit=1)
     with pytest.raises(TaskRevokedError):
         job.get(timeout=TIMEOUT_S)
-    seen = settled(redis_url, job.id, ["task_received", "task_revoked"])
+    seen = settled(redis_url, job.id, ["task_revoked"])
     assert (seen["task_revoked"][0]["terminated"], seen["task_revoked"][0]["expired"]) == (
         False,
         False,

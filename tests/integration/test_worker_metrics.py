@@ -70,6 +70,8 @@ def watched(start_module_worker: StartWorker, redis_url: str) -> Watched:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     made = start(start_module_worker, "apps.shop")
     made.worker.wait_ready().wait_answers(shop.app)
+    # It has ordinary tasks, too, and so does not wait for its devices.
+    wait_for(lambda: made.is_well("/readyz"), "it is ready", patient(60))
     return made
 
 

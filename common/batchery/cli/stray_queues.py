@@ -14,7 +14,7 @@ from celery import Celery
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import NoPermissionError
 
-from batchery.transport.redis_schema import escape_pattern, find_own, lists_of, with_beside
+from batchery.transport.redis_schema import escape_pattern, find_own, lists_of
 
 #: Keys that a call of SCAN looks at, and calls of one look.
 SCAN_KEYS = 1000
@@ -86,10 +86,7 @@ class StrayQueues:
 
 def _count(channel: Any, client: Any, names: Collection[str]) -> Iterator[tuple[str, int]]:
     """The jobs in each queue; one that this user may not count, or that is no list, has none."""
-    lists = {
-        name: [key for each in with_beside(name) for key in lists_of(channel, each)]
-        for name in names
-    }
+    lists = {name: lists_of(channel, name) for name in names}
     with client.pipeline(transaction=False) as pipe:
         for keys in lists.values():
             for key in keys:

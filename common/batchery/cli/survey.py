@@ -23,7 +23,7 @@ from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters, find_queue
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
-from batchery.transport.redis_schema import Keys, transport_scripts, with_beside
+from batchery.transport.redis_schema import Keys, transport_scripts
 
 #: How long workers are awaited that live, in seconds; it ends when all have answered. Busy ones, on
 #: a busy machine, answer late.
@@ -415,13 +415,8 @@ def _find_orphaned(
 
 def _look_into(connection: Any, name: str) -> Waiting:
     """What waits in a queue, without what a worker holds; elsewhere than in Redis, how much."""
-    channel, found = connection.default_channel, Waiting(0)
-    for each in with_beside(name):
-        waiting = look_into(channel, each, range(LOWEST_PRIORITY + 1))
-        if waiting is None:
-            return Waiting(_count_messages(connection, name))
-        found = found.add(waiting)
-    return found
+    found = look_into(connection.default_channel, name, range(LOWEST_PRIORITY + 1))
+    return Waiting(_count_messages(connection, name)) if found is None else found
 
 
 def _count_messages(connection: Any, name: str) -> int:
@@ -429,7 +424,7 @@ def _count_messages(connection: Any, name: str) -> int:
     try:
         with channel:
             if isinstance(channel, kombu_redis.Channel):
-                return sum(int(channel._size(each)) for each in with_beside(name))
+                return int(channel._size(name))
             # Declared passively, it is not created; every broker answers with its length.
             return int(channel.queue_declare(queue=name, passive=True).message_count)
     except connection.channel_errors as error:

@@ -19,7 +19,7 @@ from batchery.redis_scripts import packed, script_text
 from batchery.retry import find_refusal
 from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import LUA, lists_of
+from batchery.transport.redis_schema import LUA, fetched_lists
 
 logger = logging.getLogger("batchery.transport")
 
@@ -186,7 +186,7 @@ class Fetcher:
         }
         queues = list(dict.fromkeys(part.queue for part in numbers))
         lists = [
-            ([keys.queue(key) for key in lists_of(channel, queue, [step])], number)
+            ([keys.queue(key) for key in fetched_lists(channel, queue, step)], number)
             for step in channel.priority_steps
             for queue in queues
             if (number := numbers.get(find_part(channel, queue, step)))

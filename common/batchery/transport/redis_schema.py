@@ -134,23 +134,30 @@ def find_tenant_list(queue: str, sep: str, tenant: str) -> str:
 
 
 def lists_of(channel: Any, queue: str, priorities: Container[int] | None = None) -> list[str]:
-    """All lists of a queue, with those of tenants; without kombu's key prefix.
+    """All lists of a queue: its own, those of tenants, and those beside it; without a key prefix.
 
     Args:
         channel: A Redis channel of kombu.
         queue: Its name.
         priorities: Of which priority steps; by default of all.
     """
-    names = [queue, *tenant_lists(queue.removesuffix(BATCHES), channel.sep)]
+    names = [queue, *tenant_lists(queue, channel.sep), queue + BATCHES, queue + ORDINARY]
     steps = channel.priority_steps
     if priorities is not None:
         steps = [step for step in steps if step in priorities]
     return [channel._q_for_pri(name, step) for step in steps for name in names]
 
 
-def with_beside(queue: str) -> tuple[str, str, str]:
-    """A queue, and the names of the lists beside it."""
-    return queue, queue + BATCHES, queue + ORDINARY
+def fetched_lists(channel: Any, name: str, step: int) -> list[str]:
+    """The lists of one priority step from which a device takes; without a key prefix.
+
+    Args:
+        channel: A Redis channel of kombu.
+        name: Of a queue, or of the list beside it; tenants' jobs are with either.
+        step: The priority step.
+    """
+    names = [name, *tenant_lists(name.removesuffix(BATCHES), channel.sep)]
+    return [channel._q_for_pri(each, step) for each in names]
 
 
 def find_own(name: str) -> str:

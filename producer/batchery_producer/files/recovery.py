@@ -20,7 +20,7 @@ from redis.exceptions import NoPermissionError
 
 from batchery.errors import RedisUnavailable
 from batchery.retry import RetryPolicy
-from batchery.transport.redis_schema import Keys, lists_of, with_beside
+from batchery.transport.redis_schema import Keys, lists_of
 
 #: Number of messages that are read from Redis at a time.
 CHUNK = 256
@@ -88,9 +88,8 @@ def _messages(channel: Any, queue: str) -> Iterator[bytes]:
     # kombu's own client would add its key prefix to some keys only.
     client: Any = redis.Redis(connection_pool=channel.pool)
     keys = Keys(channel.global_keyprefix)
-    for name in with_beside(queue):
-        for own in lists_of(channel, name):
-            yield from _waiting(client, keys.queue(own))
+    for name in lists_of(channel, queue):
+        yield from _waiting(client, keys.queue(name))
     held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
     for key in (*held, keys.queue(channel.unacked_key)):
         for _, value in client.hscan_iter(key, count=CHUNK):
