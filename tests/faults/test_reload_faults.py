@@ -10,10 +10,8 @@ from click.testing import CliRunner, Result
 from apps import reloaded
 from batchery.cli.control import reload
 from batchery.cli.explain import explain
-from batchery.gateway_settings import JOBS_QUEUE
-from batchery.transport.live_workers import LiveWorkers
-from conftest import StartGateway, StartWorker
-from support.harness import Worker, kill_all, open_redis, wait_for
+from conftest import StartWorker
+from support.harness import Worker, wait_for
 from support.patience import patient
 from support.steady_callers import SteadyCallers
 
@@ -111,20 +109,10 @@ def test_devices_with_different_versions_are_reported(
     assert {reloaded.text.delay(n).get(timeout=TIMEOUT_S) for n in range(9)} == {"v1"}
 
 
-def list_served(redis_url: str) -> set[str]:
-    """The queues of which Redis says that they are served."""
-    with open_redis(redis_url) as client:
-        workers = LiveWorkers(client, "").registered().values()
-    return {queue for worker in workers for queue in worker.queues or ()}
-
-
 def test_workers_that_cannot_answer_hold_nothing_up(
-    start_worker: StartWorker, start_gateway: StartGateway, tmp_path: Path, redis_url: str
+    start_worker: StartWorker, tmp_path: Path
 ) -> None:
     worker, killed = start(start_worker, tmp_path), start(start_worker, tmp_path)
-    # The worker beside it takes no remote control.
-    gateway = start_gateway(models={}, gateway={"worker": True})
-    wait_for(lambda: JOBS_QUEUE in list_served(redis_url), "the worker beside is there", TIMEOUT_S)
     (tmp_path / "version").write_text("v1")
     done = run(reload, "text")
     assert (done.exit_code, len(done.output.splitlines())) == (0, 2), done.output
@@ -135,5 +123,3 @@ def test_workers_that_cannot_answer_hold_nothing_up(
     assert len(done.output.splitlines()) == 1
     done = run(reload, "text", "--worker", "nobody@here")
     assert "no worker 'nobody@here' with devices answers" in str(done.exception)
-    # Other tests look at the queues that are served.
-    kill_all(gateway.process)

@@ -224,13 +224,16 @@ def test_a_failure_is_explained_with_its_error(worker: Worker, redis_url: str) -
 def test_a_job_without_a_result_is_looked_for_in_the_workers(
     worker: Worker, redis_url: str, tmp_path: Path
 ) -> None:
+    scheduled = shop.shout.apply_async(("later",), countdown=600)
+    wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate") as running:
-        waiting = shop.read_batch.delay(1)
-        scheduled = shop.shout.apply_async(("later",), countdown=600)
-        wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
-        for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
+        for job, state in ((running, "ACTIVE"), (scheduled, "SCHEDULED")):
             found = find(shop.app, job.id)
             assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
+        # Nobody takes it while the device computes.
+        waiting = shop.read_batch.delay(1)
+        found = find(shop.app, waiting.id)
+        assert (found.exit_code, found.state, found.worker) == (4, "UNKNOWN", None)
     waiting.get(timeout=TIMEOUT_S)
 
 
