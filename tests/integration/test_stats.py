@@ -167,23 +167,24 @@ def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url:
     assert {"devices", "waiting", "oldest_waiting_s", "batches", "queues"} <= figures.keys()
 
 
-def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str, tmp_path: Path) -> None:
+def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> None:
+    jobs = []
+
     def waiting() -> Any:
+        # Each waits for others, on an idle device.
+        jobs.append(shop.patient.delay(len(jobs)))
         answer: Any = shop.app.control.broadcast(
             "batchery", destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
         )
         figures = answer[0][worker.name]
-        return figures if figures["waiting"] and figures["oldest_waiting_s"] > 0.5 else None
+        return figures if figures["waiting"] and figures["oldest_waiting_s"] > 0.1 else None
 
-    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
-        jobs = shop.read_batch.submit_many(range(3))
-        figures = wait_for(waiting, "a job that waits")
-    assert figures["devices"]["cpu"]["batches_in_flight"] >= 1
-    assert figures["waiting_by_queue"][shop.read_batch.name]["jobs"] == figures["waiting"]
-    assert (
-        figures["waiting_by_queue"][shop.read_batch.name]["oldest_s"] >= figures["oldest_waiting_s"]
-    )
-    jobs.get(timeout=TIMEOUT_S)
+    figures = wait_for(waiting, "a job that waits")
+    queue = figures["waiting_by_queue"][shop.patient.name]
+    assert queue["jobs"] == figures["waiting"]
+    assert queue["oldest_s"] >= figures["oldest_waiting_s"]
+    for job in jobs:
+        job.get(timeout=TIMEOUT_S)
     assert worker.inspect(shop.app, "stats")["pool"]["oldest_waiting_s"] is None
 
 
