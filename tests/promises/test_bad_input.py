@@ -37,9 +37,9 @@ def _healthy(redis_url: str, worker: Worker) -> Any:
 
 
 def put(redis_url: str, message: Any) -> None:
-    """Puts a message on the queue as it is."""
+    """Puts a message on the queue of the task as it is."""
     with open_redis(redis_url) as redis:
-        redis.lpush("celery", message if isinstance(message, bytes) else json.dumps(message))
+        redis.lpush(TASK, message if isinstance(message, bytes) else json.dumps(message))
 
 
 def template(client: Celery, redis_url: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Kills device processes and workers; every job must end once, for the right reason."""
 
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,7 @@ def test_among_64_jobs_the_one_that_raises_and_the_one_that_kills_fail_alone(
             assert result == text.upper()
     assert isinstance(outcomes[20], KeyError)
     assert isinstance(outcomes[40], DeviceDied)
-    # On a slow machine it has not ended yet when its pipe is closed.
-    how = r"(exit code 13|closed its pipe and was killed); that happened 2 times"
-    assert re.search(how, str(outcomes[40]))
+    assert "its device or worker died; that happened 2 times" in str(outcomes[40])
     assert shop.shout.delay("next").get(timeout=TIMEOUT_S) == "NEXT"
 
 
@@ -107,7 +104,6 @@ def test_warm_shutdown_finishes_what_runs_and_returns_what_waits(
     worker = start_worker("apps.shop")
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate") as running:
         waiting = shop.shout.submit_many([f"text {number}" for number in range(20)])
-        wait_for(lambda: held(worker), "the worker holds some of the waiting jobs")
         worker.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "Warm shutdown" in worker.log, "it ends")
     assert worker.wait_exit() == 0
@@ -134,8 +130,3 @@ def busy(worker: Worker) -> bool:
     """Whether a batch is on a device."""
     devices = worker.inspect(shop.app, "stats")["pool"]["devices"]
     return any(device["batches_in_flight"] for device in devices.values())
-
-
-def held(worker: Worker) -> int:
-    """Jobs that the worker has received and not started."""
-    return len(worker.inspect(shop.app, "reserved"))
