@@ -168,7 +168,7 @@ def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url:
 
 
 def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> None:
-    jobs = []
+    jobs: list[Any] = []
 
     def waiting() -> Any:
         # Each waits for others, on an idle device.

@@ -78,7 +78,9 @@ class DevicesStep(_Step):  # type: ignore[misc]
         app, plan = parent.app, parent.pull_plan
         settings = get_installation(app).settings
         with failing_in_one_line():
-            setups = device_setups(app, plan.tasks, settings, plan.devices, pull=plan.setup)
+            setups = device_setups(
+                *(app, plan.tasks, settings, [*plan.places]), places=plan.places, pull=plan.setup
+            )
         devices = [DeviceProcess(setup, start_process) for setup in setups]
         self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
         self._has_other_work = plan.has_other_work

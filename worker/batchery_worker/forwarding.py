@@ -16,10 +16,22 @@ from batchery.transport.redis_schema import BATCHES, transport_scripts
 logger = logging.getLogger("batchery.worker")
 
 
-def forward_to_devices(task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
+def forward_to_devices(_task: Any, app: Any, _consumer: Any, **_: Any) -> Callable[..., None]:
     """Celery's strategy of a batch task whose jobs come to the worker's own consumer."""
     consumed = set(app.amqp.queues.consume_from)
 
+    def find_queue(came_by: Any) -> Any:
+        return came_by if came_by in consumed else app.conf.task_default_queue
+
+    return _make_handle(find_queue)
+
+
+def forward_to_own(task: Any, *_: Any, **__: Any) -> Callable[..., None]:
+    """The same of a task that not every device serves: its list is beside no queue."""
+    return _make_handle(lambda _: task.name)
+
+
+def _make_handle(find_queue: Callable[[Any], Any]) -> Callable[..., None]:
     def handle(
         message: Any,
         body: Any,  # noqa: ARG001 - as Celery calls it
@@ -28,10 +40,8 @@ def forward_to_devices(task: Any, app: Any, _consumer: Any, **_: Any) -> Callabl
         callbacks: Any,
         **_: Any,
     ) -> None:
-        channel, came_by = message.channel, message.delivery_info.get("routing_key")
-        queue = came_by if came_by in consumed else app.conf.task_default_queue
-        # The list of jobs for slots is beside no queue.
-        queue = task.name if task.slots else queue
+        channel = message.channel
+        queue = find_queue(message.delivery_info.get("routing_key"))
         scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
         prefix = channel.global_keyprefix
         keys = [

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 
+from batchery.model_task import ModelTask
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
-from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.device_pool.startup import choose_devices, find_places
 from batchery_worker.ipc.messages import PullSetup
 
 
@@ -30,14 +31,17 @@ class PullPlan:
 
     app: Any
     tasks: Sequence[BatchTask]
-    devices: Sequence[str]
+    #: Device -> the models that it serves -> why they are there.
+    places: Mapping[str, Mapping[str, str]]
+    #: Tasks that not every device serves; their jobs have a list of their own beside all queues.
+    placed: frozenset[str]
     has_other_work: bool
     hostname: str
     sends_events: bool
     limits: tuple[float | None, float | None]
     options: Mapping[str, Any]
     kinds: Mapping[str, Any]
-    #: Maximum batch size of each task without slots, and of those that may come by any queue.
+    #: Maximum batch size of each task that is not placed, and of those that may come by any queue.
     all_sizes: Mapping[str, int]
     anywhere: Mapping[str, int]
     #: Queue -> task -> maximum batch size.
@@ -58,8 +62,9 @@ class PullPlan:
             sends_events=self.sends_events,
             limits=self.limits,
             revoked=tuple(worker_state.revoked),
-            own=None if is_shared else frozenset(served),
-            slotted=frozenset(task.name for task in self.tasks if task.slots),
+            own=frozenset(served),
+            is_shared=is_shared,
+            placed=self.placed,
         ).with_queues(self.sizes)
 
     def take_queues(self) -> None:
@@ -88,11 +93,11 @@ class PullPlan:
         """The list from which devices take the jobs of a queue, and the tasks whose jobs come."""
         kind = self.kinds.get(queue)
         batch = dict(self.anywhere if kind is None else kind.batch)
-        slotted = [name for name in batch if self.app.tasks[name].slots]
-        # A device would take jobs of another one's slots, which it cannot run.
-        is_mixed = (kind is not None and kind.ordinary) or 0 < len(slotted) < len(batch)
+        placed = self.placed & batch.keys()
+        # A device would take jobs that it cannot run.
+        is_mixed = (kind is not None and kind.ordinary) or 0 < len(placed) < len(batch)
         if batch and not is_mixed:
-            return {queue: batch if slotted else {**self.anywhere, **batch}}
+            return {queue: batch if placed else {**self.anywhere, **batch}}
         return {queue + BATCHES: self.all_sizes}
 
 
@@ -117,18 +122,23 @@ def plan_pull(
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
     sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
-    all_sizes = {task.name: sizes[task.name] for task in tasks if not task.slots}
+    devices = choose_devices(settings.devices)
+    places = find_places([task for task in tasks if isinstance(task, ModelTask)], devices)
+    placed = frozenset(task.name for task in tasks if task.slots or is_placed(task, places))
+    all_sizes = {name: size for name, size in sizes.items() if name not in placed}
     # A task without a route may come by any queue that no ordinary task has.
     anywhere = {name: size for name, size in all_sizes.items() if comes_by_any(app.tasks[name])}
     for task in all_tasks:
-        type(task).Strategy = "batchery_worker.forwarding:forward_to_devices"
+        how = "forward_to_own" if task.name in placed else "forward_to_devices"
+        type(task).Strategy = f"batchery_worker.forwarding:{how}"
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
     named = ("fetch_messages", "queue_prefetch")
     plan = PullPlan(
         app=app,
         tasks=tasks,
-        devices=choose_devices(settings.devices),
+        places=places,
+        placed=placed,
         has_other_work=has_other_work,
         hostname=worker.hostname,
         sends_events=bool(worker.task_events),
@@ -141,12 +151,16 @@ def plan_pull(
         kinds=kinds,
         all_sizes=all_sizes,
         anywhere=anywhere,
-        # Jobs for slots have a list of their own beside all queues.
-        sizes={task.name + BATCHES: {task.name: sizes[task.name]} for task in tasks if task.slots},
+        sizes={name + BATCHES: {name: sizes[name]} for name in sorted(placed)},
     )
     for name in consumed:
         plan.add(name)
     return plan
+
+
+def is_placed(task: BatchTask, places: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether a task is a model that not every device serves."""
+    return isinstance(task, ModelTask) and any(task.name not in here for here in places.values())
 
 
 def list_own_tasks(app: Any) -> list[Any]:

@@ -454,7 +454,7 @@ def test_several_positionals_in_a_starmap_fail_clearly(app: Celery) -> None:
 
 
 def test_every_message_says_when_it_was_sent(app: Celery) -> None:
-    task = make(app, shout)
+    task = make(app, shout, name="said")
     before_s = time.time() - 0.001
     task.delay("a")
     task.apply_async(("b",), tenant="acme", deadline_s=5)

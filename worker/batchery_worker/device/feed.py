@@ -267,11 +267,16 @@ class Feed:
         self.dispatcher.attach(self.turns)
         self.eventer = self._make_eventer(pull)
         self._accept = prepare_accept_content(app.conf.accept_content)
+
+        def is_here(task: BatchTask) -> bool:
+            name = task.name
+            return name == setup.task if task.slots else name not in setup.elsewhere
+
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
             *(app, pull.hostname, pool, self.turns.timer, self.eventer),
             self._find_ordinary,
-            setup.task,
+            is_here,
         )
         self.source = RedisSource(
             *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
@@ -290,7 +295,7 @@ class Feed:
             for name, task in app.tasks.items()
             if isinstance(task, BatchTask)
             and reads_kombus_json(self._accept)
-            and (not task.slots or name == setup.task)
+            and is_here(task)
             and task.acks_late
             and not task.rate_limit
             and not admission.options(task).needs_context

@@ -153,8 +153,8 @@ class NoQos:
         """Does nothing."""
 
 
-def find_slots(task: str, _: str) -> str:
-    """The list of the jobs that run in a task's slots, whatever they came by."""
+def find_own_list(task: str, _: str) -> str:
+    """The list of the jobs of a task that not every device serves, whatever they came by."""
     return task + BATCHES
 
 
@@ -169,7 +169,7 @@ class StockConsumer(GuardedConsumer):
         timer: Any,
         eventer: Any,
         find_list: Callable[[str], str],
-        own: str,
+        is_here: Callable[[BatchTask], bool],
     ) -> None:
         """Reads no message yet.
 
@@ -180,7 +180,7 @@ class StockConsumer(GuardedConsumer):
             timer: Celery's requests with an ETA wait there.
             eventer: Sends task events.
             find_list: The list that Celery's consumer reads, for the list that a message came by.
-            own: Name of the task in whose slots this device's jobs run; empty for none.
+            is_here: Whether this device serves a task.
         """
         self.app = app
         self.hostname = hostname
@@ -210,8 +210,8 @@ class StockConsumer(GuardedConsumer):
         for name, task in app.tasks.items():
             if not isinstance(task, BatchTask):
                 self.strategies[name] = forward
-            elif task.slots and name != own:
-                self.strategies[name] = forward_lease(partial(find_slots, name))
+            elif not is_here(task):
+                self.strategies[name] = forward_lease(partial(find_own_list, name))
         self.handle = self.create_task_handler()
 
     def make_request(self, message: Any) -> Any:

@@ -4,7 +4,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,7 @@ def device_setups(
     devices: Sequence[str],
     *,
     in_process: bool = False,
+    places: Mapping[str, Mapping[str, str]] | None = None,
     pull: Callable[[Sequence[str], bool], PullSetup] | None = None,
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
@@ -94,12 +95,13 @@ def device_setups(
         settings: Of the worker.
         devices: Their names.
         in_process: Whether devices are threads of this process, and import nothing.
+        places: Device -> the models that it serves -> why; None chooses them.
         pull: Makes what devices must know to take their jobs themselves, given the names of the
             tasks that one serves; None for devices that are fed.
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
-    places = find_places(models, devices)
+    places = find_places(models, devices) if places is None else places
     # A test of one task need not wait for the models of the settings.
     first = [] if in_process else models
     load = [task.name for task in first if task.model_queue in consumed and not task.slots]

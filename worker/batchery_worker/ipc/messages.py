@@ -105,10 +105,11 @@ class PullSetup:
     limits: tuple[float | None, float | None] = (None, None)
     #: Ids of jobs that were revoked before.
     revoked: Sequence[str] = ()
-    #: Tasks with slots that the device serves, or all it serves if it has one; None for the others.
-    own: frozenset[str] | None = None
-    #: Tasks that have devices of their own.
-    slotted: frozenset[str] = frozenset()
+    #: Tasks that the device serves, and whether it also serves all that are not placed.
+    own: frozenset[str] = frozenset()
+    is_shared: bool = True
+    #: Tasks that not every device serves: with slots, or models with devices of their own.
+    placed: frozenset[str] = frozenset()
 
     def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "PullSetup":
         """The same for other queues: queue -> task -> maximum batch size."""
@@ -120,7 +121,7 @@ class PullSetup:
         return {
             name: size
             for name, size in sizes.items()
-            if (name in self.own if self.own is not None else name not in self.slotted)
+            if name in self.own or (self.is_shared and name not in self.placed)
         }
 
 
