@@ -36,6 +36,7 @@ def app() -> Iterator[Celery]:
     # All connections of a process share the queues of the memory transport.
     app.conf.task_default_queue = f"tasks-{uuid()}"
     yield app
+    waiting(app)
     app.close()
 
 
