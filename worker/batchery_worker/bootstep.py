@@ -1,18 +1,13 @@
-"""What a worker does before it starts: checks settings, adds devices to its pool, and queues."""
+"""What a worker does before it starts: checks settings, and plans how jobs come to its devices."""
 
-import gc
 import logging
 import math
 import os
-import sys
-from contextlib import suppress
 from typing import Any
 
 import click
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
-from celery.exceptions import TaskRevokedError
-from celery.worker import components
 from kombu.exceptions import SerializerNotInstalled
 from kombu.serialization import prepare_accept_content
 
@@ -32,30 +27,21 @@ from batchery.settings import (
 from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.device_pool.process import resident_kib
-from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.devices_step import failing_in_one_line
-from batchery_worker.events import use_batch_events
-from batchery_worker.pool import HybridPool
 from batchery_worker.pull_plan import (
     comes_by_any,
     find_queue,
     list_own_tasks,
+    plan_handed,
     plan_pull,
     prefetch_jobs,
     pulls,
 )
-from batchery_worker.request import BatchRequest
 
 _Step: Any = bootsteps.Step
 _ConsumerStep: Any = bootsteps.StartStopStep
 
 logger = logging.getLogger("batchery.worker")
-
-#: Python's own thresholds of its garbage collector, before version 3.14; and those in their place.
-#: A worker that holds a thousand jobs makes them by the ten thousand, and none of it is garbage: a
-#: sixth of the main process's time went into looking (docs/benchmarks.md).
-STOCK_GC_THRESHOLDS = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
-GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class BatchStep(_Step):  # type: ignore[misc]
@@ -79,21 +65,6 @@ class BatchStep(_Step):  # type: ignore[misc]
         warn_of_unused_queues(worker.app)
         self._add_batches(worker, settings)
 
-    def _plan_pull(
-        self, worker: Any, all_tasks: list[BatchTask], tasks: list[BatchTask], settings: Settings
-    ) -> None:
-        for task in tasks:
-            check_is_accepted(worker.app, task)
-        warn_of_unread_results(worker.app)
-        report_broker_away(worker.app)
-        worker.pull_plan = plan_pull(
-            worker,
-            all_tasks,
-            tasks,
-            settings,
-            has_other_work=_has_beat(worker) or not _has_only_batches(worker.app),
-        )
-
     def _add_batches(self, worker: Any, settings: Settings) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
@@ -102,10 +73,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
             return
-        if pulls(worker):
-            self._plan_pull(worker, all_tasks, tasks, settings)
-            return
-        if worker.app.conf.worker_disable_prefetch:
+        is_pulling = pulls(worker)
+        if not is_pulling and worker.app.conf.worker_disable_prefetch:
             raise SettingsError(
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
@@ -114,16 +83,15 @@ class BatchStep(_Step):  # type: ignore[misc]
             check_is_accepted(worker.app, task)
         warn_of_unread_results(worker.app)
         report_broker_away(worker.app)
-        devices = choose_devices(settings.devices)
-        _add_devices(worker, tasks, devices)
-        jobs = prefetch_jobs(tasks, settings, len(devices))
-        _widen_prefetch(worker, jobs, len(settings.classes))
+        plan = plan_pull if is_pulling else plan_handed
+        worker.pull_plan = plan(worker, all_tasks, tasks, settings)
+        if not is_pulling:
+            devices = len(worker.pull_plan.places)
+            _widen_prefetch(worker, prefetch_jobs(tasks, settings, devices), len(settings.classes))
         if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
             logger.warning(
                 "device_max_memory_bytes has no effect: only Linux tells what a process holds"
             )
-        _look_for_garbage_less_often()
-        use_batch_events(worker.app)
 
 
 def report_broker_away(app: Any) -> None:
@@ -182,58 +150,6 @@ def is_served(task: BatchTask) -> bool:
     # The gateway's queue has none of them, and its worker needs no device.
     others = {find_queue(each) for each in task.app.tasks.values() if isinstance(each, BatchTask)}
     return comes_by_any(task) and not consumed <= {JOBS_QUEUE, *others}
-
-
-def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
-    """Puts devices beside the pool that Celery has just made, before it starts."""
-    ordinary = worker.pool
-    pool = worker.pool = HybridPool(
-        ordinary,
-        worker.app,
-        tasks,
-        devices,
-        in_process=is_in_test(worker),
-        has_other_work=_has_beat(worker) or not _has_only_batches(worker.app),
-    )
-    for step in worker.steps:
-        if isinstance(step, components.Pool):
-            step.obj = pool
-    process_ordinary = worker.process_task if ordinary.uses_semaphore else worker._process_task
-
-    def begin(request: Any) -> None:
-        # Celery would release the place of a process, which a batch job has not taken.
-        with suppress(TaskRevokedError):
-            request.execute_using_pool(pool)
-
-    def process_task(request: Any) -> None:
-        # Batch jobs wait for a device. The semaphore counts the processes of ordinary tasks.
-        (begin if isinstance(request, BatchRequest) else process_ordinary)(request)
-
-    worker.process_task = process_task
-
-
-def is_in_test(worker: Any) -> bool:
-    """Whether Celery's `start_worker` has made it, on a thread of a test's process.
-
-    A process would not have what the test has changed: it would use other databases, for example.
-    """
-    testing = sys.modules.get("celery.contrib.testing.worker")
-    return testing is not None and isinstance(worker, testing.TestWorkController)
-
-
-def _has_beat(worker: Any) -> bool:
-    steps = worker.blueprint.order
-    return any(isinstance(step, components.Beat) and step.enabled for step in steps)
-
-
-def _has_only_batches(app: Any) -> bool:
-    return all(isinstance(task, BatchTask) for task in list_own_tasks(app))
-
-
-def _look_for_garbage_less_often() -> None:
-    # Somebody who has chosen others knows why.
-    if gc.get_threshold() in STOCK_GC_THRESHOLDS:
-        gc.set_threshold(*GC_THRESHOLDS)
 
 
 def check_options(task: BatchTask) -> None:

@@ -1,8 +1,9 @@
 """The worker's one part in batch jobs: it starts devices, which take their jobs from Redis.
 
 Everything else of the worker is Celery's own. Queues by which only batch jobs come are given to the
-devices, and are not consumed by Celery. Commands of remote control reach the devices, and their
-answers are put together with those of the worker.
+devices, and are not consumed by Celery. With other brokers, and in tests, Celery's consumer hands
+over the batch jobs that it gets. Commands of remote control reach the devices, and their answers
+are put together with those of the worker.
 """
 
 import logging
@@ -16,20 +17,25 @@ from celery import bootsteps, signals
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu import Exchange, Queue
+from kombu.utils.imports import symbol_by_name
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.transport.redis_schema import find_own
 from batchery_worker.commit.eligibility import warn_of_tracer
-from batchery_worker.device_pool.fleet import Fleet
-from batchery_worker.device_pool.process import DeviceProcess, start_process
+from batchery_worker.device_pool.fleet import Fleet, HolderBeats
+from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.event_loop import is_cold_shutdown
+from batchery_worker.handing import HandedJobs
 from batchery_worker.pull_plan import PullPlan
 
 _Step: Any = bootsteps.StartStopStep
 
 logger = logging.getLogger("batchery.worker")
+
+#: A device on a thread; an import path, because the code of devices imports torch.
+DEVICE_THREAD = "batchery_worker.device.thread:DeviceThread"
 
 #: Commands whose answers are lists of jobs; those of devices are added.
 LISTS = ("active", "reserved", "scheduled")
@@ -57,7 +63,7 @@ def failing_in_one_line() -> Iterator[None]:
 
 
 class DevicesStep(_Step):  # type: ignore[misc]
-    """Starts devices that pull, and ends them."""
+    """Starts devices, and ends them."""
 
     # Probes are answered while models are loaded.
     requires = (
@@ -70,7 +76,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
         parent.fleet = None
 
     def include_if(self, parent: Any) -> bool:
-        """Whether the worker's devices pull."""
+        """Whether the worker has devices."""
         return getattr(parent, "pull_plan", None) is not None
 
     def create(self, parent: Any) -> None:
@@ -79,12 +85,21 @@ class DevicesStep(_Step):  # type: ignore[misc]
         settings = get_installation(app).settings
         with failing_in_one_line():
             setups = device_setups(
-                *(app, plan.tasks, settings, [*plan.places]), places=plan.places, pull=plan.setup
+                *(app, plan.tasks, settings, [*plan.places]),
+                in_process=plan.in_process,
+                places=plan.places,
+                pull=plan.setup,
             )
-        devices = [DeviceProcess(setup, start_process) for setup in setups]
-        self.fleet = parent.fleet = Fleet(app, settings, devices, parent.hostname, _on_lost)
+        start: StartProcess = start_process
+        if plan.in_process:
+            start = partial(symbol_by_name(DEVICE_THREAD), app)
+        devices = [DeviceProcess(setup, start) for setup in setups]
+        make_holding = HandedJobs if plan.is_handed else partial(HolderBeats, app)
+        self.fleet = parent.fleet = Fleet(app, settings, devices, make_holding, _on_lost)
         self._has_other_work = plan.has_other_work
-        extend_commands(self.fleet, plan)
+        if not plan.in_process:
+            # Threads have their jobs where Celery's own commands look.
+            extend_commands(self.fleet, plan)
         signals.worker_shutting_down.connect(self._on_shutting_down)
 
     def _on_shutting_down(self, **_: Any) -> None:
@@ -131,10 +146,11 @@ def extend_commands(fleet: Fleet, plan: PullPlan) -> None:
     for name in CHANGES:
         _extend(name, partial(_changed, fleet, name))
     _extend("query_task", partial(_queried, fleet))
-    _extend("active_queues", partial(_with_queues, fleet))
-    _extend("add_consumer", partial(_add_consumer, fleet, plan))
-    _extend("cancel_consumer", partial(_cancel_consumer, fleet, plan))
     _extend("pool_restart", partial(_restart, fleet, plan))
+    if not plan.is_handed:
+        _extend("active_queues", partial(_with_queues, fleet))
+        _extend("add_consumer", partial(_add_consumer, fleet, plan))
+        _extend("cancel_consumer", partial(_cancel_consumer, fleet, plan))
 
 
 def _extend(name: str, function: Callable[..., Any]) -> None:

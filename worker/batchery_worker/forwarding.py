@@ -60,17 +60,27 @@ def _make_handle(find_queue: Callable[[Any], Any]) -> Callable[..., None]:
 
 def _spell(channel: Any, message: Any) -> str:
     """A message as it stood in its queue."""
-    return str(
-        dumps(
-            {
-                "body": channel.encode_body(message.body, "base64")[0],
-                "headers": message.headers,
-                "properties": {**message.properties, "body_encoding": "base64"},
-                "content-type": message.content_type,
-                "content-encoding": message.content_encoding,
-            }
-        )
-    )
+    raw = read_raw(message)
+    body = channel.encode_body(raw["body"], "base64")[0]
+    properties = {**raw["properties"], "body_encoding": "base64"}
+    return str(dumps({**raw, "body": body, "properties": properties}))
+
+
+def read_raw(message: Any) -> dict[str, Any]:
+    """A message as kombu reads it from a queue, with its body as bytes or text."""
+    body, properties = message.body, message.properties
+    # Kombu has undone both.
+    undone = {"body_encoding", "publish_tag"}
+    return {
+        "body": bytes(body) if isinstance(body, memoryview) else body,
+        "headers": {key: each for key, each in message.headers.items() if key != "compression"},
+        "properties": {
+            "delivery_info": message.delivery_info,
+            **{key: each for key, each in properties.items() if key not in undone},
+        },
+        "content-type": message.content_type,
+        "content-encoding": message.content_encoding,
+    }
 
 
 def forward_lease(find_list: Callable[[str], str]) -> Callable[..., Any]:

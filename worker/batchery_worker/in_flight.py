@@ -145,6 +145,12 @@ class DispatchedBatch:
             return inf
         return self.began_s + self.hard_limit_s
 
+    @property
+    def was_too_long(self) -> bool:
+        """Whether its only job is to blame that it reached the hard limit."""
+        # Behind an urgent one another has begun.
+        return self.expired and len(self.batch.jobs) == 1 and not self.urgent
+
     def interrupts(self, other: "DispatchedBatch") -> bool:
         """Whether it runs between the passes of another batch of its device."""
         return self.urgent and self is not other and self.began_s is not None

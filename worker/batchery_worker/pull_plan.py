@@ -1,10 +1,11 @@
-"""Which queues of a worker its devices take from, and what they must know of them."""
+"""How jobs come to a worker's devices: which queues they take from, or that jobs are handed over."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from celery.worker import components
 from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 
@@ -33,17 +34,22 @@ class PullPlan:
     tasks: Sequence[BatchTask]
     #: Device -> the models that it serves -> why they are there.
     places: Mapping[str, Mapping[str, str]]
-    #: Tasks that not every device serves; their jobs have a list of their own beside all queues.
-    placed: frozenset[str]
+    #: Whether the worker has ordinary tasks, or a beat, which need not wait for models.
     has_other_work: bool
     hostname: str
     sends_events: bool
     limits: tuple[float | None, float | None]
-    options: Mapping[str, Any]
-    kinds: Mapping[str, Any]
+    #: Tasks that not every device serves; their jobs have a list of their own beside all queues.
+    placed: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, Any] = field(default_factory=dict)
     #: Maximum batch size of each task that is not placed, and of those that may come by any queue.
-    all_sizes: Mapping[str, int]
-    anywhere: Mapping[str, int]
+    all_sizes: Mapping[str, int] = field(default_factory=dict)
+    anywhere: Mapping[str, int] = field(default_factory=dict)
+    #: Whether Celery's consumer has all queues, and hands the jobs over.
+    is_handed: bool = False
+    #: Whether devices are threads of this process.
+    in_process: bool = False
     #: Queue -> task -> maximum batch size.
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -65,6 +71,7 @@ class PullPlan:
             own=frozenset(served),
             is_shared=is_shared,
             placed=self.placed,
+            is_handed=self.is_handed,
         ).with_queues(self.sizes)
 
     def take_queues(self) -> None:
@@ -101,12 +108,50 @@ class PullPlan:
         return {queue + BATCHES: self.all_sizes}
 
 
+def is_in_test(worker: Any) -> bool:
+    """Whether Celery's `start_worker` has made it, on a thread of a test's process.
+
+    A process would not have what the test has changed: it would use other databases, for example.
+    """
+    testing = sys.modules.get("celery.contrib.testing.worker")
+    return testing is not None and isinstance(worker, testing.TestWorkController)
+
+
 def pulls(worker: Any) -> bool:
     """Whether a worker's devices pull: its broker is a Redis, and it is not within a test."""
-    testing = sys.modules.get("celery.contrib.testing.worker")
-    if testing is not None and isinstance(worker, testing.TestWorkController):
-        return False
-    return bool(worker.app.connection_for_read().transport.driver_type == "redis")
+    is_redis = worker.app.connection_for_read().transport.driver_type == "redis"
+    return bool(is_redis and not is_in_test(worker))
+
+
+def plan_handed(
+    worker: Any, all_tasks: Sequence[BatchTask], tasks: Sequence[BatchTask], settings: Settings
+) -> PullPlan:
+    """Has Celery's consumer hand its batch jobs over."""
+    for task in all_tasks:
+        type(task).Strategy = "batchery_worker.handing:hand_over"
+    devices = choose_devices(settings.devices)
+    places = find_places([task for task in tasks if isinstance(task, ModelTask)], devices)
+    return _make_plan(worker, tasks, places, is_handed=True, in_process=is_in_test(worker))
+
+
+def _make_plan(
+    worker: Any,
+    tasks: Sequence[BatchTask],
+    places: Mapping[str, Mapping[str, str]],
+    **fields: Any,
+) -> PullPlan:
+    has_beat = any(isinstance(each, components.Beat) and each.enabled for each in worker.steps)
+    has_ordinary = not all(isinstance(each, BatchTask) for each in list_own_tasks(worker.app))
+    return PullPlan(
+        app=worker.app,
+        tasks=tasks,
+        places=places,
+        has_other_work=has_beat or has_ordinary,
+        hostname=worker.hostname,
+        sends_events=bool(worker.task_events),
+        limits=(worker.soft_time_limit, worker.time_limit),
+        **fields,
+    )
 
 
 def plan_pull(
@@ -114,8 +159,6 @@ def plan_pull(
     all_tasks: Sequence[BatchTask],
     tasks: Sequence[BatchTask],
     settings: Settings,
-    *,
-    has_other_work: bool,
 ) -> PullPlan:
     """Chooses the queues, and takes them from Celery's consumer."""
     app = worker.app
@@ -134,15 +177,9 @@ def plan_pull(
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
     named = ("fetch_messages", "queue_prefetch")
-    plan = PullPlan(
-        app=app,
-        tasks=tasks,
-        places=places,
+    plan = _make_plan(
+        *(worker, tasks, places),
         placed=placed,
-        has_other_work=has_other_work,
-        hostname=worker.hostname,
-        sends_events=bool(worker.task_events),
-        limits=(worker.soft_time_limit, worker.time_limit),
         options={
             "fetch_messages": max(prefetch_jobs([task], settings, 1) for task in tasks),
             **{name: options[name] for name in named if name in options},

@@ -175,6 +175,9 @@ class Device:
         Raises:
             OSError: The parent is gone.
         """
+        self._write(reply)
+
+    def _write(self, reply: Reply) -> None:
         frame = dump_reply(reply)
         with self._telling:
             write_frame(self._end, frame)

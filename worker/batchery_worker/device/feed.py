@@ -30,6 +30,7 @@ from batchery.transport.inbox import Capacity, count_scheduled, reads_kombus_jso
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import ORDINARY, find_own
+from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer
@@ -42,6 +43,7 @@ from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import (
     Cancel,
     Done,
+    Fate,
     Joined,
     PullSetup,
     RecycleDue,
@@ -171,6 +173,7 @@ def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
         is_urgent=dispatched.urgent,
         in_slots=dispatched.in_slots,
         items=dispatched.batch.items,
+        is_alone=dispatched.batch.alone,
     )
 
 
@@ -226,8 +229,9 @@ class Feed:
             tell: Sends a message to the worker.
             resumes: As in `Ready`.
         """
-        # As in Celery's worker, before tracers are made.
-        trace.setup_worker_optimizations(app, pull.hostname)
+        if setup.app:
+            # As in Celery's worker, before tracers are made. A test's process is left alone.
+            trace.setup_worker_optimizations(app, pull.hostname)
         fail_callers(app)
         self._app = app
         self._prepare = prepare
@@ -265,12 +269,15 @@ class Feed:
         self.local.out, self.local.inform = self._outgoing.append, tell
         self.demand = self.dispatcher.demand
         self.dispatcher.attach(self.turns)
+        # The worker cannot look into Redis to see what a dead device had begun.
+        self.dispatcher.is_watched |= pull.is_handed
         self.eventer = self._make_eventer(pull)
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
             name = task.name
-            return name == setup.task if task.slots else name not in setup.elsewhere
+            is_its = name == setup.task if task.slots else name not in setup.elsewhere
+            return is_its or pull.is_handed
 
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
@@ -278,11 +285,15 @@ class Feed:
             self._find_ordinary,
             is_here,
         )
-        self.source = RedisSource(
-            *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
-        )
-        self.source.on_joined = self._on_joined
-        self.source.on_left = self._on_left
+        self.source: Any
+        if pull.is_handed:
+            self.source = HandedSource(tell, self._deliver)
+        else:
+            self.source = RedisSource(
+                *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
+            )
+            self.source.on_joined = self._on_joined
+            self.source.on_left = self._on_left
         fail_callers(app)
         self._serve(pull)
         worker_state.revoked.update(pull.revoked)
@@ -479,21 +490,53 @@ class Feed:
     def _on_joined(self, holder: str, broker: int) -> None:
         """Forgets what waits, as this device holds leases by another id now."""
         with self.lock:
-            self.dispatcher.forget_waiting()
-            state: Any = worker_state
-            for request in [*state.reserved_requests, *state.scheduled_requests]:
-                if request not in state.active_requests:
-                    state.task_ready(request)
+            self._drop_waiting()
         self._described = ""
         self._tell(Joined(holder, broker))
+
+    def _drop_waiting(self) -> list[Any]:
+        """Drops what has not begun; returns Celery's requests of it."""
+        self.dispatcher.forget_waiting()
+        state: Any = worker_state
+        known = {*state.reserved_requests, *state.scheduled_requests} - {*state.active_requests}
+        requests = [each for each in known if self._is_own(each)]
+        for request in requests:
+            state.task_ready(request)
+        return requests
+
+    def forget_waiting(self) -> None:
+        """Gives back what was handed over, and has not begun."""
+        with self.lock:
+            self.source.forget_waiting()
+            for request in self._drop_waiting():
+                # Those that wait for their time are with the timer.
+                request._already_revoked = True
+                self.source.settle(request.message.delivery_tag, Fate.FORGOTTEN)
+
+    def abandon(self) -> None:
+        """Drops all jobs, as nobody waits for this device any more, which may go on for ever."""
+        self.stop()
+        state: Any = worker_state
+        with self.lock:
+            known = {*state.reserved_requests, *state.scheduled_requests, *state.active_requests}
+            for request in known:
+                if self._is_own(request):
+                    request._already_cancelled = True
+                    state.task_ready(request)
+
+    def _is_own(self, request: Any) -> bool:
+        """Whether a request is this device's: others may be in the same process."""
+        if not self._pull.is_handed:
+            return True
+        channel = getattr(getattr(request, "message", None), "channel", None)
+        return getattr(channel, "source", None) is self.source
 
     def _on_left(self, store: LeaseStore) -> None:
         with self.lock:
             store.lost(set(store.leases) - self._find_running(store))
 
     def _deliver(self, payload: Any) -> None:
-        assert self.source.lease_store is not None
-        channel = self._make_channel(self.source.lease_store)
+        channel = self.source.open_channel(self._accept)
         try:
             message = channel.message_to_python(payload)
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
@@ -607,7 +650,8 @@ class Feed:
         return {
             **self.dispatcher.info(),
             "leases": self.source.figures(),
-            "total": worker_state.total_count,
+            # A thread of the worker's process counts with it.
+            "total": worker_state.total_count if self.device.setup.app else {},
         }
 
     @property

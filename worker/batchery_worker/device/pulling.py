@@ -1,4 +1,4 @@
-"""A device that takes its jobs from Redis itself; its worker only starts, watches and orders it."""
+"""A device whose jobs come from Redis, or from its worker; which starts, watches and orders it."""
 
 import json
 import logging
@@ -24,6 +24,8 @@ from batchery_worker.ipc.messages import (
     Done,
     Ended,
     Fenced,
+    Forget,
+    Handed,
     Left,
     Loaded,
     Loads,
@@ -52,7 +54,7 @@ LEAVE_S = 1.0
 
 
 class PullingDevice(Device):
-    """Runs batches of the jobs that it leases, until its worker tells it to stop."""
+    """Runs batches of the jobs that its feed has, until its worker tells it to stop."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
@@ -125,18 +127,26 @@ class PullingDevice(Device):
             try:
                 message = load_message(read_frame(self._end))
             except (EOFError, OSError):
-                feed.stop()
-                if not feed.closed.wait(LEAVE_S):
-                    os._exit(0)
+                self._leave()
                 return
             if isinstance(message, Stop):
                 feed.stop()
+            elif isinstance(message, Handed):
+                feed.source.put(message)
+            elif isinstance(message, Forget):
+                feed.forget_waiting()
             elif isinstance(message, Fenced):
                 feed.source.fence(message.holder)
             elif isinstance(message, Reload):
                 self._reloader.begin(message)
             elif isinstance(message, Order):
                 self.tell(Answer(message.number, self._obey(feed, message)))
+
+    def _leave(self) -> None:
+        """Ends the process, as the worker is gone."""
+        self._intake.stop()
+        if not self._intake.closed.wait(LEAVE_S):
+            os._exit(0)
 
     def _obey(self, feed: Feed, order: Order) -> str:
         """Runs a command of remote control on the jobs of this device; its answer as JSON."""

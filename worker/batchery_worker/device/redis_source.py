@@ -29,6 +29,7 @@ from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import BATCHES, find_own, split_list
 from batchery_worker.brokers import list_brokers, open_channel
 from batchery_worker.consumer import OutageLog
+from batchery_worker.device.stock_consumer import LeaseChannel
 
 logger = logging.getLogger("batchery.device")
 
@@ -306,6 +307,11 @@ class RedisSource:
         return True
 
     # Taking
+
+    def open_channel(self, accept: Collection[str] | None) -> LeaseChannel:
+        """What the messages that are handed over need of a channel."""
+        assert self._place is not None
+        return LeaseChannel(self._place.store, self.prepare_anew, accept)
 
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""

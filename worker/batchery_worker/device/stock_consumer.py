@@ -34,10 +34,29 @@ _Message: Any = KombuMessage
 Admit = Callable[[TaskCall, Any, TimeLimits], None]
 
 
-class LeaseChannel:
+class MessageChannel:
     """What a message, and Celery's request, need of the channel that brought it."""
 
     no_ack_consumers = None
+
+    def __init__(self, accept: Collection[str] | None) -> None:
+        """Of messages whose bodies may be of these content types; None for all that are enabled."""
+        self._accept = accept
+        self._codec = Base64()
+
+    def decode_body(self, body: Any, encoding: str | None = None) -> Any:
+        """Undoes the encoding in which a body stands in a queue."""
+        return self._codec.decode(body) if encoding == "base64" else body
+
+    def message_to_python(self, payload: Any) -> Any:
+        """Makes a message of what stands in a queue."""
+        message = Message(payload, channel=self)
+        message.accept = self._accept
+        return message
+
+
+class LeaseChannel(MessageChannel):
+    """The channel of a message that is leased."""
 
     def __init__(
         self,
@@ -52,20 +71,9 @@ class LeaseChannel:
             prepare_anew: Has leases compared with Redis.
             accept: Content types of bodies that may be read; None for all that are enabled.
         """
+        super().__init__(accept)
         self.lease_store = lease_store
         self._prepare_anew = prepare_anew
-        self._accept = accept
-        self._codec = Base64()
-
-    def decode_body(self, body: Any, encoding: str | None = None) -> Any:
-        """Undoes the encoding in which a body stands in a queue."""
-        return self._codec.decode(body) if encoding == "base64" else body
-
-    def message_to_python(self, payload: Any) -> Any:
-        """Makes a message of what stands in a queue."""
-        message = Message(payload, channel=self)
-        message.accept = self._accept
-        return message
 
     def basic_ack(self, token: str, multiple: bool = False) -> None:  # noqa: ARG002
         """Ends a lease: its job is settled."""

@@ -1,89 +1,67 @@
-"""A device on a thread of the worker's own process: for workers that live inside a test.
+"""A device on threads of the worker's own process: for workers that live inside a test.
 
 There holds what the test has changed: its databases, its patches, and tasks that no module has.
 """
 
 import logging
 import os
-import queue
-import select
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
 from contextlib import closing, suppress
-from typing import Any
 
 from celery import Celery
 
-from batchery_worker.device.device import Device, begin
+from batchery_worker.device.device import begin
 from batchery_worker.device.functions import EventLoop, close_connections
+from batchery_worker.device.pulling import PullingDevice
 from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.ipc.framing import read_frame
-from batchery_worker.ipc.messages import load_message
+from batchery_worker.ipc.messages import Reply, load_message
 
 logger = logging.getLogger("batchery.device")
 
 
-class SequentialDevice(Device):
-    """Runs one batch after the other on one thread, until its parent closes the pipe."""
+class ThreadedDevice(PullingDevice):
+    """Takes, runs and answers batches on one thread, until its worker closes the pipe."""
 
     def run(self) -> None:
-        """Works until the pipe is closed.
+        """Works until the worker has told it to stop, or has given it up."""
+        threading.Thread(target=self._listen, daemon=True, name="batchery-control").start()
+        try:
+            if self._steps is not None:
+                self._steps.run(self._intake)
+            with closing(EventLoop()) as loop:
+                while True:
+                    self._run_next(loop)
+        except EOFError:
+            if not self._intake.closed.is_set():
+                raise
+        finally:
+            self._intake.close()
 
-        Raises:
-            OSError: It was closed before a batch was answered.
-        """
-        if self._steps is not None:
-            self._steps.run(SequentialIntake(self._end, self._prepare_job))
-        with closing(EventLoop()) as loop:
-            while True:
-                if (batch := self._prepare(read_frame(self._end))) is not None:
-                    with self._reloader.turn.gate, self._reloader.turn.running:
-                        self._hand_over(self._forward(batch, loop.run), at_once=True)
+    def _write(self, reply: Reply) -> None:
+        # Nobody hears a device that was given up.
+        with suppress(OSError):
+            super()._write(reply)
 
-    def _look_ahead(self) -> None:
-        """Takes in nothing ahead."""
+    def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:  # noqa: ARG002
+        super()._hand_over(batch, at_once=True)
 
-    def _finish(self, batch: DeviceBatch, is_last: bool) -> None:  # noqa: ARG002 (has one thread)
-        super()._finish(batch, is_last=True)
-
-
-class SequentialIntake:
-    """The messages to a device that has one thread."""
-
-    def __init__(self, end: socket.socket, prepare: Callable[[bytes], Any]) -> None:
-        self._end = end
-        self._prepare = prepare
-
-    def take(self) -> Any:
-        """Takes the next one; waits for it."""
-        return self._prepare(read_frame(self._end))
-
-    def take_arrived(self) -> Any:
-        """Takes the next one, if it has arrived.
-
-        Raises:
-            queue.Empty: It has not.
-            EOFError: The pipe is closed.
-        """
-        if not select.select([self._end], [], [], 0)[0]:
-            raise queue.Empty
-        return self.take()
-
-    def read_ahead(self) -> None:
-        """Does nothing: the next message waits for the end of a step."""
+    def _leave(self) -> None:
+        """Lets a function that runs go on to its end: nobody can end a thread."""
+        self._intake.abandon()
 
 
 class DeviceThread:
-    """The thread of a device, with the methods of `subprocess.Popen` that its parent calls."""
+    """The thread of a device, with the methods of `subprocess.Popen` that its worker calls."""
 
     def __init__(self, app: Celery, end: socket.socket) -> None:
         """Starts the thread.
 
         Args:
             app: The worker's.
-            end: Of a pipe to the parent; the thread closes it.
+            end: Of a pipe to the worker; the thread closes it.
         """
         self.pid = os.getpid()
         self._end = end
@@ -113,7 +91,7 @@ class DeviceThread:
             self._end.shutdown(socket.SHUT_RDWR)
 
     def _run(self, app: Celery) -> None:
-        device = SequentialDevice(self._end)
+        device = ThreadedDevice(self._end)
         try:
             if begin(device, load_message(read_frame(self._end)), app):
                 device.run()
@@ -123,4 +101,6 @@ class DeviceThread:
             logger.critical("device thread failed", exc_info=True)
         finally:
             close_connections(app)
+            # Another thread may read from it.
+            self.kill()
             self._end.close()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from celery import Celery
@@ -52,6 +52,8 @@ from batchery_worker.ipc.messages import (
     Answer,
     Ended,
     Fenced,
+    Forget,
+    Handed,
     Joined,
     NotReady,
     Order,
@@ -60,6 +62,7 @@ from batchery_worker.ipc.messages import (
     RecycleDue,
     Reply,
     Running,
+    Settled,
     Stop,
     dump_message,
 )
@@ -79,6 +82,7 @@ class PullSupervisor(DeviceSupervisor):
     on_joined: Callable[[DeviceProcess, Joined], None]
     on_parted: Callable[[DeviceProcess, str], None]
     on_answer: Callable[[DeviceProcess, Answer], None]
+    on_settled: Callable[[DeviceProcess, Settled], None]
     on_busy: Callable[[], None]
 
     def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
@@ -96,6 +100,8 @@ class PullSupervisor(DeviceSupervisor):
             self.on_busy()
         elif isinstance(reply, Answer):
             self.on_answer(device, reply)
+        elif isinstance(reply, Settled):
+            self.on_settled(device, reply)
         elif isinstance(reply, NotReady) and device.state is State.READY:
             self._lose(reply.text)
         elif isinstance(reply, Ready) and device.state is State.LEAVING:
@@ -118,7 +124,9 @@ class PullSupervisor(DeviceSupervisor):
         if reply.is_unwanted:
             self._limit_unwanted(device, dispatched)
 
-    def order(self, device: DeviceProcess, message: Stop | Fenced | Order) -> None:
+    def order(
+        self, device: DeviceProcess, message: Stop | Fenced | Order | Handed | Forget
+    ) -> None:
         """Tells a device what to do, if it has a process."""
         if device.link is not None and not device.link.send(dump_message(message)):
             self._await_room(device)
@@ -160,7 +168,11 @@ def describe(running: Running) -> DispatchedBatch:
     key, limits = BatchKey(running.task), Limits(1)
     jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
     return DispatchedBatch(
-        Batch(jobs), monotonic(), running.hard_limit_s, running.is_urgent, in_slots=running.in_slots
+        Batch(jobs, alone=running.is_alone),
+        monotonic(),
+        running.hard_limit_s,
+        running.is_urgent,
+        in_slots=running.in_slots,
     )
 
 
@@ -177,6 +189,28 @@ class BusyDevices:
         """Nothing: devices tell of their jobs."""
 
 
+class Holding(Protocol):
+    """What knows the jobs that devices have: leases of them, or messages of Celery's consumer."""
+
+    #: How many messages of dead holders are back in their queues.
+    recovered: int
+    #: After how long a silence others take the leases of devices, in seconds.
+    expiry_s: float
+    #: When the last heartbeat was answered; None before the first one.
+    beat_s: float | None
+    #: Whether the last one was not answered.
+    is_silent: bool
+
+    def start(self) -> None:
+        """Begins to keep them."""
+
+    def leave(self, device: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
+        """Gives back what a device had; see `HolderBeats.leave`."""
+
+    def stop(self) -> None:
+        """Gives back what is left."""
+
+
 class Fleet:
     """All devices of a worker."""
 
@@ -185,7 +219,7 @@ class Fleet:
         app: Celery,
         settings: Settings,
         devices: Sequence[DeviceProcess],
-        name: str,
+        make_holding: "Callable[[Fleet], Holding]",
         on_lost: Callable[[str], None],
     ) -> None:
         """Starts nothing yet.
@@ -194,10 +228,9 @@ class Fleet:
             app: The worker's.
             settings: Of the worker.
             devices: None of them has been started.
-            name: Node name of the worker.
+            make_holding: Makes what knows the jobs of devices.
             on_lost: Called when the worker must end, with the reason for people.
         """
-        self._app = app
         self._settings = settings
         self._hub: Any = Hub()
         self.supervisor = PullSupervisor(
@@ -210,8 +243,6 @@ class Fleet:
             on_lost=on_lost,
         )
         self.supervisor.on_end = self._on_end
-        self.supervisor.on_joined = self._on_joined
-        self.supervisor.on_parted = self._on_parted
         self.supervisor.on_answer = self._on_answer
         self._numbers = itertools.count(1)
         self._answered = threading.Condition()
@@ -220,7 +251,6 @@ class Fleet:
         self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
         self.control = DeviceControl(app, self.supervisor)
-        self.beats = HolderBeats(app, name, self._tell_fenced)
         self._is_leaving = False
         #: The last figures of each device's process, and what all processes before had counted.
         self._known: dict[str, dict[str, Any]] = {}
@@ -228,6 +258,7 @@ class Fleet:
         self.restarts = 0
         self._busy = BusyDevices()
         self.supervisor.on_busy = self._note_busy
+        self.beats = make_holding(self)
 
     # Start
 
@@ -295,13 +326,9 @@ class Fleet:
         else:
             worker_state.active_requests.discard(self._busy)
 
-    def _on_joined(self, device: DeviceProcess, reply: Joined) -> None:
-        self.beats.join(device.name, reply.holder, reply.broker)
+    def tell_fenced(self, name: str, holder: str) -> None:
+        """Tells a device that others have the leases of a holder; from any thread."""
 
-    def _on_parted(self, device: DeviceProcess, holder: str) -> None:
-        self.beats.part(device.name, holder)
-
-    def _tell_fenced(self, name: str, holder: str) -> None:
         def tell() -> None:
             for device in self.supervisor.devices:
                 if device.name == name:
@@ -316,12 +343,7 @@ class Fleet:
         if known := self._known.pop(device.name, None):
             ended = without_jobs(known)
             self._past = add_up([ended, self._past] if self._past else [ended])
-        expired = [
-            (each.batch.jobs[0].id, each.hard_limit_s)
-            for each in batches
-            if each.expired and len(each.batch.jobs) == 1 and not each.urgent
-        ]
-        self.beats.leave(device.name, expired, is_death=is_death and not self._is_leaving)
+        self.beats.leave(device.name, batches, is_death=is_death and not self._is_leaving)
 
     def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
         if not answer.number:
@@ -436,16 +458,16 @@ class Fleet:
 class HolderBeats:
     """Renews the leases of devices, and recovers those of dead holders, with each broker."""
 
-    def __init__(self, app: Celery, name: str, on_fenced: Callable[[str, str], None]) -> None:
+    def __init__(self, app: Celery, fleet: Fleet) -> None:
         """Starts nothing yet.
 
         Args:
             app: Its brokers are asked.
-            name: Node name of the worker.
-            on_fenced: Called with a device, and the id of a holder whose leases others have.
+            fleet: Has the devices.
         """
-        self._name = name
-        self._brokers = [BrokerBeats(app, each, on_fenced) for each in list_brokers(app)]
+        fleet.supervisor.on_joined = self._on_joined
+        fleet.supervisor.on_parted = self._on_parted
+        self._brokers = [BrokerBeats(app, each, fleet.tell_fenced) for each in list_brokers(app)]
         #: Each device's holders, and the broker of each: it may have left one with jobs that run.
         self._holders: dict[str, dict[str, BrokerBeats]] = {}
         self._lock = threading.Lock()
@@ -468,17 +490,23 @@ class HolderBeats:
         if beats is not None:
             beats.part(holder)
 
-    def leave(
-        self, device: str, expired: Sequence[tuple[str, float | None]], *, is_death: bool
-    ) -> None:
+    def _on_joined(self, device: DeviceProcess, reply: Joined) -> None:
+        self.join(device.name, reply.holder, reply.broker)
+
+    def _on_parted(self, device: DeviceProcess, holder: str) -> None:
+        self.part(device.name, holder)
+
+    def leave(self, device: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
         """Gives back what a device held whose process has ended.
 
         Args:
             device: Its name.
-            expired: Ids of jobs that were alone in their batch, and ran for longer than they may;
-                each with its limit.
+            batches: Those of which it has told, and which had not ended.
             is_death: Whether what it ran may have killed it.
         """
+        expired = [
+            (each.batch.jobs[0].id, each.hard_limit_s) for each in batches if each.was_too_long
+        ]
         with self._lock:
             holders = self._holders.pop(device, {})
         for holder, beats in holders.items():
@@ -693,7 +721,7 @@ def merge(
     devices: Sequence[DeviceProcess],
     past: Mapping[str, Any] | None,
     restarts: int,
-    beats: HolderBeats,
+    beats: "Holding",
 ) -> dict[str, Any]:
     """The figures of a worker, made of those of its devices.
 

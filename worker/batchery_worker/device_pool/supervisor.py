@@ -85,7 +85,7 @@ class DeviceSupervisor:
         #: Devices that were given up. Their last processes must still be waited for.
         self.given_up: list[DeviceProcess] = []
         self._limits = limits
-        self._on_ready = on_ready
+        self.on_ready = on_ready
         self._on_done = on_done
         self._on_death = on_death
         self._on_lost = on_lost
@@ -413,7 +413,7 @@ class DeviceSupervisor:
             logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
             self.on_change(device, reply)
             self._recycle_next()
-            self._on_ready()
+            self.on_ready()
             self._first_start.look()
         elif isinstance(reply, NotReady):
             self._on_refusal(device, reply)
@@ -424,10 +424,10 @@ class DeviceSupervisor:
         elif isinstance(reply, Began):
             self._begin(device, device.batches[reply.id])
             # The next urgent one can be prepared meanwhile.
-            self._on_ready()
+            self.on_ready()
         elif isinstance(reply, Left):
             device.free_slot(reply)
-            self._on_ready()
+            self.on_ready()
         elif isinstance(reply, Loads | Loaded):
             self._on_load(device, reply)
         elif isinstance(reply, Done):

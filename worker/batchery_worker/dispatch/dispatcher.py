@@ -71,7 +71,7 @@ class Dispatcher:
         #: The kinds of devices, see `Scheduler.next_batch`.
         self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
         #: Whether whoever supervises must know of each batch.
-        self._is_watched = settings.max_pass_s is not None or bool(
+        self.is_watched = settings.max_pass_s is not None or bool(
             app.conf.worker_soft_shutdown_timeout
         )
         self._have_models = any(device.models for device in devices)
@@ -479,7 +479,7 @@ class Dispatcher:
             pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
-            is_timed=hard_limit_s is not None or self._is_watched,
+            is_timed=hard_limit_s is not None or self.is_watched,
         )
         if device.models is not None and device.models.begin(task.name, dispatched_s):
             work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))

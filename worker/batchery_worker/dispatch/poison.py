@@ -15,10 +15,12 @@ from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
 from batchery.transport.lease_store import LeaseStore
+from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
+from batchery_worker.ipc.messages import HISTORY, Handed
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
 
@@ -50,13 +52,11 @@ class PoisonDetector:
         if job.payload.is_plain:
             self._scheduler.admit(job)
             return
-        lease = job.payload.lease
-        if lease is not None and (limit_s := lease.store.expired_s(lease.token)) is not None:
+        deaths, limit_s = read_history(job.payload)
+        if limit_s is not None:
             self._in_flight.add(job.payload, os.getpid())
             self._settlement.fail(job.payload, TimeLimitExceeded(limit_s))
-            return
-        deaths = None if lease is None else lease.store.deaths(lease.token)
-        if deaths is None:
+        elif deaths is None:
             self._scheduler.admit(job)
         elif deaths.alone < MAX_DEATHS:
             among = max(1, deaths.group_size // 2)
@@ -109,6 +109,19 @@ class PoisonDetector:
         if call.request is not None and call.lease is not None:
             dead_letter_on_ack(call.request.message, reason)
         self._settlement.fail(call, DeviceDied(reason))
+
+
+def read_history(call: TaskCall) -> tuple[Deaths | None, float | None]:
+    """What is known of earlier runs of a job.
+
+    Returns:
+        The deaths of its devices or workers, None if it is no suspect; and the hard time limit that
+        it has reached, in seconds.
+    """
+    if (lease := call.lease) is not None:
+        return lease.store.deaths(lease.token), lease.store.expired_s(lease.token)
+    handed = None if call.request is None else call.request.message.properties.get(HISTORY)
+    return (handed.deaths, handed.expired_s) if isinstance(handed, Handed) else (None, None)
 
 
 def note_begin(

@@ -20,6 +20,7 @@ from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.headers import Form
 from batchery.settings import ModelSettings
+from batchery.transport.leases import Deaths
 from batchery.tracebacks import error_text
 from batchery_worker.ipc.exceptions import (
     encode_chain,
@@ -91,7 +92,7 @@ class PieceContext:
 
 @dataclass(frozen=True, slots=True)
 class PullSetup:
-    """What a device must know to take its jobs from Redis itself."""
+    """What a device must know of the jobs that come to it."""
 
     queues: Sequence[str]
     #: Queue -> task -> its maximum batch size.
@@ -110,6 +111,8 @@ class PullSetup:
     is_shared: bool = True
     #: Tasks that not every device serves: with slots, or models with devices of their own.
     placed: frozenset[str] = frozenset()
+    #: Whether the worker hands the jobs over, and the device takes none itself.
+    is_handed: bool = False
 
     def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "PullSetup":
         """The same for other queues: queue -> task -> maximum batch size."""
@@ -226,6 +229,26 @@ class Cancel(NamedTuple):
 
 class Stop(NamedTuple):
     """The device takes nothing more, finishes what it has begun, and ends."""
+
+
+#: Property of a handed message with its `Handed`.
+HISTORY = "batchery_history"
+
+
+class Handed(NamedTuple):
+    """A job for a device, of which its worker has the message."""
+
+    token: str
+    #: The message as kombu reads it from a queue.
+    raw: Mapping[str, Any]
+    #: What is known of devices that died while they ran it; None if it is no suspect.
+    deaths: Deaths | None
+    #: The hard time limit that it has reached, in seconds.
+    expired_s: float | None
+
+
+class Forget(NamedTuple):
+    """The broker will deliver again what the device was handed: it drops what has not begun."""
 
 
 class Fenced(NamedTuple):
@@ -350,6 +373,24 @@ class Parted(NamedTuple):
     holder: str
 
 
+class Fate:
+    """What becomes of a handed message."""
+
+    ACKNOWLEDGED = "acknowledged"
+    REJECTED = "rejected"
+    REQUEUED = "requeued"
+    #: The device has dropped it.
+    FORGOTTEN = "forgotten"
+
+
+class Settled(NamedTuple):
+    """A device is done with a handed message."""
+
+    token: str
+    #: One of `Fate`.
+    fate: str
+
+
 class Running(NamedTuple):
     """A batch whose time is limited is about to run; or nobody wants it any more."""
 
@@ -361,6 +402,8 @@ class Running(NamedTuple):
     in_slots: bool = False
     items: int = 1
     is_unwanted: bool = False
+    #: As in `Batch`.
+    is_alone: bool = False
 
 
 class Ended(NamedTuple):
@@ -425,7 +468,7 @@ class TextTimes(NamedTuple):
 
 _KINDS = (
     *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done),
-    *(Joined, Parted, Running, Ended, RecycleDue, Answer),
+    *(Joined, Parted, Running, Ended, RecycleDue, Answer, Settled),
 )
 Reply = (
     Ready
@@ -444,11 +487,14 @@ Reply = (
     | Ended
     | RecycleDue
     | Answer
+    | Settled
 )
 _REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
-def dump_message(message: Setup | Work | Cancel | Reload | Stop | Fenced | Order) -> bytes:
+def dump_message(
+    message: Setup | Work | Cancel | Reload | Stop | Fenced | Order | Handed | Forget,
+) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 

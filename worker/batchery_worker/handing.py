@@ -1,0 +1,238 @@
+"""Jobs that Celery's consumer hands over to devices: of brokers other than Redis, and in tests.
+
+A message stays with its broker until its device has settled it. Here is known which device has
+which message, so that another one gets what a dead device had.
+"""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from celery.utils.collections import LimitedSet
+from celery.worker import state as worker_state
+from celery.worker.strategy import default
+
+from batchery.transport.leases import Deaths
+from batchery_worker.device_pool.fleet import Fleet
+from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.forwarding import read_raw
+from batchery_worker.in_flight import DispatchedBatch
+from batchery_worker.ipc.messages import Fate, Forget, Handed, Settled
+
+logger = logging.getLogger("batchery.pool")
+
+
+@dataclass(slots=True, eq=False)
+class HandedJob:
+    """One message that is not settled."""
+
+    message: Any
+    task: Any
+    #: Tell the broker, on whichever thread Celery has for that.
+    ack: Callable[..., Any]
+    reject: Callable[..., Any]
+    #: Of Celery's consumer, or nothing: called once the message is settled.
+    release: Callable[[], None]
+    token: str = field(default_factory=partial(next, map(str, itertools.count(1))))
+    #: None while no device is ready that serves its task.
+    device: DeviceProcess | None = None
+    #: What is known of devices that died while they ran it.
+    deaths: Deaths | None = None
+    #: The hard time limit that it has reached, in seconds.
+    expired_s: float | None = None
+    #: Whether its connection is lost, so that the broker will deliver it again.
+    is_stale: bool = False
+
+    @property
+    def run(self) -> tuple[Any, Any]:
+        """Its id, and which attempt this is: a retry keeps the id."""
+        headers = self.message.headers if "id" in self.message.headers else self.message.payload
+        return headers.get("id"), headers.get("retries")
+
+
+class HandedJobs:
+    """The messages that the devices of a worker have; all on the thread of the fleet."""
+
+    #: As of `HolderBeats`: there is nothing to keep alive.
+    recovered = 0
+    expiry_s = 5.0
+    beat_s: float | None = None
+    is_silent = False
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._supervisor = fleet.supervisor
+        self._supervisor.on_ready = self._assign_waiting
+        self._supervisor.on_settled = self._on_settled
+        self._jobs: dict[str, HandedJob] = {}
+        self._held = Counter[str]()
+        #: Attempts that were settled lately: the broker may deliver them again.
+        self._settled = LimitedSet(maxlen=worker_state.SUCCESSFUL_MAX)
+        self._connection: Any = None
+        self._errors: Any = ()
+
+    def start(self) -> None:
+        """Does nothing."""
+
+    def stop(self) -> None:
+        """Does nothing: the broker gives back what was not settled."""
+
+    # What Celery's consumer says, on its thread
+
+    def connect(self, connection: Any, errors: Any) -> None:
+        """Notes which connection is used; what came by another one comes again.
+
+        Args:
+            connection: That of Celery's consumer.
+            errors: What it raises where it is lost.
+        """
+        before, self._connection, self._errors = self._connection, connection, errors
+        if before is not None and before is not connection:
+            self._fleet.call(self._forget_waiting)
+
+    def hand_over(self, job: HandedJob) -> None:
+        """Takes a message."""
+        self._fleet.call(partial(self._take, job))
+
+    # On the fleet's thread
+
+    def _take(self, job: HandedJob) -> None:
+        if (job.message.delivery_info or {}).get("redelivered"):
+            run = job.run
+            if run in self._settled:
+                # Only the acknowledgement was lost with the connection.
+                self._tell(job, Fate.ACKNOWLEDGED)
+                return
+            for older in self._jobs.values():
+                if older.run == run:
+                    logger.info(
+                        "%s[%s] was redelivered while it runs, and goes on", job.task.name, run[0]
+                    )
+                    older.message, older.is_stale = job.message, False
+                    older.ack, older.reject, older.release = job.ack, job.reject, job.release
+                    return
+        self._jobs[job.token] = job
+        self._assign(job)
+
+    def _assign(self, job: HandedJob) -> None:
+        """Hands a message to the device that has fewest, among those that are ready."""
+        kinds = {each.setup.task for each in self._supervisor.devices}
+        own = job.task.name if job.task.slots and job.task.name in kinds else ""
+        ready = [
+            each
+            for each in self._supervisor.devices
+            if each.state is State.READY
+            if each.setup.task == own or own not in kinds
+            if each.serves(job.task.name)
+        ]
+        job.device = min(ready, key=lambda each: self._held[each.name], default=None)
+        if job.device is not None:
+            self._held[job.device.name] += 1
+            handed = Handed(job.token, read_raw(job.message), job.deaths, job.expired_s)
+            self._supervisor.order(job.device, handed)
+
+    def _assign_waiting(self) -> None:
+        for job in [*self._jobs.values()]:
+            if job.device is None:
+                self._assign(job)
+
+    def _on_settled(self, _: DeviceProcess, reply: Settled) -> None:
+        job = self._jobs.get(reply.token)
+        if job is None:
+            return
+        self._take_from_device(job)
+        if reply.fate != Fate.FORGOTTEN:
+            del self._jobs[reply.token]
+            self._tell(job, reply.fate)
+        elif job.is_stale:
+            del self._jobs[reply.token]
+        else:
+            # It has come again meanwhile.
+            self._assign(job)
+
+    def _tell(self, job: HandedJob, fate: str) -> None:
+        if fate == Fate.ACKNOWLEDGED:
+            self._settled.add(job.run)
+            job.ack(logger, self._errors)
+        else:
+            job.reject(logger, self._errors, fate == Fate.REQUEUED)
+        job.release()
+
+    def _take_from_device(self, job: HandedJob) -> None:
+        if job.device is not None:
+            self._held[job.device.name] -= 1
+            job.device = None
+
+    def _forget_waiting(self) -> None:
+        for job in [*self._jobs.values()]:
+            job.is_stale = True
+            if job.device is None:
+                del self._jobs[job.token]
+        for device in self._supervisor.devices:
+            self._supervisor.order(device, Forget())
+
+    def leave(self, name: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
+        """Hands on what a device had whose process has ended; see `HolderBeats.leave`."""
+        jobs = [job for job in self._jobs.values() if job.device and job.device.name == name]
+        if is_death:
+            self._blame(jobs, batches)
+        for job in jobs:
+            self._take_from_device(job)
+            if job.is_stale:
+                del self._jobs[job.token]
+        self._assign_waiting()
+
+    def _blame(self, jobs: Sequence[HandedJob], batches: Sequence[DispatchedBatch]) -> None:
+        """Notes what a death says of the jobs that ran; the same is in `recover.lua`."""
+        in_slots = sum(each.in_slots for each in batches)
+        for dispatched in batches:
+            ids = {job.id for job in dispatched.batch.jobs}
+            ran = [job for job in jobs if job.run[0] in ids]
+            size = in_slots if dispatched.in_slots else len(ran)
+            for job in ran:
+                if dispatched.was_too_long:
+                    job.expired_s = dispatched.hard_limit_s or 0.0
+                known, alone = job.deaths, job.deaths.alone if job.deaths else 0
+                if dispatched.batch.alone and len(batches) == 1:
+                    job.deaths = Deaths(alone + 1)
+                else:
+                    job.deaths = Deaths(alone, size if known is None and size > 1 else 0)
+
+
+def hand_over(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None]:
+    """Celery's strategy of a batch task: its messages go to the worker's devices."""
+    fleet = getattr(consumer.controller, "fleet", None)
+    if fleet is None:
+        # The consumer is that of a device on a thread of this process.
+        handle: Callable[..., None] = default(task, app, consumer)
+        return handle
+    jobs, qos = fleet.beats, consumer.qos
+    jobs.connect(consumer.connection, consumer.connection_errors)
+
+    def hand(
+        message: Any,
+        body: Any,
+        ack: Callable[..., Any],
+        reject: Callable[..., Any],
+        callbacks: Any,
+        **_: Any,
+    ) -> None:
+        headers = message.headers if body is None else body
+        release = _nothing
+        if headers.get("eta"):
+            # Others need not wait behind it.
+            qos.increment_eventually()
+            release = qos.decrement_eventually
+        jobs.hand_over(HandedJob(message, task, ack, reject, release))
+        for callback in callbacks:
+            callback(message)
+
+    return hand
+
+
+def _nothing() -> None:
+    """For a message that was not counted."""
