@@ -32,11 +32,8 @@ class HandedJob:
 
     message: Any
     task: Any
-    #: Tell the broker, on whichever thread Celery has for that.
-    ack: Callable[..., Any]
-    reject: Callable[..., Any]
-    #: Of Celery's consumer, or nothing: called once the message is settled.
-    release: Callable[[], None]
+    #: That of Celery which has brought it.
+    consumer: Any
     token: str = field(default_factory=partial(next, map(str, itertools.count(1))))
     #: None while no device is ready that serves its task.
     device: DeviceProcess | None = None
@@ -46,12 +43,41 @@ class HandedJob:
     expired_s: float | None = None
     #: Whether its connection is lost, so that the broker will deliver it again.
     is_stale: bool = False
+    #: Its id, and which attempt this is: a retry keeps the id.
+    run: tuple[str, str] = field(init=False)
+    #: When it may begin; nothing for at once.
+    eta: Any = field(init=False)
 
-    @property
-    def run(self) -> tuple[Any, Any]:
-        """Its id, and which attempt this is: a retry keeps the id."""
+    def __post_init__(self) -> None:
         headers = self.message.headers if "id" in self.message.headers else self.message.payload
-        return headers.get("id"), headers.get("retries")
+        self.run, self.eta = (
+            (str(headers.get("id")), str(headers.get("retries"))),
+            headers.get("eta"),
+        )
+
+    def settle(self, fate: str) -> None:
+        """Tells the broker what becomes of the message, on the thread that Celery has for that."""
+        if self.consumer.hub:
+            self.consumer.call_soon(self._settle, fate)
+        else:
+            # As Celery's pools of threads do.
+            self._settle(fate)
+
+    def _settle(self, fate: str) -> None:
+        errors = self.consumer.connection_errors
+        try:
+            if fate == Fate.ACKNOWLEDGED:
+                self.message.ack_log_error(logger, errors)
+            else:
+                self.message.reject_log_error(logger, errors, fate == Fate.REQUEUED)
+            if self.eta:
+                self.consumer.qos.decrement_eventually()
+            self.consumer._restore_prefetch_count_after_connection_restart(None)
+        except errors:
+            raise
+        except Exception as error:  # noqa: BLE001 - out of Celery's loop it would end the worker
+            # The connection is long gone, and the broker will deliver the message again.
+            logger.warning("a message cannot be acknowledged any more: %r", error)
 
 
 class HandedJobs:
@@ -73,7 +99,6 @@ class HandedJobs:
         #: Attempts that were settled lately: the broker may deliver them again.
         self._settled = LimitedSet(maxlen=worker_state.SUCCESSFUL_MAX)
         self._connection: Any = None
-        self._errors: Any = ()
 
     def start(self) -> None:
         """Does nothing."""
@@ -83,14 +108,9 @@ class HandedJobs:
 
     # What Celery's consumer says, on its thread
 
-    def connect(self, connection: Any, errors: Any) -> None:
-        """Notes which connection is used; what came by another one comes again.
-
-        Args:
-            connection: That of Celery's consumer.
-            errors: What it raises where it is lost.
-        """
-        before, self._connection, self._errors = self._connection, connection, errors
+    def connect(self, connection: Any) -> None:
+        """Notes which connection is used; what came by another one comes again."""
+        before, self._connection = self._connection, connection
         if before is not None and before is not connection:
             self._fleet.call(self._forget_waiting)
 
@@ -105,7 +125,7 @@ class HandedJobs:
             run = job.run
             if run in self._settled:
                 # Only the acknowledgement was lost with the connection.
-                self._tell(job, Fate.ACKNOWLEDGED)
+                job.settle(Fate.ACKNOWLEDGED)
                 return
             for older in self._jobs.values():
                 if older.run == run:
@@ -113,7 +133,6 @@ class HandedJobs:
                         "%s[%s] was redelivered while it runs, and goes on", job.task.name, run[0]
                     )
                     older.message, older.is_stale = job.message, False
-                    older.ack, older.reject, older.release = job.ack, job.reject, job.release
                     return
         self._jobs[job.token] = job
         self._assign(job)
@@ -147,20 +166,15 @@ class HandedJobs:
         self._take_from_device(job)
         if reply.fate != Fate.FORGOTTEN:
             del self._jobs[reply.token]
-            self._tell(job, reply.fate)
+            if reply.fate == Fate.ACKNOWLEDGED:
+                self._settled.add(job.run)
+            if not job.is_stale:
+                job.settle(reply.fate)
         elif job.is_stale:
             del self._jobs[reply.token]
         else:
             # It has come again meanwhile.
             self._assign(job)
-
-    def _tell(self, job: HandedJob, fate: str) -> None:
-        if fate == Fate.ACKNOWLEDGED:
-            self._settled.add(job.run)
-            job.ack(logger, self._errors)
-        else:
-            job.reject(logger, self._errors, fate == Fate.REQUEUED)
-        job.release()
 
     def _take_from_device(self, job: HandedJob) -> None:
         if job.device is not None:
@@ -210,29 +224,23 @@ def hand_over(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., Non
         # The consumer is that of a device on a thread of this process.
         handle: Callable[..., None] = default(task, app, consumer)
         return handle
-    jobs, qos = fleet.beats, consumer.qos
-    jobs.connect(consumer.connection, consumer.connection_errors)
+    jobs = fleet.beats
+    jobs.connect(consumer.connection)
 
     def hand(
         message: Any,
-        body: Any,
-        ack: Callable[..., Any],
-        reject: Callable[..., Any],
+        body: Any,  # noqa: ARG001 - as Celery calls it
+        ack: Callable[..., Any],  # noqa: ARG001
+        reject: Callable[..., Any],  # noqa: ARG001
         callbacks: Any,
         **_: Any,
     ) -> None:
-        headers = message.headers if body is None else body
-        release = _nothing
-        if headers.get("eta"):
+        job = HandedJob(message, task, consumer)
+        if job.eta:
             # Others need not wait behind it.
-            qos.increment_eventually()
-            release = qos.decrement_eventually
-        jobs.hand_over(HandedJob(message, task, ack, reject, release))
+            consumer.qos.increment_eventually()
+        jobs.hand_over(job)
         for callback in callbacks:
             callback(message)
 
     return hand
-
-
-def _nothing() -> None:
-    """For a message that was not counted."""

@@ -1,4 +1,4 @@
-"""How jobs come to a worker's devices: which queues they take from, or that jobs are handed over."""
+"""How jobs come to a worker's devices: from which queues, or handed over by Celery's consumer."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -589,7 +589,8 @@ class Feed:
         return queue + ORDINARY if queue in self.source.active_queues else find_own(queue)
 
     def _find_queue(self, key: str) -> str:
-        return self.source.find_queue(key)
+        name: str = self.source.find_queue(key)
+        return name
 
     def _find_running(self, store: LeaseStore) -> set[str]:
         """Tokens of all leases of a store whose jobs have begun, and are not settled."""

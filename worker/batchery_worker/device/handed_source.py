@@ -114,7 +114,8 @@ class HandedSource:
 
     def figures(self) -> dict[str, Any]:
         """There are no leases."""
-        return report(LeaseFigures())
+        none: dict[str, Any] = report(LeaseFigures())
+        return none
 
     def flush(self) -> None:
         """Does nothing: the worker is told at once."""

@@ -192,14 +192,21 @@ class BusyDevices:
 class Holding(Protocol):
     """What knows the jobs that devices have: leases of them, or messages of Celery's consumer."""
 
-    #: How many messages of dead holders are back in their queues.
-    recovered: int
-    #: After how long a silence others take the leases of devices, in seconds.
-    expiry_s: float
-    #: When the last heartbeat was answered; None before the first one.
-    beat_s: float | None
-    #: Whether the last one was not answered.
-    is_silent: bool
+    @property
+    def recovered(self) -> int:
+        """How many messages of dead holders are back in their queues."""
+
+    @property
+    def expiry_s(self) -> float:
+        """After how long a silence others take the leases of devices, in seconds."""
+
+    @property
+    def beat_s(self) -> float | None:
+        """When the last heartbeat was answered; None before the first one."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last one was not answered."""
 
     def start(self) -> None:
         """Begins to keep them."""

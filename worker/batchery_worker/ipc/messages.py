@@ -20,8 +20,8 @@ from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.headers import Form
 from batchery.settings import ModelSettings
-from batchery.transport.leases import Deaths
 from batchery.tracebacks import error_text
+from batchery.transport.leases import Deaths
 from batchery_worker.ipc.exceptions import (
     encode_chain,
     encode_exception,
