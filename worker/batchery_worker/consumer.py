@@ -21,7 +21,6 @@ from celery import signals
 from celery.exceptions import InvalidTaskError, NotRegistered, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
-from kombu import Message
 from kombu import compression as kombu_compression
 from kombu.exceptions import ContentDisallowed, DecodeError
 
@@ -29,11 +28,10 @@ from batchery.errors import InvalidItem
 from batchery.log_pace import LogPace
 from batchery.settings import describe_file, settings_file
 from batchery.task import BatchTask
-from batchery.transport import NEEDS_WRITES, dead_letters
+from batchery.transport import dead_letters
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.event_loop import is_cold_shutdown
-from batchery_worker.request import cancel_active, get_lease, give_back
+from batchery_worker.request import get_lease, give_back
 
 _Consumer: Any = Consumer
 
@@ -69,9 +67,6 @@ DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     "application/zstd": lambda: compression.zstd.ZstdDecompressor(),
 }
 
-#: Longest pause between two attempts to connect to the broker, in seconds.
-RECONNECT_MAX_S = 4.0
-
 
 class OutageLog:
     """Logs that the broker is away: at once, then once a minute."""
@@ -97,53 +92,9 @@ class OutageLog:
 
 
 class GuardedConsumer(_Consumer):  # type: ignore[misc]
-    """`worker_consumer = "batchery_worker.consumer:GuardedConsumer"`; `install(app)` sets it."""
+    """That of a device: see `batchery_worker.device.stock_consumer`."""
 
     connection_errors: Any
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # A primary may become a replica at any moment, or be full, and Celery's own steps write.
-        refusals = (redis.ReadOnlyError, redis.OutOfMemoryError)
-        self.connection_errors = (*self.connection_errors, *refusals)
-
-    def connection_for_read(self, heartbeat: Any = None) -> Any:
-        """Connects to a broker that takes writes; waits for one as for a broker that is away."""
-        connection = self.app.connection_for_read(heartbeat=heartbeat)
-        connection.transport_options = {**connection.transport_options, NEEDS_WRITES: True}
-        return self.ensure_connected(connection)
-
-    def ensure_connected(self, conn: Any) -> Any:
-        """As Celery's, with a line a minute in the log, and back within seconds.
-
-        Celery logs each attempt, and pauses for up to half a minute between two of them.
-        """
-        ensure = conn.ensure_connection
-
-        def connect(_errback: Any, max_retries: int | None, **options: Any) -> Any:
-            if max_retries is None:
-                # With a limit, shorter pauses would reach it sooner.
-                options["interval_max"] = RECONNECT_MAX_S
-            return ensure(OutageLog(conn.as_uri()), max_retries, **options)
-
-        conn.ensure_connection = connect
-        try:
-            return super().ensure_connected(conn)
-        finally:
-            del conn.ensure_connection
-
-    def stop(self) -> None:
-        """Ends; after a cold shutdown's signal, first what its handler had to leave."""
-        if is_cold_shutdown():
-            cancel_active(self.pool)
-        super().stop()
-
-    def _update_prefetch_count(self, index: int = 0) -> Any:
-        """As Celery's, for so many more processes; ordinary jobs have a prefetch of their own."""
-        binding = getattr(self.controller, "late_binding", None)
-        if binding is not None:
-            binding.grow(index * self.controller.ordinary_multiplier)
-        return super()._update_prefetch_count(index)
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Makes the function that is called with each message."""
@@ -177,36 +128,6 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             if request.message is message:
                 worker_state.task_ready(request)
         self.on_invalid_task(None, message, error)
-
-    def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Acknowledges or rejects a message in the loop's next turn; a leased one at once."""
-        message = getattr(p, "__self__", None)
-        if isinstance(message, Message) and p == message.ack_log_error and get_lease(message):
-            # This sends nothing yet. A job that is settled and not acknowledged would come again
-            # over a connection that is made in between.
-            p(*args, **kwargs)
-            return p
-
-        def settle() -> None:
-            try:
-                p(*args, **kwargs)
-            except self.connection_errors:
-                raise
-            except Exception as error:  # noqa: BLE001 - out of the loop it would end the worker
-                # The connection is long gone, and the broker will deliver the message again.
-                logger.warning("a message cannot be acknowledged any more: %r", error)
-
-        return super().call_soon_ack(settle)
-
-    def on_connection_error_after_connected(self, exc: Exception) -> None:
-        """Leaves a connection that broke, even if it cannot be tidied up."""
-        try:
-            super().on_connection_error_after_connected(exc)
-        except Exception:
-            # While Redis is away kombu cannot put back what it holds without a lease. Its error
-            # would end the worker. Kombu's visibility timeout brings these jobs back.
-            logger.warning("the broken connection could not be tidied up", exc_info=True)
-            self.connection = None
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Refuses a body that cannot be read."""
@@ -317,18 +238,12 @@ def embedded(message: Any) -> Mapping[str, Any]:
         return read_embed(message.body)
 
 
-def refuse_what_raises(
-    worker: Any,
-    process: Callable[[Any], None],
-    release: Callable[[], None] | None = None,
-) -> Callable[[Any], None]:
+def refuse_what_raises(consumer: Any, process: Callable[[Any], None]) -> Callable[[Any], None]:
     """Has each job refused that cannot be handed to the pool, also one that has waited before.
 
     Args:
-        worker: Celery's `WorkController`.
+        consumer: Has brought the jobs.
         process: Hands a request to its pool.
-        release: Gives up the place of a job among those that the pool's processes work on; None
-            if it has none.
 
     Returns:
         What to call in the place of `process`.
@@ -338,13 +253,11 @@ def refuse_what_raises(
         try:
             process(request)
         except Reject as error:
-            # A solo pool has run it, and its result found no backend.
+            # It has run, and its result found no backend.
             logger.warning("%s[%s] is given back: %s", request.name, request.id, error)
             give_back(request)
         except Exception as error:  # noqa: BLE001 - it would end worker after worker
-            worker.consumer.end_unhandled(request.message, error)
-            if release is not None:
-                release()
+            consumer.end_unhandled(request.message, error)
 
     return process_task
 

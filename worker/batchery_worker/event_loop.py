@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from celery.utils import log as celery_log
 from celery.worker import state as worker_state
 
 
@@ -21,12 +20,3 @@ def is_cold_shutdown() -> bool:
     # Celery keeps an exit code here, and 0 is a valid one.
     exit_code: Any = worker_state.should_terminate
     return exit_code is not None and exit_code is not False
-
-
-def is_in_signal_handler() -> bool:
-    """Whether Celery handles a signal, over a main thread that stands still anywhere.
-
-    That may be half through a change, or hold a lock, such as that of the log: whoever waits for
-    another thread here may wait for ever.
-    """
-    return bool(celery_log._in_sighandler)  # type: ignore[attr-defined]

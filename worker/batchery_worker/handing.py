@@ -93,7 +93,7 @@ class HandedJobs:
         self._fleet = fleet
         self._supervisor = fleet.supervisor
         self._supervisor.on_ready = self._assign_waiting
-        self._supervisor.on_settled = self._on_settled
+        self._supervisor.handlers[Settled] = self._on_settled
         self._jobs: dict[str, HandedJob] = {}
         self._held = Counter[str]()
         #: Attempts that were settled lately: the broker may deliver them again.

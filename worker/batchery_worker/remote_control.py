@@ -27,13 +27,12 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
     On the thread of the event loop.
     """
     fleet = getattr(consumer.controller, "fleet", None)
-    ask = getattr(consumer.pool, "figures", None) if fleet is None else fleet.figures
-    if ask is None or (found := ask()) is None:
+    if fleet is None:
         return None
     watch = getattr(consumer.controller, "watch", None)
     return {
-        **found,
-        "queues": sorted({*_queues(consumer), *(fleet.queues if fleet is not None else ())}),
+        **fleet.figures(),
+        "queues": sorted({*_queues(consumer), *fleet.queues}),
         "time_s": time.time(),
         **(watch.figures() if watch is not None else {}),
     }
@@ -43,8 +42,7 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
 def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]:
     """Loads another version of a model; asked again, it says how far that is."""
     fleet = getattr(state.consumer.controller, "fleet", None)
-    order = getattr(state.consumer.pool if fleet is None else fleet, "reload", None)
-    return NO_DEVICE if order is None else order(number, task, **options) or NO_DEVICE
+    return NO_DEVICE if fleet is None else dict(fleet.reload(number, task, **options))
 
 
 def _queues(consumer: Any) -> list[str]:

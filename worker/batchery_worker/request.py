@@ -12,18 +12,8 @@ from celery.worker.request import Request as CeleryRequest
 from batchery.protocol.headers import expiring_as_asked
 from batchery.protocol.pieces import tell_readers
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.event_loop import is_in_signal_handler
 
 _Request: Any = CeleryRequest
-
-
-def cancel_active(pool: Any) -> None:
-    """Drops the batch jobs that run, at the end of a cold shutdown, unless they are answered."""
-    for request in tuple(worker_state.active_requests):
-        is_open = not (request.task.acks_late and request.acknowledged)
-        if is_open and isinstance(request, BatchRequest):
-            # The broker delivers it again, but for a message that was acknowledged early.
-            request.cancel(pool, emit_retry=not request.task.acks_late)
 
 
 class LeaseHandle(NamedTuple):
@@ -57,6 +47,8 @@ def give_back(request: Any) -> None:
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
+    #: The pool that has it.
+    _pool: Any = None
     #: Facts of the batch, once there was one; they ride in the task-succeeded event.
     batch: Mapping[str, Any] | None = None
     #: The third part of the message's body: callbacks, and what follows in a chain.
@@ -88,23 +80,18 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """The message's lease; None where there is none (any more), as with other transports."""
         return None if self.acknowledged else self._lease
 
-    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
-        """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.
+    def execute_using_pool(self, pool: Any, **options: Any) -> Any:
+        """Hands the job to a pool, and remembers which: it may be another one than the worker's."""
+        self._pool = pool
+        return super().execute_using_pool(pool, **options)
 
-        A device may have answered while Celery waited: then the job is finished, not dropped. So
-        this waits for other threads, and is left for `cancel_active` in the handler of a signal.
-        """
-        if is_in_signal_handler():
-            return
-        finish = getattr(pool, "finish_answered", None)
-        if finish is not None:
-            finish()
-        if self in worker_state.active_requests:
-            super().cancel(pool, signal, emit_retry)
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """Drops the job, at the end of a cold shutdown or where a lost connection asks for it."""
+        super().cancel(self._pool or pool, signal, emit_retry)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """Drops the job while it runs; it also ends if its batch has no others."""
-        lease = self.lease
+        pool, lease = self._pool or pool, self.lease
         super().terminate(pool, signal)
         if lease is not None:
             # Its device may be about to store the result. Once the lease has ended, it cannot.

@@ -4,27 +4,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import Any
 
-import redis
 from celery import Celery
 from celery.utils.functional import chunks
 from celery.worker import state as worker_state
 
-from batchery.completion import JobCompletion, completing
 from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, log_success
 from batchery_worker.completion.executor import CommittedJob, CompletionExecutor
 from batchery_worker.completion.tracer import Completion
-from batchery_worker.event_loop import begin_next_turn
-from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
+from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import decode_outcome
-from batchery_worker.job import Job
 from batchery_worker.metrics import Metrics
-from batchery_worker.request import get_lease_store
 
 logger = logging.getLogger("batchery.pool")
 
@@ -68,19 +63,12 @@ class Settlement:
         self._metrics = metrics
         self._in_flight = in_flight
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # Guards `_hub` and `_called`: no thread may schedule on a hub that was just left.
+        #: Guards `_called`.
         self._lock = threading.Lock()
         self._hub = hub
         self._called = False
         #: Number of jobs that are being completed.
         self.pending = 0
-
-    def attach(self, hub: Any) -> None:
-        """Moves to another event loop."""
-        with self._lock:
-            self._hub = hub
-            self._called = True
-            hub.call_soon(self.empty_mailbox)
 
     def deliver(self, function: Callable[[], None]) -> None:
         """Calls a function on the loop's thread; from any thread."""
@@ -95,22 +83,9 @@ class Settlement:
         """Calls the functions that were delivered; on the loop's thread."""
         # Reset first: a function that arrives after the last look must schedule another turn.
         self._called = False
-        ran = False
-        while True:
-            try:
-                function = self._mailbox.get_nowait()
-            except queue.Empty:
-                break
-            _run(function)
-            ran = True
-        if ran:
-            # Celery may have put calls of its own on the loop: acknowledgements, for instance.
-            begin_next_turn(self._hub)
-
-    def finish(self) -> None:
-        """Waits until no job is being completed; blocks the loop's thread."""
-        while self.pending:
-            _run(self._mailbox.get())
+        with suppress(queue.Empty):
+            while True:
+                _run(self._mailbox.get_nowait())
 
     def fail(self, call: TaskCall, error: Exception) -> None:
         """Settles a job with a failure, because no device has answered it."""
@@ -210,39 +185,6 @@ class Settlement:
         request.batch = job.info
         _run(partial(call.callback, (False, text, runtime_s)))
 
-    def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
-        """Settles the jobs that a device had committed before it died; returns the others.
-
-        Waits for one answer of Redis. Without an answer it returns all jobs: those that were
-        committed run again, and Redis refuses their second result.
-        """
-        jobs = list(dispatched.batch.jobs)
-        leases = [job.payload.lease for job in jobs]
-        lease_store = get_lease_store(leases)
-        if lease_store is None:
-            return jobs
-        try:
-            held = lease_store.still_held([lease.token for lease in leases if lease is not None])
-        except (redis.RedisError, OSError) as error:
-            logger.warning("cannot ask Redis which jobs the device had committed: %s", error)
-            return jobs
-        left: list[Job[TaskCall]] = []
-        listened: list[CommittedJob] = []
-        ran_s = monotonic() - dispatched.dispatched_s
-        is_listened = self._listeners.of(self._app.tasks[jobs[0].key.task]).after
-        for job, lease in zip(jobs, leases, strict=True):
-            if lease is None or lease.store is not lease_store or lease.token in held:
-                left.append(job)
-            elif lease_store.holds(lease.token):
-                stored = partial(_stored_result, job.id) if is_listened else None
-                committed = CommittedJob(job.payload, UNKNOWN_RESULT, ran_s, stored, None)
-                self._listened_first(committed, listened)
-                self._metrics.job_ended(job.key.task, "succeeded")
-            else:
-                self.fenced(job.payload)
-        self._notify_listeners(listened)
-        return left
-
     def fenced(self, call: TaskCall) -> None:
         """Drops a job that another worker has now."""
         self._in_flight.remove(call)
@@ -278,12 +220,6 @@ class Settlement:
             self._metrics.job_failed(call.task_name, failure)
         elif completion.succeeded:
             self._metrics.job_ended(call.task_name, "succeeded")
-
-
-def _stored_result(task_id: str, backend: Any) -> Any:
-    """The result of a job whose device died after the commit; None if it is not stored."""
-    with completing(JobCompletion()):
-        return backend.get_result(task_id)
 
 
 def _run(function: Callable[[], None]) -> None:

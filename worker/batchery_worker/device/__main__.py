@@ -7,7 +7,7 @@ import sys
 
 from celery.result import denied_join_result
 
-from batchery_worker.device.device import Device, begin, run_or_die
+from batchery_worker.device.device import begin, run_or_die
 from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
 from batchery_worker.device.pulling import PullingDevice
 from batchery_worker.ipc.framing import read_frame
@@ -34,7 +34,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    device = make_device(end, setup)
+    device = PullingDevice(end)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
@@ -53,13 +53,6 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         if is_ready:
             run_or_die(device.run)
         end_process(has_app=is_ready)
-
-
-def make_device(end: socket.socket, setup: Setup) -> Device:
-    """Makes the device that a setup is for."""
-    if setup.pull is None:
-        return Device(end)
-    return PullingDevice(end)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from celery import Celery, signals
@@ -33,7 +33,6 @@ from batchery.settings import ModelSettings
 from batchery.task import BatchTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
-from batchery_worker.device.intake import Intake, excused
 from batchery_worker.device.loading import (
     build_identity,
     check_device,
@@ -61,13 +60,11 @@ from batchery_worker.ipc.messages import (
     Loads,
     NotReady,
     Ready,
-    Reload,
     Reply,
     ResultsWait,
     Setup,
     Work,
     dump_reply,
-    load_message,
 )
 from batchery_worker.memory import Memory
 from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
@@ -85,8 +82,24 @@ LONG_MS = 2.0
 EX_SOFTWARE = 70
 
 
+@contextmanager
+def excused(work: Work, tell: Callable[[Reply], None], *, asks: bool) -> Iterator[None]:
+    """Keeps the time in which Redis is asked out of the time of a batch: Redis may be away.
+
+    Args:
+        work: The batch.
+        tell: Sends a message to the parent.
+        asks: Whether Redis may be asked for this batch.
+    """
+    if asks and work.is_timed:
+        tell(ResultsWait(work.id))
+    yield
+    if asks and work.is_timed:
+        tell(ResultsWait(work.id, is_over=True))
+
+
 class Device:
-    """Runs batches on one device until its parent closes the pipe."""
+    """Runs batches on one device, whoever brings them."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -183,7 +196,7 @@ class Device:
             write_frame(self._end, frame)
 
     def run(self) -> None:
-        """Works until the parent has closed the pipe."""
+        """Works until no more batches come."""
         for stage in (self._intake.run, self._commit):
             threading.Thread(target=run_or_die, args=(stage,), daemon=True).start()
         try:
@@ -213,13 +226,10 @@ class Device:
         is_free = not self._ahead and self._intake.is_empty
         self._hand_over(computed, at_once=is_free or computed.forward_ms < LONG_MS)
 
-    @cached_property
-    def _intake(self) -> Intake[Any]:
-        return Intake(self._end, self._prepare if self._steps is None else self._prepare_job)
-
-    def _prepare_job(self, frame: bytes) -> SlotJob | Cancel:
-        """Reads a message to a device with slots; on either of two threads."""
-        return self.prepare_step(load_message(frame))
+    @property
+    def _intake(self) -> Any:
+        """Brings batches: its `take` waits for one, its `take_arrived` does not."""
+        raise NotImplementedError
 
     def prepare_step(self, message: Work | Cancel) -> SlotJob | Cancel:
         """Makes a job of a message to a device with slots."""
@@ -273,14 +283,6 @@ class Device:
         if batch.served is not None:
             return batch.served.is_loaded
         return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
-
-    def _prepare(self, frame: bytes) -> DeviceBatch | None:
-        """Makes a batch of a message; on either of two threads, never on both at once."""
-        work: Work | Reload = load_message(frame)
-        if isinstance(work, Reload):
-            self._reloader.begin(work)
-            return None
-        return self.prepare_work(work)
 
     def prepare_work(self, work: Work) -> DeviceBatch:
         """Prepares a batch; on either of two threads, never on both at once."""

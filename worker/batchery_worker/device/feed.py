@@ -1,8 +1,7 @@
-"""What a device takes from Redis: leased, read, admitted, and formed into batches.
+"""What a device takes from Redis, or was handed over: read, admitted, and formed into batches.
 
-It stands where `Intake` stands for a device that is fed by a pipe. The main thread drives it while
-it has nothing else to do. While that computes something long, the feeder thread drives it: the next
-batch is taken and prepared meanwhile, and what is urgent.
+The main thread drives it while it has nothing else to do. While that computes something long, the
+feeder thread drives it: the next batch is taken and prepared meanwhile, and what is urgent.
 """
 
 import logging
@@ -35,20 +34,16 @@ from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer
 from batchery_worker.device_pool.process import DeviceProcess, State
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
-from batchery_worker.in_flight import DispatchedBatch, TaskCall
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import (
-    Cancel,
     Done,
     Fate,
     Joined,
     PullSetup,
-    RecycleDue,
     Reply,
-    Running,
     Setup,
     Work,
 )
@@ -109,72 +104,6 @@ def _guarded(function: Callable[[], None]) -> None:
         function()
     except Exception:
         logger.exception("a turn of the device has failed")
-
-
-class LocalSupervisor(DeviceSupervisor):
-    """The device that this process is, in the place of those that a worker supervises."""
-
-    #: Hands a batch, or an order for one, to the device.
-    out: Callable[[Work | Cancel], None]
-    #: Tells the worker, which kills a device whose batch takes too long.
-    inform: Callable[[Reply], None]
-    _is_told = False
-
-    def attach(self, hub: Any) -> None:
-        """There is one loop."""
-        self._hub = hub
-
-    def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
-        """Hands a batch to the device."""
-        self._reserved += dispatched.is_reserved
-        device.hold(work.id, dispatched)
-        if work.is_timed:
-            self.inform(describe_running(work, dispatched))
-        if dispatched.in_slots:
-            self._begin(device, dispatched)
-        elif device.in_turn == [dispatched]:
-            self._watch(device)
-        self.out(work)
-
-    def cancel(self, _: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
-        """Lets a batch end that nobody wants; the worker kills the process if that takes long."""
-        if dispatched.in_slots:
-            self.out(Cancel(work_id))
-        dispatched.is_unwanted = True
-        jobs = dispatched.batch.jobs
-        self.inform(
-            Running(work_id, jobs[0].key.task, [job.id for job in jobs], None, is_unwanted=True)
-        )
-
-    def receive(self, device: DeviceProcess, reply: Reply) -> None:
-        """Notes what the device says of its batches."""
-        self._on_reply(device, reply)
-
-    def read(self) -> None:
-        """There is no pipe."""
-
-    def _watch_limit(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
-        """The worker watches."""
-
-    def _recycle_next(self) -> None:
-        for device in self.devices:
-            if device.recycle_due and not self._is_told:
-                self._is_told = True
-                self.inform(RecycleDue(device.jobs))
-
-
-def describe_running(work: Work, dispatched: DispatchedBatch) -> Running:
-    """What the worker must know of a batch whose time is limited."""
-    return Running(
-        work.id,
-        work.task,
-        [job.id for job in dispatched.batch.jobs],
-        dispatched.hard_limit_s,
-        is_urgent=dispatched.urgent,
-        in_slots=dispatched.in_slots,
-        items=dispatched.batch.items,
-        is_alone=dispatched.batch.alone,
-    )
 
 
 class Workload:
@@ -260,15 +189,13 @@ class Feed:
         self.dispatcher = Dispatcher(
             app,
             settings,
-            [self.device],
+            self.device,
             max(all_sizes.values(), default=settings.max_batch_size),
-            hub=self.turns,
-            supervise=LocalSupervisor,
+            self.turns,
+            self._outgoing.append,
+            tell,
         )
-        self.local: LocalSupervisor = self.dispatcher.supervisor  # type: ignore[assignment]
-        self.local.out, self.local.inform = self._outgoing.append, tell
         self.demand = self.dispatcher.demand
-        self.dispatcher.attach(self.turns)
         # The worker cannot look into Redis to see what a dead device had begun.
         self.dispatcher.is_watched |= pull.is_handed
         self.eventer = self._make_eventer(pull)
@@ -356,7 +283,7 @@ class Feed:
         self._flushes = False
         self.eventer.flush()
 
-    # What the device asks, as of an `Intake`
+    # What the device asks
 
     @property
     def is_empty(self) -> bool:
@@ -602,7 +529,7 @@ class Feed:
         """Notes what the device says of its batches."""
         with self.lock:
             self.device.note_figures(reply)
-            self.local.receive(self.device, reply)
+            self.dispatcher.receive(self.device, reply)
             self._is_behind |= isinstance(reply, Done)
         self._wake()
 

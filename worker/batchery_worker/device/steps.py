@@ -120,7 +120,7 @@ class StepLoop:
         """Works until the process ends.
 
         Args:
-            intake: An `Intake`, or what has its `take`, `take_arrived` and `read_ahead`.
+            intake: Brings jobs: a `Feed`, or what has its `take`, `take_arrived` and `read_ahead`.
 
         Raises:
             Exception: The model has, in `step` or `leave`: nothing is known of its items any more.

@@ -211,7 +211,7 @@ class StockConsumer(GuardedConsumer):
         self._pending_operations: deque[Any] = deque()
         self.task_buckets: Mapping[str, Any] = defaultdict(lambda: None)
         self.reset_rate_limits()
-        self.on_task_request = refuse_what_raises(SimpleNamespace(consumer=self), self._execute)
+        self.on_task_request = refuse_what_raises(self, self._execute)
         bound_decompression()
         self.update_strategies()
         forward = forward_lease(find_list)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
@@ -42,138 +41,23 @@ from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
-    RecyclingLimits,
     State,
 )
-from batchery_worker.device_pool.supervisor import DeviceSupervisor, warn_if_short
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
-    SIGN,
     Answer,
-    Ended,
     Fenced,
-    Forget,
-    Handed,
     Joined,
-    NotReady,
     Order,
     Parted,
-    Ready,
-    RecycleDue,
-    Reply,
-    Running,
-    Settled,
     Stop,
-    dump_message,
 )
-from batchery_worker.job import Batch, BatchKey, Job, Limits
 
 logger = logging.getLogger("batchery.pool")
 
 #: How long the answers of devices are waited for, in seconds: one may be held by its function.
 ANSWER_S = 1.0
-
-
-class PullSupervisor(DeviceSupervisor):
-    """Device processes that take their batches themselves, and tell of those with limits."""
-
-    #: Called with a device whose process has ended, and how many deaths that is.
-    on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None]
-    on_joined: Callable[[DeviceProcess, Joined], None]
-    on_parted: Callable[[DeviceProcess, str], None]
-    on_answer: Callable[[DeviceProcess, Answer], None]
-    on_settled: Callable[[DeviceProcess, Settled], None]
-    on_busy: Callable[[], None]
-
-    def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
-        if isinstance(reply, Joined):
-            self.on_joined(device, reply)
-        elif isinstance(reply, Parted):
-            self.on_parted(device, reply.holder)
-        elif isinstance(reply, Running):
-            self._on_running(device, reply)
-        elif isinstance(reply, Ended):
-            dispatched = device.release(reply.id)
-            self._give_time_back(device, dispatched)
-            if not dispatched.in_slots:
-                self._watch(device)
-            self.on_busy()
-        elif isinstance(reply, Answer):
-            self.on_answer(device, reply)
-        elif isinstance(reply, Settled):
-            self.on_settled(device, reply)
-        elif isinstance(reply, NotReady) and device.state is State.READY:
-            self._lose(reply.text)
-        elif isinstance(reply, Ready) and device.state is State.LEAVING:
-            logger.debug("device %s has started, and ends", device.name)
-        elif isinstance(reply, RecycleDue):
-            device.recycle_due, device.jobs = True, reply.jobs
-            warn_if_short(device)
-            self._recycle_next()
-        else:
-            super()._on_reply(device, reply)
-
-    def _on_running(self, device: DeviceProcess, reply: Running) -> None:
-        dispatched = device.batches.get(reply.id)
-        if dispatched is None:
-            dispatched = describe(reply)
-            device.hold(reply.id, dispatched)
-            if dispatched.in_slots or device.in_turn == [dispatched]:
-                self._begin(device, dispatched)
-        self.on_busy()
-        if reply.is_unwanted:
-            self._limit_unwanted(device, dispatched)
-
-    def order(
-        self, device: DeviceProcess, message: Stop | Fenced | Order | Handed | Forget
-    ) -> None:
-        """Tells a device what to do, if it has a process."""
-        if device.link is not None and not device.link.send(dump_message(message)):
-            self._await_room(device)
-
-    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
-        super()._look_for_hangs(loop, max_pass_s)
-        # One that stands still takes no job of which it could tell.
-        for device in self.devices:
-            is_asked = device.heard_s < device.asked_s < inf
-            if device.state is State.READY and not device.batches and not is_asked:
-                device.asked_s = monotonic()
-                self.order(device, Order(0, SIGN, {}))
-
-    def _recycle_next(self) -> None:
-        """Recycles the next process that is due, if all devices are ready."""
-        if self._stopping or any(device.state is not State.READY for device in self.devices):
-            return
-        for device in self.devices:
-            if device.recycle_due:
-                logger.info("device %s gets a fresh process", device.name)
-                device.state = State.LEAVING
-                self.order(device, Stop())
-                break
-
-    def _replace(self, device: DeviceProcess) -> None:
-        batches = device.take_batches()
-        super()._replace(device)
-        self.on_end(device, batches, False)
-
-    def _on_process_death(self, device: DeviceProcess) -> None:
-        batches = [*device.batches.values()]
-        super()._on_process_death(device)
-        self.on_end(device, batches, True)
-        self.on_busy()
-
-
-def describe(running: Running) -> DispatchedBatch:
-    """A batch of which the worker knows no more than it was told."""
-    key, limits = BatchKey(running.task), Limits(1)
-    jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
-    return DispatchedBatch(
-        Batch(jobs, alone=running.is_alone),
-        monotonic(),
-        running.hard_limit_s,
-        running.is_urgent,
-        in_slots=running.in_slots,
-    )
 
 
 class BusyDevices:
@@ -240,17 +124,13 @@ class Fleet:
         """
         self._settings = settings
         self._hub: Any = Hub()
-        self.supervisor = PullSupervisor(
-            devices,
-            RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
-            settings.max_pass_s,
-            on_ready=lambda: None,
-            on_done=lambda *_: None,
-            on_death=lambda *_: None,
+        self.supervisor = DeviceSupervisor(
+            *(devices, settings.max_pass_s),
+            on_end=self._on_end,
+            on_busy=self._note_busy,
             on_lost=on_lost,
         )
-        self.supervisor.on_end = self._on_end
-        self.supervisor.on_answer = self._on_answer
+        self.supervisor.handlers[Answer] = self._on_answer
         self._numbers = itertools.count(1)
         self._answered = threading.Condition()
         self._answers: dict[int, str] = {}
@@ -264,7 +144,6 @@ class Fleet:
         self._past: dict[str, Any] | None = None
         self.restarts = 0
         self._busy = BusyDevices()
-        self.supervisor.on_busy = self._note_busy
         self.beats = make_holding(self)
 
     # Start
@@ -317,7 +196,7 @@ class Fleet:
         self._hub._loop_thread = threading.get_ident()
         if self._begin is not None:
             self._begin()
-        self.supervisor.attach(self._hub)
+        self.supervisor.run_on(self._hub)
         self._hub.run_forever()
 
     def call(self, function: Callable[[], None]) -> None:
@@ -472,8 +351,8 @@ class HolderBeats:
             app: Its brokers are asked.
             fleet: Has the devices.
         """
-        fleet.supervisor.on_joined = self._on_joined
-        fleet.supervisor.on_parted = self._on_parted
+        handlers = fleet.supervisor.handlers
+        handlers[Joined], handlers[Parted] = self._on_joined, self._on_parted
         self._brokers = [BrokerBeats(app, each, fleet.tell_fenced) for each in list_brokers(app)]
         #: Each device's holders, and the broker of each: it may have left one with jobs that run.
         self._holders: dict[str, dict[str, BrokerBeats]] = {}
@@ -500,8 +379,8 @@ class HolderBeats:
     def _on_joined(self, device: DeviceProcess, reply: Joined) -> None:
         self.join(device.name, reply.holder, reply.broker)
 
-    def _on_parted(self, device: DeviceProcess, holder: str) -> None:
-        self.part(device.name, holder)
+    def _on_parted(self, device: DeviceProcess, reply: Parted) -> None:
+        self.part(device.name, reply.holder)
 
     def leave(self, device: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
         """Gives back what a device held whose process has ended.

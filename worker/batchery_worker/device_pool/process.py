@@ -21,13 +21,11 @@ from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
 from batchery_worker.ipc.messages import (
-    Cancel,
     Done,
     Left,
     Reply,
     Setup,
     Stepped,
-    Work,
     dump_message,
     load_reply,
 )
@@ -123,9 +121,7 @@ class State(Enum):
 
     STARTING = auto()
     READY = auto()
-    #: It gets no more batches, and leaves when it has answered those that it holds.
-    RECYCLING = auto()
-    #: It was told to leave, and holds no batch.
+    #: It was told to finish what it has begun, and to leave.
     LEAVING = auto()
     DEAD = auto()
     #: It failed to start too often, and has no process until an operator starts it again.
@@ -301,18 +297,6 @@ class DeviceProcess:
         self.link.send(dump_message(self.setup))
         self.state = State.STARTING
 
-    def send(self, work: Work, dispatched: DispatchedBatch) -> bool:
-        """Sends a batch; returns False if a part of it could not be written yet."""
-        assert self.link is not None
-        frame = dump_message(work)
-        self.hold(work.id, dispatched)
-        return self.link.send(frame)
-
-    def cancel(self, work_id: int) -> bool:
-        """Has a job leave its slots; returns False if a part of that could not be written yet."""
-        assert self.link is not None
-        return self.link.send(dump_message(Cancel(work_id)))
-
     def hold(self, work_id: int, dispatched: DispatchedBatch) -> None:
         """Notes that the process has a batch."""
         if not self.batches:
@@ -419,12 +403,6 @@ class DeviceProcess:
             return True
         # It stays noted until the next process is ready, which may fail by itself.
         return self.is_hung and self.state is not State.STARTING
-
-    def leave(self) -> None:
-        """Tells the process to leave; the end of its pipe says when it is gone."""
-        self.state = State.LEAVING
-        if self.link is not None:
-            self.link.finish()
 
     def reap(self) -> str:
         """Cleans up after the process ended; returns how it ended, for people."""

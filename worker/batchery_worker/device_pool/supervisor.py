@@ -8,29 +8,32 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import ModelLoadError, counted
+from batchery_worker.device_pool.clocks import MAX_STEP_S, BatchClocks
 from batchery_worker.device_pool.first_start import FirstStart
 from batchery_worker.device_pool.process import (
-    LEAVE_TIMEOUT_S,
     DeviceProcess,
-    RecyclingLimits,
     State,
 )
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
-    Began,
-    Done,
-    Left,
-    Loaded,
-    Loads,
+    SIGN,
+    Ended,
+    Fenced,
+    Forget,
+    Handed,
     NotReady,
+    Order,
     Ready,
+    RecycleDue,
     Reload,
     Reloaded,
     Reply,
-    ResultsWait,
+    Running,
+    Stop,
     dump_message,
 )
+from batchery_worker.job import Batch, BatchKey, Job, Limits
 
 logger = logging.getLogger("batchery.pool")
 
@@ -44,87 +47,69 @@ MAX_HANGS = 5
 #: Longest time between two looks for devices that hang, in seconds.
 MAX_LOOK_PAUSE_S = 1.0
 
-#: After so much time a job that had to leave its slots has its process killed, in seconds, as has a
-#: batch whose jobs were all terminated: it may hang. Most end by themselves, which costs no load.
-MAX_STEP_S = 10.0
 
+class DeviceSupervisor(BatchClocks):
+    """Device processes on an event loop; every callback runs on the loop's thread.
 
-class DeviceSupervisor:
-    """Device processes on an event loop; every callback runs on the loop's thread."""
+    They take their batches themselves, and tell of those whose time is limited.
+    """
 
     def __init__(
         self,
         devices: Sequence[DeviceProcess],
-        limits: RecyclingLimits = RecyclingLimits(),  # noqa: B008 - it cannot be changed
         max_pass_s: float | None = None,
         *,
-        on_ready: Callable[[], None],
-        on_done: Callable[[DispatchedBatch, Done, DeviceProcess], None],
-        on_death: Callable[[Sequence[DispatchedBatch], str], None],
+        on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None],
+        on_busy: Callable[[], None],
         on_lost: Callable[[str], None],
     ) -> None:
         """Starts nothing yet.
 
         Args:
             devices: None of them has been started.
-            limits: When a device process is recycled.
             max_pass_s: How long a device with work may give no sign, in seconds, before its
                 process is killed; None for no limit.
-            on_ready: Called when a device can take batches.
-            on_done: Called when a device has finished a batch.
-            on_death: Called with the batches of a device that died, and how it died, for people.
+            on_end: Called with a device whose process has ended, what is known of its batches, and
+                whether it has died.
+            on_busy: Called when a batch has begun or ended of which devices tell.
             on_lost: Called when every device is given up, or one hangs again and again, with the
                 reason, for people.
         """
+        super().__init__(devices, lambda: None)
         self._max_pass_s = max_pass_s
-        #: How long a load may take, or a device to start, in seconds; 0 while the worker starts.
-        self._start_timeout_s = 0.0
-        #: Number of event loops so far: what was planned on an earlier one must not go on.
-        self._loops = 0
-        self.devices = list(devices)
         #: Devices that were given up. Their last processes must still be waited for.
         self.given_up: list[DeviceProcess] = []
-        self._limits = limits
-        self.on_ready = on_ready
-        self._on_done = on_done
-        self._on_death = on_death
+        self._on_end = on_end
+        self._on_busy = on_busy
         self._on_lost = on_lost
         self._hub: Any = None
         self._stopping = False
-        #: Batches with suspects of an earlier worker: no other job may run, on any device.
-        self._reserved = 0
         self._refusals: dict[str, NotReady] = {}
         self._first_start = FirstStart(self.devices)
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
         #: process has died.
         self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
+        self.handlers |= {
+            Ready: self._on_readiness,
+            NotReady: self._on_refusal,
+            Reloaded: self.change,
+            Running: self._on_running,
+            Ended: self._on_ended,
+            RecycleDue: self._on_recycle_due,
+        }
 
-    @property
-    def dispatched(self) -> int:
-        """Number of batches on all devices together."""
-        return sum(len(device.batches) for device in self.devices)
+    def change(self, device: DeviceProcess, reply: Reply | None) -> None:
+        """Tells whoever minds versions of models."""
+        self.on_change(device, reply)
 
-    @property
-    def is_reserved(self) -> bool:
-        """Whether jobs run that may kill the worker: then no other job may run, on any device."""
-        return self._reserved > 0
-
-    def attach(self, hub: Any) -> None:
-        """Moves to another event loop; Celery has a fresh one after each reconnect."""
-        for device in self.devices:
-            self._ignore(device)
-            device.look_s = inf
+    def run_on(self, hub: Any) -> None:
+        """Goes on with the devices on a loop that is about to run."""
         self._hub = hub
         for device in self.devices:
-            if device.link is not None:
-                self._listen(device)
-                self._watch(device)
-                if device.state is State.LEAVING:
-                    hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
-                self._watch_start(device)
-            else:
+            if device.link is None:
                 hub.call_later(device.backoff_s, self._spawn, device)
-        self._loops += 1
+            else:
+                self._watch_start(device)
         self._plan_look_for_hangs()
 
     def begin(self, timeout_s: float) -> None:
@@ -168,24 +153,32 @@ class DeviceSupervisor:
                 )
         self._start_timeout_s = timeout_s
 
-    def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
-        """Hands a batch to a device."""
-        self._reserved += dispatched.is_reserved
-        if not device.send(work, dispatched):
+    def order(
+        self, device: DeviceProcess, message: Stop | Fenced | Order | Handed | Forget | Reload
+    ) -> None:
+        """Tells a device what to do, if it has a process."""
+        if device.link is not None and not device.link.send(dump_message(message)):
             self._await_room(device)
-        if dispatched.in_slots:
-            self._begin(device, dispatched)
-        elif device.in_turn == [dispatched]:
+
+    # What devices say of their batches
+
+    def _on_running(self, device: DeviceProcess, reply: Running) -> None:
+        dispatched = device.batches.get(reply.id)
+        if dispatched is None:
+            dispatched = describe(reply)
+            device.hold(reply.id, dispatched)
+            if dispatched.in_slots or device.in_turn == [dispatched]:
+                self._begin(device, dispatched)
+        self._on_busy()
+        if reply.is_unwanted:
+            self._limit_unwanted(device, dispatched)
+
+    def _on_ended(self, device: DeviceProcess, reply: Ended) -> None:
+        dispatched = device.release(reply.id)
+        self._give_time_back(device, dispatched)
+        if not dispatched.in_slots:
             self._watch(device)
-
-    def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
-        """Lets a batch end that nobody wants; the process is killed if that takes too long.
-
-        In slots it leaves them at its next step.
-        """
-        if dispatched.in_slots and not device.cancel(work_id):
-            self._await_room(device)
-        self._limit_unwanted(device, dispatched)
+        self._on_busy()
 
     def _limit_unwanted(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
         dispatched.is_unwanted = True
@@ -195,10 +188,8 @@ class DeviceSupervisor:
         self._watch_limit(device, dispatched)
 
     def tell(self, device: DeviceProcess, message: Reload, on_late: Callable[[], None]) -> None:
-        """Sends a message that is no batch; calls `on_late` when even a start would be too late."""
-        assert device.link is not None
-        if not device.link.send(dump_message(message)):
-            self._await_room(device)
+        """Has a model loaded anew; calls `on_late` when even a start would be too late."""
+        self.order(device, message)
         if self._start_timeout_s:
             self._hub.call_later(self._start_timeout_s, on_late)
 
@@ -224,6 +215,22 @@ class DeviceSupervisor:
             self._guard(self._on_readable)(device)
         # A timer may have asked, behind which nothing that was planned meanwhile would go on.
         begin_next_turn(self._hub)
+
+    def _on_recycle_due(self, device: DeviceProcess, reply: RecycleDue) -> None:
+        device.recycle_due, device.jobs = True, reply.jobs
+        warn_if_short(device)
+        self._recycle_next()
+
+    def _recycle_next(self) -> None:
+        """Recycles the next process that is due, if all devices are ready."""
+        if self._stopping or any(device.state is not State.READY for device in self.devices):
+            return
+        for device in self.devices:
+            if device.recycle_due:
+                logger.info("device %s gets a fresh process", device.name)
+                device.state = State.LEAVING
+                self.order(device, Stop())
+                break
 
     def stop_restarting(self) -> None:
         """Stops restarting and recycling devices, because the worker is about to stop."""
@@ -304,22 +311,6 @@ class DeviceSupervisor:
 
         return guarded
 
-    def _watch(self, device: DeviceProcess) -> None:
-        """Starts the clock of the first batch, and its hard limit; the one behind has not begun."""
-        for dispatched in device.batches.values():
-            if dispatched.urgent or dispatched.in_slots:
-                # The clock of an urgent one runs only once the device has said so.
-                self._watch_limit(device, dispatched)
-                continue
-            self._begin(device, dispatched)
-            break
-
-    def _begin(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
-        # Set only once: this runs again after a reconnect, which must not extend the time.
-        if dispatched.began_s is None:
-            dispatched.began_s = monotonic()
-        self._watch_limit(device, dispatched)
-
     def _watch_limit(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
         """Plans a look for when a batch is due, unless one is planned that comes before."""
         # One for each batch would stay with the loop for as long as the limit of the batch.
@@ -362,12 +353,10 @@ class DeviceSupervisor:
     def _plan_look_for_hangs(self) -> None:
         if self._max_pass_s is not None:
             pause_s = min(MAX_LOOK_PAUSE_S, self._max_pass_s / 4)
-            self._hub.call_later(pause_s, self._look_for_hangs, self._loops, self._max_pass_s)
+            self._hub.call_later(pause_s, self._look_for_hangs, self._max_pass_s)
 
-    def _look_for_hangs(self, loop: int, max_pass_s: float) -> None:
+    def _look_for_hangs(self, max_pass_s: float) -> None:
         """Kills the devices that have given no sign for too long, and looks again later."""
-        if loop != self._loops:
-            return
         # The loop may have stood still itself.
         self.read()
         for device in list(self.devices):
@@ -384,6 +373,12 @@ class DeviceSupervisor:
                 self._on_process_death(device)
                 if device.hangs == MAX_HANGS:
                     self._on_lost(f"device {device.name} hung {MAX_HANGS} times in a row")
+        # One that stands still takes no job of which it could tell.
+        for device in self.devices:
+            is_asked = device.heard_s < device.asked_s < inf
+            if device.state is State.READY and not device.batches and not is_asked:
+                device.asked_s = monotonic()
+                self.order(device, Order(0, SIGN, {}))
         self._plan_look_for_hangs()
 
     def _on_writable(self, device: DeviceProcess) -> None:
@@ -400,40 +395,28 @@ class DeviceSupervisor:
             end(device)
             return
         for reply in replies:
-            self._on_reply(device, reply)
+            self.receive(device, reply)
 
-    def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
-        if isinstance(reply, Ready):
-            device.state = State.READY
-            device.load_s, device.ready_s = reply.load_s, monotonic()
-            device.resumes = reply.resumes
-            device.failed_starts = 0
-            device.is_hung = False
-            self._refusals.pop(device.name, None)
-            logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
-            self.on_change(device, reply)
-            self._recycle_next()
-            self.on_ready()
-            self._first_start.look()
-        elif isinstance(reply, NotReady):
-            self._on_refusal(device, reply)
-        elif isinstance(reply, Reloaded):
-            self.on_change(device, reply)
-        elif isinstance(reply, ResultsWait):
-            self._on_wait(device, reply)
-        elif isinstance(reply, Began):
-            self._begin(device, device.batches[reply.id])
-            # The next urgent one can be prepared meanwhile.
-            self.on_ready()
-        elif isinstance(reply, Left):
-            device.free_slot(reply)
-            self.on_ready()
-        elif isinstance(reply, Loads | Loaded):
-            self._on_load(device, reply)
-        elif isinstance(reply, Done):
-            self._take(device, reply)
+    def _on_readiness(self, device: DeviceProcess, reply: Ready) -> None:
+        if device.state is State.LEAVING:
+            logger.debug("device %s has started, and ends", device.name)
+            return
+        device.state = State.READY
+        device.load_s, device.ready_s = reply.load_s, monotonic()
+        device.resumes = reply.resumes
+        device.failed_starts = 0
+        device.is_hung = False
+        self._refusals.pop(device.name, None)
+        logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+        self.on_change(device, reply)
+        self._recycle_next()
+        self.on_ready()
+        self._first_start.look()
 
     def _on_refusal(self, device: DeviceProcess, reply: NotReady) -> None:
+        if device.state is State.READY:
+            self._lose(reply.text)
+            return
         self._refusals[device.name] = reply
         if self._first_start.goes_on and self._start_timeout_s:
             self._lose(reply.text)
@@ -442,82 +425,27 @@ class DeviceSupervisor:
             logger.error("%s", reply.text)
         self.on_change(device, reply)
 
-    def _take(self, device: DeviceProcess, done: Done) -> None:
-        """Takes back a batch that its device has answered."""
-        dispatched = device.take_reply(done)
-        self._reserved -= dispatched.is_reserved
-        self._give_time_back(device, dispatched)
-        if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
-            device.recycle_due = True
-            warn_if_short(device)
-        if not dispatched.in_slots:
-            self._watch(device)
-        self._recycle_next()
-        self._on_done(dispatched, done, device)
-
-    def _on_load(self, device: DeviceProcess, reply: Loads | Loaded) -> None:
-        """Keeps the time of a load out of the time of its batch, which begins after that."""
-        dispatched, now_s = device.batches[reply.id], monotonic()
-        if isinstance(reply, Loads):
-            # A load has as much time as a start.
-            dispatched.excused_until_s = now_s + self._start_timeout_s
-            dispatched.excused_since_s, dispatched.began_s = now_s, now_s + reply.expected_s
-            self._watch_limit(device, dispatched)
-            return
-        dispatched.excused_until_s = 0.0
-        if device.models is not None:
-            device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
-        dispatched.load_s, dispatched.began_s = now_s - dispatched.excused_since_s, now_s
-        self._watch_limit(device, dispatched)
-
-    def _on_wait(self, device: DeviceProcess, reply: ResultsWait) -> None:
-        """Keeps the time in which Redis may be away out of the time of a batch."""
-        dispatched, now_s = device.batches[reply.id], monotonic()
-        if not reply.is_over:
-            dispatched.excused_until_s, dispatched.excused_since_s = inf, now_s
-            return
-        dispatched.excused_until_s = 0.0
-        if dispatched.began_s is not None:
-            dispatched.began_s += now_s - max(dispatched.began_s, dispatched.excused_since_s)
-            self._watch_limit(device, dispatched)
-
-    def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
-        """The time of an urgent batch does not count for the batch that it has interrupted."""
-        if not ended.urgent or ended.began_s is None:
-            return
-        for dispatched in device.in_turn:
-            if dispatched.began_s is not None:
-                dispatched.began_s += monotonic() - max(ended.began_s, dispatched.began_s)
-
-    def _recycle_next(self) -> None:
-        """Recycles the next process that is due, if all devices are ready."""
-        if self._stopping:
-            return
-        if all(device.state is State.READY for device in self.devices):
-            for device in self.devices:
-                if device.recycle_due and device.state is State.READY:
-                    device.state = State.RECYCLING
-                    break
-        for device in self.devices:
-            if device.state is State.RECYCLING and not device.batches:
-                logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
-                device.leave()
-                self._hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
-
     def _kill_if_leaving(self, device: DeviceProcess, pid: int) -> None:
         if device.state is State.LEAVING and device.pid == pid:
             device.kill()
 
     def _replace(self, device: DeviceProcess) -> None:
+        batches = device.take_batches()
         self._ignore(device)
         device.reap()
         self._spawn(device)
+        self._on_end(device, batches, False)
 
     def _on_process_death(self, device: DeviceProcess) -> None:
+        batches = [*device.batches.values()]
+        self._bury(device)
+        self._on_end(device, batches, True)
+        self._on_busy()
+
+    def _bury(self, device: DeviceProcess) -> None:
         self._ignore(device)
         how = f"device process for {device.name} died: {device.reap()}"
         batches = device.take_batches()
-        self._reserved -= sum(each.is_reserved for each in batches)
         if self._start_timeout_s and (why := self._first_start.find_death()):
             self._lose(why)
         if self._stopping and self._first_start.goes_on:
@@ -528,7 +456,6 @@ class DeviceSupervisor:
         held = counted(len(batches), "batch")
         logger.error("%s, with %s; restart in %.1f s", how, held, device.backoff_s)
         self._hub.call_later(device.backoff_s, self._spawn, device)
-        self._on_death(batches, how)
 
     def _lose(self, why: str) -> None:
         self.stop_restarting()
@@ -555,6 +482,19 @@ class DeviceSupervisor:
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
+
+
+def describe(running: Running) -> DispatchedBatch:
+    """A batch of which the worker knows no more than it was told."""
+    key, limits = BatchKey(running.task), Limits(1)
+    jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
+    return DispatchedBatch(
+        Batch(jobs, alone=running.is_alone),
+        monotonic(),
+        running.hard_limit_s,
+        running.is_urgent,
+        in_slots=running.in_slots,
+    )
 
 
 def warn_if_short(device: DeviceProcess) -> None:

@@ -12,7 +12,7 @@ from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.residency import Served
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.device_pool.process import DeviceProcess
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.launches import Launches
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.job import Job
 
@@ -33,41 +33,25 @@ class BatchDemand:
     def __init__(
         self,
         scheduler: Scheduler[TaskCall],
-        supervisor: DeviceSupervisor,
+        supervisor: Launches,
         in_flight: InFlight,
         settings: Settings,
         max_batch_size: int,
-        gather: Callable[[Callable[[], None]], None],
     ) -> None:
         self._scheduler = scheduler
-        self._supervisor = supervisor
+        self._launches = supervisor
         self._in_flight = in_flight
         #: How long batches take.
         self.times = BatchTimes()
         self._settings = settings
         self._max_batch_size = max_batch_size
-        #: Calls what admits jobs; they go to devices when it has returned.
-        self.gather = gather
         #: Whether the worker ends, and wants nothing more.
         self.is_over = False
-        #: Called when messages are wanted that were not wanted before; set by who knows a channel
-        #: that leases.
-        self.ask_for_more: Callable[[], None] = lambda: None
-
-    @property
-    def held(self) -> int:
-        """How many jobs the worker holds for its devices, running ones included."""
-        return len(self._scheduler) + len(self._in_flight)
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether jobs wait that may have killed a device or a worker."""
-        return self._scheduler.has_suspects
 
     @property
     def holds_part(self) -> bool:
         """Whether devices have nothing to do, and what waits for them is no full batch."""
-        is_idle = not any(device.batches for device in self._supervisor.devices)
+        is_idle = not any(device.batches for device in self._launches.devices)
         return is_idle and self._scheduler.holds_part
 
     def free(self) -> int:
@@ -75,7 +59,7 @@ class BatchDemand:
         if self.is_over:
             return 0
         free = 0
-        for device in self._supervisor.devices:
+        for device in self._launches.devices:
             if self._may_begin(device):
                 idle_size = self._max_batch_size if device.is_idle else 0
                 free += device.free_slots if device.setup.slots else idle_size
@@ -98,7 +82,7 @@ class BatchDemand:
         batches, slots = 0, dict.fromkeys(self._scheduler.slotted, 0)
         #: Of devices that do not serve all tasks.
         own: Counter[str] = Counter()
-        for device in self._supervisor.devices:
+        for device in self._launches.devices:
             if not self._may_begin(device):
                 continue
             if device.setup.slots:
@@ -136,7 +120,7 @@ class BatchDemand:
             # Devices that are almost done have their next batch here.
             devices = sum(
                 self._wants_batch(device, now_s)
-                for device in self._supervisor.devices
+                for device in self._launches.devices
                 if not task and not device.setup.task and (others is None or device.in_turn)
             )
             kept = devices * max((job.limits.max_batch_size for job in held), default=0)
@@ -193,14 +177,14 @@ class BatchDemand:
         """Whether no suspects wait or run that keep other jobs from it."""
         if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task, device):
             return False
-        return not self._supervisor.is_reserved
+        return not self._launches.is_reserved
 
     def _busy_kinds(self) -> list[tuple[str, Served | None]]:
         """The kinds of devices, see `Scheduler.next_batch`, of which none can begin a job now.
 
         Where only those of a kind are free that do not serve all tasks, the others of its tasks.
         """
-        devices, busy = self._supervisor.devices, list[tuple[str, Served | None]]()
+        devices, busy = self._launches.devices, list[tuple[str, Served | None]]()
         for task in {device.setup.task for device in devices}:
             free = [
                 device

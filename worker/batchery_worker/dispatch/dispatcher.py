@@ -1,7 +1,7 @@
-"""Takes jobs to the devices and their outcomes back: the heart of the pool.
+"""Takes jobs to the device and their outcomes back: the heart of the feed.
 
-Everything here runs on the thread of one event loop, and nothing here blocks: device processes
-compute, completion threads store.
+Whoever calls this holds the lock of the feed, and nothing here blocks: the device computes,
+completion threads store.
 """
 
 import itertools
@@ -14,27 +14,23 @@ from time import monotonic
 from typing import Any, cast
 
 from celery import Celery
-from celery.worker import state as worker_state
-from kombu.asynchronous import Hub
 
-from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
+from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.control import DeviceControl
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
+from batchery_worker.dispatch.launches import Launches
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
-from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims, merge_slots
-from batchery_worker.event_loop import begin_next_turn, is_cold_shutdown
+from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
-from batchery_worker.ipc.messages import Done, Work, batch_info
+from batchery_worker.ipc.messages import Cancel, Done, Reply, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.metrics import Metrics, log_batch, trace_batch
 
@@ -60,12 +56,24 @@ class Dispatcher:
         self,
         app: Celery,
         settings: Settings,
-        devices: Sequence[DeviceProcess],
+        device: DeviceProcess,
         max_batch_size: int,
-        *,
-        hub: Any = None,
-        supervise: Callable[..., DeviceSupervisor] = DeviceSupervisor,
+        hub: Any,
+        out: Callable[[Work | Cancel], None],
+        inform: Callable[[Reply], None],
     ) -> None:
+        """Has no jobs.
+
+        Args:
+            app: The app of the tasks.
+            settings: Of the worker.
+            device: Takes the batches.
+            max_batch_size: The largest of all tasks.
+            hub: Calls back in its turns, and at times.
+            out: As of `Launches`.
+            inform: The same.
+        """
+        devices = [device]
         self._app = app
         self._settings = settings
         #: The kinds of devices, see `Scheduler.next_batch`.
@@ -83,84 +91,28 @@ class Dispatcher:
             sheds_late=settings.shed_late,
             slotted=[device.setup.task for device in devices if device.setup.task],
         )
-        self.supervisor = self._supervisor = supervise(
-            devices,
+        self._launches = Launches(
+            device,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
-            settings.max_pass_s,
+            *(out, inform),
             on_ready=self._plan_dispatch,
             on_done=self._on_done,
-            on_death=self._on_death,
-            on_lost=self._on_lost,
         )
-        self.control = DeviceControl(app, self._supervisor)
         self._batch_ids = itertools.count(1)
-        # Used until Celery's loop runs, or for good.
-        self._own_hub = self._hub = hub or Hub()
+        self._hub = hub
         self._metrics = Metrics()
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
         self._settlement = Settlement(app, settings.completion_threads, *shared)
         #: What is wanted of the broker.
         self.demand = BatchDemand(
-            self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
+            self._scheduler, self._launches, in_flight, settings, max_batch_size
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = self._draining = self._starting = False
-        #: Whether jobs are being admitted that are dispatched together.
-        self._gathering = False
+        self._dispatch_planned = self._draining = False
         self._wake_planned_s = float("inf")
         #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
         self._told_slow, self._told_target = set[str](), set[str]()
-
-    @property
-    def hub(self) -> Any:
-        """The event loop that everything runs on now."""
-        return self._hub
-
-    @property
-    def devices(self) -> Sequence[DeviceProcess]:
-        """The devices, but for those that were given up."""
-        return self._supervisor.devices
-
-    def start(self) -> None:
-        """Starts the devices and waits for their models.
-
-        Raises:
-            StartError: A device cannot start; says why.
-            SystemExit: The worker was told to stop meanwhile.
-        """
-        timeout_s = self._settings.device_start_timeout_s
-        self._starting = True
-        try:
-            self._supervisor.start(self._hub, timeout_s, worker_state.maybe_shutdown)
-        finally:
-            self._starting = False
-
-    def begin(self) -> None:
-        """Has the devices started by the next event loop; jobs for them wait in the broker."""
-        self._supervisor.begin(self._settings.device_start_timeout_s)
-
-    def attach(self, hub: Any) -> None:
-        """Moves to another event loop, which runs or is about to."""
-        self._hub = hub
-        self._supervisor.attach(hub)
-        # What was planned on the other loop may never happen.
-        self._dispatch_planned = False
-        self._wake_planned_s = float("inf")
-        self._plan_dispatch()
-        self._settlement.attach(hub)
-        if self._own_hub is not hub and not self._starting:
-            # Its descriptors would otherwise stay open as long as the worker lives. It stays open
-            # while the worker waits on it for its devices, as a signal may end the worker.
-            self._own_hub.close()
-
-    def recycle(self, modules: Sequence[str]) -> None:
-        """Gives every device a fresh process, which imports these modules; no job is lost."""
-        self._supervisor.recycle(modules)
-
-    def deliver(self, function: Callable[[], None]) -> None:
-        """Calls a function on the loop's thread; from any thread."""
-        self._settlement.deliver(function)
 
     def admit(self, call: TaskCall, task: BatchTask, limits: TimeLimits) -> None:
         """Takes a job in; settles it at once if it can never be in a batch."""
@@ -168,7 +120,7 @@ class Dispatcher:
             return
         if task.slots and not self._dispatch_planned:
             # What others had before it came is no credit of it.
-            charge_slots(self._scheduler, self._supervisor.devices, monotonic())
+            charge_slots(self._scheduler, self._launches.devices, monotonic())
         try:
             job = self.admission.job(call, task, limits, monotonic())
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
@@ -186,8 +138,7 @@ class Dispatcher:
     def take_in(self, job: Job[TaskCall]) -> None:
         """Takes a job in that was read."""
         self._poison.admit(job)
-        # A job with an ETA comes from a timer of the loop.
-        self._plan_dispatch(wakes=True)
+        self._plan_dispatch()
 
     def list_calls(self) -> list[TaskCall]:
         """The calls of all jobs that are here."""
@@ -200,21 +151,6 @@ class Dispatcher:
     def forget_waiting(self) -> None:
         """Drops every job that was not accepted: the broker will deliver it again."""
         self._scheduler.clear()
-
-    def drain(self) -> None:
-        """Finishes what is on a device, on its own loop, because Celery's has ended.
-
-        What waits is dropped, and goes back to the queue when the broker's connection closes.
-        """
-        self._draining = self.demand.is_over = True
-        self._scheduler.clear()
-        self._supervisor.stop_restarting()
-        hub = Hub()
-        self.attach(hub)
-        while (self._supervisor.dispatched or self._settlement.pending) and not is_cold_shutdown():
-            hub.run_once()
-            self._settlement.empty_mailbox()
-        hub.close()
 
     @property
     def pending(self) -> int:
@@ -230,16 +166,6 @@ class Dispatcher:
         """Ends the threads that complete jobs."""
         self._settlement.stop()
 
-    def finish_answered(self) -> None:
-        """Settles what the devices have answered by now, while the loop cannot run."""
-        self._supervisor.read()
-        self._settlement.finish()
-
-    def stop(self, *, kill_at_once: bool) -> None:
-        """Ends the device processes, then the completion of what they had answered."""
-        self._supervisor.stop(kill_at_once=kill_at_once)
-        self._settlement.stop()
-
     def info(self) -> dict[str, Any]:
         """What `celery inspect stats` and `celery inspect batchery` show of the pool."""
         now_s = monotonic()
@@ -247,7 +173,7 @@ class Dispatcher:
         return {
             "devices": {
                 device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
-                for device in (*self._supervisor.devices, *self._supervisor.given_up)
+                for device in self._launches.devices
             },
             "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
@@ -259,27 +185,11 @@ class Dispatcher:
 
     # Out to the devices
 
-    def _plan_dispatch(self, *, wakes: bool = False) -> None:
-        # Not at once: first Celery reads all messages of this turn of its loop.
+    def _plan_dispatch(self) -> None:
+        # Not at once: first all messages of this turn are read.
         if not self._dispatch_planned:
             self._dispatch_planned = True
-            if not self._gathering:
-                self._hub.call_soon(self._dispatch_planned_jobs)
-                if wakes:
-                    begin_next_turn(self._hub)
-
-    def gather(self, take_in: Callable[[], None]) -> None:
-        """Calls what admits jobs, and takes them to the devices when all are here.
-
-        The next turn of the loop would cost a lonely job 0.05 ms, and its caller once more as much
-        where cores are few.
-        """
-        self._gathering = True
-        try:
-            take_in()
-        finally:
-            self._gathering = False
-            self._dispatch_planned_jobs()
+            self._hub.call_soon(self._dispatch_planned_jobs)
 
     def _dispatch_planned_jobs(self) -> None:
         # What was planned may have been done in the meantime.
@@ -292,7 +202,7 @@ class Dispatcher:
             return
         now_s = monotonic()
         if self._scheduler.slotted:
-            charge_slots(self._scheduler, self._supervisor.devices, now_s)
+            charge_slots(self._scheduler, self._launches.devices, now_s)
         self._give_up_late(now_s)
         # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
         self._dispatch_to(lambda device: not device.batches, now_s)
@@ -304,7 +214,6 @@ class Dispatcher:
         # Those too that a batch would have answered too late, if no other job waits.
         self._give_up_late(now_s)
         self._plan_wake(now_s)
-        self.demand.ask_for_more()
 
     def _give_up_late(self, now_s: float) -> None:
         """Fails the jobs that cannot make their deadline, before they cost anything."""
@@ -329,10 +238,10 @@ class Dispatcher:
         passed: list[DeviceProcess] = []
         while self._scheduler.holds_any:
             # Suspects may share the slots of their device.
-            is_reserved = self._supervisor.is_reserved
+            is_reserved = self._launches.is_reserved
             devices = [
                 each
-                for each in self._supervisor.devices
+                for each in self._launches.devices
                 if each.setup.task == task
                 and each.has_room
                 and each not in passed
@@ -343,7 +252,7 @@ class Dispatcher:
                 return
             device = devices[0] if len(devices) == 1 else min(devices, key=_began)
             held = [dispatched.batch for dispatched in device.in_turn]
-            elsewhere = self._supervisor.dispatched - len(device.batches)
+            elsewhere = self._launches.dispatched - len(device.batches)
             batch = self._scheduler.next_batch(
                 len(held),
                 device.alone,
@@ -365,10 +274,10 @@ class Dispatcher:
 
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
-        for device in self._supervisor.devices:
+        for device in self._launches.devices:
             if device.setup.slots and device.resumes:
                 self._preempt(device, now_s)
-            elif device.takes_urgent and not self._supervisor.is_reserved:
+            elif device.takes_urgent and not self._launches.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
                 batch = self._scheduler.urgent_batch(behind, now_s, left_s, models=device.models)
@@ -379,7 +288,7 @@ class Dispatcher:
         """Lets jobs of a higher class have the slots of others, which go on when some are free."""
         task, rank = device.setup.task, self._scheduler.rank
         # Nearly always nobody waits who could take a slot, and there may be hundreds of slots.
-        while device.is_full and self._scheduler.holds_any and not self._supervisor.is_reserved:
+        while device.is_full and self._scheduler.holds_any and not self._launches.is_reserved:
             classes = {
                 number: rank(each.batch.jobs[0].lane.priority_class)
                 for number, each in device.batches.items()
@@ -431,11 +340,11 @@ class Dispatcher:
         idle_s = inf if due_s is None else due_s
         times_s = [
             self._next_batch_s(device) if device.in_turn else idle_s
-            for device in self._supervisor.devices
+            for device in self._launches.devices
             if device.has_room
         ]
         if self._have_models:
-            times_s += [each.models.wake_s for each in self._supervisor.devices if each.models]
+            times_s += [each.models.wake_s for each in self._launches.devices if each.models]
         if (late_s := self._scheduler.late_s()) is not None:
             times_s.append(late_s + LATE_GRAIN_S)
         wake_s = min((time_s for time_s in times_s if time_s > now_s), default=inf)
@@ -494,7 +403,7 @@ class Dispatcher:
         # Before the batch: on a busy machine a job may have killed this worker by the time that it
         # goes on.
         dispatched.note = note_begin(jobs, alone=batch.alone, in_slots=in_slots)
-        self._supervisor.send(device, work, dispatched)
+        self._launches.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
 
@@ -510,12 +419,12 @@ class Dispatcher:
 
     def cancel(self, job_id: str) -> None:
         """Ends the batch of a job that was terminated, unless it has jobs that were not."""
-        for device in self._supervisor.devices:
+        for device in self._launches.devices:
             for work_id, dispatched in device.batches.items():
                 jobs = dispatched.batch.jobs
                 is_its = any(job.id == job_id for job in jobs)
                 if is_its and not any(self._in_flight.wants(job.payload) for job in jobs):
-                    self._supervisor.cancel(device, work_id, dispatched)
+                    self._launches.cancel(work_id, dispatched)
 
     def _begin(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int
@@ -549,6 +458,10 @@ class Dispatcher:
         return tuple(left)
 
     # Back from the devices
+
+    def receive(self, device: DeviceProcess, reply: Reply) -> None:
+        """Notes what the device says of its batches."""
+        self._launches.receive(device, reply)
 
     def _on_done(self, dispatched: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
         note_end(dispatched)
@@ -600,20 +513,6 @@ class Dispatcher:
                 " raise it, or use a smaller model",
                 *(task, target_s * 1e3, alone_s * 1e3),
             )
-
-    def _on_death(self, batches: Sequence[DispatchedBatch], how: str) -> None:
-        self._metrics.device_restarts += 1
-        for dispatched in batches:
-            note_end(dispatched)
-            self._scheduler.ended(dispatched.batch, run_s=None)
-            trace_batch(dispatched, {}, error=how)
-        for dispatched in merge_slots(batches):
-            self._poison.on_death(dispatched, how)
-        self._plan_dispatch()
-
-    def _on_lost(self, why: str) -> None:
-        logger.critical("%s: the worker stops, its jobs go back to the queue", why)
-        setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
 
 
 def _began(device: DeviceProcess) -> tuple[int, float]:

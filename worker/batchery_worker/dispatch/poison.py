@@ -1,8 +1,8 @@
 """Poison detection: which job killed its device or its worker, and what becomes of it.
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
-each runs alone. After the first death of a whole worker, and after any in slots, they run in halves
-first. A job that kills twice while alone becomes a dead letter.
+they run in halves of their batch, then alone. A job that kills twice while alone becomes a dead
+letter.
 """
 
 import logging
@@ -65,39 +65,6 @@ class PoisonDetector:
         else:
             self._in_flight.add(job.payload, os.getpid())
             self._end(replace(job, deaths=deaths.alone), "its device or worker died")
-
-    def on_death(self, dispatched: DispatchedBatch, how: str) -> None:
-        """Handles a batch whose device has died, or was killed because a time limit was over.
-
-        Args:
-            dispatched: The batch. Jobs of it that the device had committed are only settled.
-            how: How the device died, for people.
-        """
-        left = self._settlement.left_by(dispatched)
-        jobs = [job for job in left if self._in_flight.wants(job.payload)]
-        among = max(1, len(jobs) // 2) if dispatched.in_slots else 1
-        for job in jobs:
-            self._on_death(replace(job, among=among), dispatched, how)
-        if len(jobs) > 1:
-            logger.warning(
-                "%d jobs of %s run %s, to find out whether one of them killed the device",
-                *(len(jobs), jobs[0].key.task),
-                "one by one" if among == 1 else f"{among} at a time",
-            )
-
-    def _on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
-        if dispatched.expired and len(dispatched.batch.jobs) == 1 and not dispatched.urgent:
-            # Whatever else the device held had not begun; behind an urgent one another has.
-            self._settlement.fail(job.payload, TimeLimitExceeded(job.key.time_limits[1]))
-            return
-        if not dispatched.batch.alone:
-            self._scheduler.quarantine(job)
-            return
-        job = replace(job, deaths=job.deaths + 1)
-        if job.deaths < MAX_DEATHS:
-            self._scheduler.quarantine(job)
-        else:
-            self._end(job, f"the {how}")
 
     def _end(self, job: Job[TaskCall], what: str) -> None:
         """Makes a dead letter of a poison job, and tells its caller."""

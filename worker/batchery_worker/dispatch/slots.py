@@ -1,13 +1,13 @@
-"""What is different for jobs in slots: their limits, who makes room for whom, deaths."""
+"""What is different for jobs in slots: their limits, and who makes room for whom."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from math import inf
 
 from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.device_pool.clocks import MAX_STEP_S
 from batchery_worker.device_pool.process import DeviceProcess
-from batchery_worker.device_pool.supervisor import MAX_STEP_S
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.ipc.messages import SlotLimits, Work
 from batchery_worker.job import Job
@@ -72,12 +72,3 @@ def list_victims(batches: Mapping[int, DispatchedBatch], ranks: Mapping[int, int
         have a slot again of which this process has not heard.
     """
     return sorted(batches, key=lambda each: (batches[each].is_aside, -ranks[each], -each))
-
-
-def merge_slots(batches: Sequence[DispatchedBatch]) -> Sequence[DispatchedBatch]:
-    """The batches of a device that has died; those in its slots, one job each, as one batch."""
-    if not batches or not batches[0].in_slots:
-        return batches
-    jobs = tuple(job for each in batches for job in each.batch.jobs)
-    batch = replace(batches[0].batch, jobs=jobs)
-    return [replace(batches[0], batch=batch, expired=any(each.expired for each in batches))]

@@ -99,14 +99,6 @@ class Link:
         del self._received[:start]
         return frames
 
-    def finish(self) -> None:
-        """Closes the sending half: the device process leaves, and its last frames can be read."""
-        try:
-            self._writing.shutdown(socket.SHUT_WR)
-        except OSError:
-            # The device process is gone already.
-            self._unsent.clear()
-
     def close(self) -> None:
         """Closes this end; the device process reads that as its order to leave."""
         self._reading.close()

@@ -1,8 +1,8 @@
-"""The messages between the parent and a device process.
+"""The messages between a worker and its device processes, and within a device.
 
-Messages to the device are pickled: the parent has unpacked the jobs already, and an item may be
-anything that the app's serializers produce. Messages from the device are marshalled: marshal
-carries only plain data, so no result of a model can make the main process import torch.
+Messages to the device are pickled: a header of a job may be anything that brokers have. Messages
+from the device are marshalled: marshal carries only plain data, so nothing of a model can make the
+main process import torch. `Work` and `Done` stay in the device.
 """
 
 import marshal
@@ -159,7 +159,7 @@ class Setup:
     conf: Mapping[str, Any] = field(default_factory=dict)
     #: By name of a task: the settings of its model, where they are others than those of the app.
     versions: Mapping[str, ModelSettings] = field(default_factory=dict)
-    #: None for a device that is fed by its worker.
+    #: None for one that only runs what it is given.
     pull: PullSetup | None = None
 
     @property
@@ -183,7 +183,7 @@ NO_LIMITS = SlotLimits()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch on its way to a device."""
+    """A batch that a device is to run."""
 
     id: int
     task: str
@@ -493,14 +493,14 @@ _REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
 def dump_message(
-    message: Setup | Work | Cancel | Reload | Stop | Fenced | Order | Handed | Forget,
+    message: Setup | Reload | Stop | Fenced | Order | Handed | Forget,
 ) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def load_message(frame: bytes) -> Any:
-    """Decodes a message in the device: a `Setup`, a `Work`, a `Cancel` or a `Reload`."""
+    """Decodes a message in the device."""
     return pickle.loads(frame)
 
 

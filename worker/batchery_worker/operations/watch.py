@@ -6,7 +6,6 @@ The port is opened beside a worker where the settings ask for one.
 import logging
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import asdict
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
 from batchery.settings import MetricsSettings, Settings
-from batchery.transport.lease_store import LeaseStore
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
 from batchery_worker.operations.health import DeviceSight, Verdict, WorkerSight, judge
@@ -35,9 +33,6 @@ logger = logging.getLogger("batchery.worker")
 TICK_S = 1.0
 MAX_TICKS = 15
 
-#: How long the event loop may take to hand out figures, in seconds; then the last ones are shown.
-ANSWER_TIMEOUT_S = 1.0
-
 
 class WorkerWatch:
     """Looks at a worker; from any thread, unless a method says otherwise."""
@@ -46,39 +41,28 @@ class WorkerWatch:
         self._worker = worker
         self._started_at_s = round(time(), 3)
         self._max_pass_s = settings.max_pass_s
-        self._store: LeaseStore | None = None
-        self._known: WorkerFigures | None = None
         self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
         self._ticked_s = 0.0
 
     def judge(self) -> Verdict:
         """Whether the worker is live, and ready."""
-        pool, consumer = self._worker.pool, getattr(self._worker, "consumer", None)
-        fleet = getattr(self._worker, "fleet", None)
-        devices = getattr(pool, "devices", ()) if fleet is None else fleet.supervisor.devices
-        sights = None
-        if devices is not None:
-            now_s = monotonic()
-            sights = [
-                DeviceSight(
-                    *(each.name, each.state is State.READY, each.silent_s(now_s), each.is_hung)
-                )
-                for each in devices
-            ]
-        # Whoever reconnects has no connection for a while, and at first no leases.
+        consumer, fleet = getattr(self._worker, "consumer", None), self._worker.fleet
+        now_s = monotonic()
+        sights = [
+            DeviceSight(*(each.name, each.state is State.READY, each.silent_s(now_s), each.is_hung))
+            for each in (fleet.devices if fleet is not None else ())
+        ]
+        # Whoever reconnects has no connection for a while.
         channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
-        opened = getattr(channel, "lease_store", None)
         is_connected = bool(
             channel is not None
             and consumer is not None
             and consumer.connection
             and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
-            and (opened or fleet is not None or not getattr(channel, "leases", False))
         )
-        self._store = store = opened or self._store
         sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
-        beats = fleet.beats if fleet is not None else store
-        if beats is not None:
+        if fleet is not None:
+            beats = fleet.beats
             sight = sight._replace(
                 unheard_s=0.0 if beats.beat_s is None else monotonic() - beats.beat_s,
                 beat_pause_s=beats.expiry_s / BEATS_PER_EXPIRY,
@@ -88,13 +72,8 @@ class WorkerWatch:
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
-        verdict, store = self.judge(), self._store
-        leases: dict[str, Any] = {}
-        if getattr(self._worker, "fleet", None) is None:
-            leases["leases"] = None if store is None else store.figures()
         return {
-            **leases,
-            "health": asdict(self._build_health(verdict)),
+            "health": asdict(self._build_health(self.judge())),
             "loop_lag_s": self._find_lag_s(),
         }
 
@@ -151,26 +130,10 @@ class WorkerWatch:
         yield from collect_devices(workers)
 
     def _ask(self) -> WorkerFigures | None:
-        """The figures, from the event loop; the last ones if it does not answer in time."""
-        if getattr(self._worker, "fleet", None) is not None:
-            self._known = read_figures(collect_figures(self._worker.consumer) or {})
-            return self._known
-        if getattr(self._worker.pool, "devices", None) is None:
-            return self._known
-        answer: Future[dict[str, Any] | None] = Future()
-
-        def collect() -> None:
-            try:
-                answer.set_result(collect_figures(self._worker.consumer))
-            except Exception as error:  # noqa: BLE001 - whoever waits must not wait in vain
-                answer.set_exception(error)
-
-        self._worker.pool.deliver(collect)
-        try:
-            self._known = read_figures(answer.result(ANSWER_TIMEOUT_S) or {})
-        except Exception as error:  # noqa: BLE001 - the counters must go on
-            logger.debug("figures are old, as the event loop gives none: %r", error)
-        return self._known
+        """The figures; None if there are no devices, or they have not begun."""
+        if self._worker.fleet is None:
+            return None
+        return read_figures(collect_figures(self._worker.consumer) or {})
 
 
 _Step: Any = object if TYPE_CHECKING else bootsteps.StartStopStep
@@ -186,7 +149,6 @@ class WatchStep(_Step):  # type: ignore[misc]
         settings = get_installation(parent.app).settings
         self._watch = parent.watch = WorkerWatch(parent, settings)
         self._port: Port | None = None
-        self._has_begun = False
         # The gateway's own worker has the settings of others, and would take their port.
         is_gateways = set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}
         if settings.metrics.port is not None and not is_gateways:
@@ -196,16 +158,10 @@ class WatchStep(_Step):  # type: ignore[misc]
                 logger.critical("%s", error)
                 raise SystemExit(error.exit_code) from None
             logger.info("metrics and health: %s", self._port.url)
-        parent.pool.on_forked = self._begin
 
     def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
-        """Called by Celery once the pool has started; one with devices has called `_begin`."""
-        self._begin()
-
-    def _begin(self) -> None:
-        """Starts a thread, which processes that are forked before must not inherit."""
-        if self._port is not None and not self._has_begun:
-            self._has_begun = True
+        """Called by Celery once the pool has started: its processes must not inherit a thread."""
+        if self._port is not None:
             self._port.start()
 
     def register_with_event_loop(self, parent: Any, loop: Any) -> None:  # noqa: ARG002 - Celery's
