@@ -4,8 +4,10 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from batchery_worker.device_pool.process import DeviceProcess, start_process
-from batchery_worker.in_flight import DispatchedBatch
+from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Work
-from batchery_worker.job import DEVICE_DEPTH, Batch
+from batchery_worker.job import DEVICE_DEPTH
 from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
 from benchmarks.engine.target import Target
 
@@ -27,6 +28,16 @@ TASK = "embed"
 
 #: Where the device reads which models there are; `configure` sets it.
 MODELS = "BATCHERY_MODELS"
+
+
+def start(end: socket.socket) -> "subprocess.Popen[bytes]":
+    """Starts a device process that is fed by a pipe, given its end of that."""
+    with end:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine.fed_device", str(end.fileno())],
+            pass_fds=(end.fileno(),),
+            stdin=subprocess.DEVNULL,
+        )
 
 
 class DirectDevice:
@@ -50,7 +61,7 @@ class DirectDevice:
             load=(TASK,),
             log_levels={"": logging.WARNING},
         )
-        self._device = DeviceProcess(setup, start_process)
+        self._device = DeviceProcess(setup, start)
         self._device.spawn()
 
     def wait_ready(self) -> None:
@@ -105,7 +116,8 @@ class DirectDevice:
             max_batch_size=self._target.batch_size,
             max_batch_tokens=None,
         )
-        if not self._device.send(work, DispatchedBatch(Batch(()), 0.0)):
+        assert self._device.link is not None
+        if not self._device.link.send(pickle.dumps(work, protocol=pickle.HIGHEST_PROTOCOL)):
             self._flush()
         return work.id, start
 

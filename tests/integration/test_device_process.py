@@ -4,7 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,9 @@ from batchery_worker.device.loading import check_device, load_model
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
-    Done,
-    Loaded,
-    Loads,
     NotReady,
-    Ready,
     Reply,
     Setup,
-    Work,
-    decode_outcome,
     dump_message,
     load_reply,
 )
@@ -72,25 +66,6 @@ class Process:
     def read(self) -> Reply:
         return load_reply(read_frame(self.end))
 
-    def run(
-        self,
-        task: str,
-        jobs: Sequence[tuple[str, Sequence[Any], bool]],
-        keywords: Mapping[str, Any] | None = None,
-        max_batch_size: int = 64,
-        contexts: Sequence[bytes] = (),
-    ) -> tuple[Done, list[Any]]:
-        work = Work(1, task, keywords or {}, jobs, max_batch_size, None, None, contexts)
-        write_frame(self.end, dump_message(work))
-        while isinstance(done := self.read(), Loads | Loaded):
-            pass
-        assert isinstance(done, Done)
-        return done, [decode_outcome(spelled, backend) for _, spelled in done.jobs]
-
-    def close(self) -> int:
-        self.end.close()
-        return self.process.wait(patient(30))
-
 
 @contextlib.contextmanager
 def started(first: Setup) -> Iterator[Process]:
@@ -101,36 +76,6 @@ def started(first: Setup) -> Iterator[Process]:
         process.end.close()
         process.process.kill()
         process.process.wait()
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Process]:
-    with started(setup()) as process:
-        ready = process.read()
-        assert isinstance(ready, Ready)
-        assert ready.pid == process.process.pid
-        yield process
-
-
-def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
-    jobs = [(str(at), [text], False) for at, text in enumerate(["aa", "", "aaaa", "a"])]
-    done, outcomes = device.run("lengths", jobs, max_batch_size=2)
-    assert outcomes[0] == [2, 2]
-    assert isinstance(outcomes[1], Failed)
-    assert outcomes[2] == [4, 1]
-    assert outcomes[3] == [1, 2]
-    assert (done.tokens, done.computed_tokens) == (7, 4 + 2 * 2)
-
-
-def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
-    device: Process,
-) -> None:
-    _, outcomes = device.run("broken", [("a", ["x"], False), ("b", ["y"], False)])
-    for outcome in outcomes:
-        assert isinstance(outcome, Failed)
-        assert isinstance(outcome.exception, ModelLoadError)
-        assert "no such weights" in str(outcome.exception)
-    assert device.run("apps.device_app.double", [("a", [3], False)])[1] == [6]
 
 
 @pytest.mark.parametrize(

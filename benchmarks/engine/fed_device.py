@@ -1,16 +1,23 @@
-"""How a device process takes batches in: which thread reads and prepares the next one."""
+"""A device process that is fed batches by a pipe, and how it takes them in."""
 
+import logging
 import os
+import pickle
 import queue
 import select
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
+from batchery_worker.device.device import Device, begin, run_or_die
+from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.ipc.framing import read_frame
-from batchery_worker.ipc.messages import Reply, ResultsWait, Work
+from batchery_worker.ipc.logs import forward_logs
+from batchery_worker.ipc.messages import load_message
 
 Prepared = TypeVar("Prepared")
 
@@ -19,22 +26,6 @@ LEAVE_S = 1.0
 
 #: What the main thread tells the other one: to read ahead, or to stop that.
 _GO, _STOP = b"g", b"s"
-
-
-@contextmanager
-def excused(work: Work, tell: Callable[[Reply], None], *, asks: bool) -> Iterator[None]:
-    """Keeps the time in which Redis is asked out of the time of a batch: Redis may be away.
-
-    Args:
-        work: The batch.
-        tell: Sends a message to the parent.
-        asks: Whether Redis may be asked for this batch.
-    """
-    if asks and work.is_timed:
-        tell(ResultsWait(work.id))
-    yield
-    if asks and work.is_timed:
-        tell(ResultsWait(work.id, is_over=True))
 
 
 class Intake(Generic[Prepared]):
@@ -151,3 +142,27 @@ class Intake(Generic[Prepared]):
 
     def _read(self) -> Prepared | None:
         return self._prepare(read_frame(self._end))
+
+
+class FedDevice(Device):
+    """Runs the batches that come by its pipe, until that is closed."""
+
+    @cached_property
+    def _intake(self) -> Any:
+        return Intake(self._end, self._prepare)
+
+    def _prepare(self, frame: bytes) -> DeviceBatch:
+        return self.prepare_work(pickle.loads(frame))
+
+
+def main(descriptor: int) -> None:
+    """Entry point: `python -m benchmarks.engine.fed_device DESCRIPTOR`, that of a socket."""
+    end = socket.socket(fileno=descriptor)
+    setup, device = load_message(read_frame(end)), FedDevice(end)
+    forward_logs(logging.StreamHandler(), setup.log_levels)
+    if begin(device, setup):
+        run_or_die(device.run)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
