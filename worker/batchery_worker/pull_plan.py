@@ -140,7 +140,8 @@ def _make_plan(
     places: Mapping[str, Mapping[str, str]],
     **fields: Any,
 ) -> PullPlan:
-    has_beat = any(isinstance(each, components.Beat) and each.enabled for each in worker.steps)
+    steps = worker.blueprint.order
+    has_beat = any(isinstance(each, components.Beat) and each.enabled for each in steps)
     has_ordinary = not all(isinstance(each, BatchTask) for each in list_own_tasks(worker.app))
     return PullPlan(
         app=worker.app,

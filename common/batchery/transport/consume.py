@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import redis
 from kombu.utils.encoding import bytes_to_str
@@ -25,10 +25,6 @@ logger = logging.getLogger("batchery.transport")
 
 #: Maximum number of bytes that one fetch takes; Redis answers nobody else while it copies them.
 MAX_FETCH_BYTES = 16 * 2**20
-
-
-class Fenced(redis.ConnectionError):
-    """Another worker took this one's leases over; Celery starts its consumer anew."""
 
 
 class Part(NamedTuple):
@@ -93,8 +89,6 @@ class Fetcher:
         self._parts: dict[str, Sequence[Part]] = {}
         #: Whether the last fetch left out queues that had their share.
         self.left_some_out = False
-        #: The capacity with which this worker waits for work; none unless it waits.
-        self.known_capacity = Capacity()
         #: Whether this worker is entered in Redis as waiting.
         self.is_entered = False
         #: Whether the last fetch left its queues empty; then Redis tells when one of them changes.
@@ -225,7 +219,7 @@ class Fetcher:
 
     def forget_entry(self) -> None:
         """Notes that this worker is not entered in Redis as waiting."""
-        self.known_capacity, self.is_entered = Capacity(), False
+        self.is_entered = False
 
     def read(self, connection: Any) -> Any:
         """Reads the script's answer: messages, an empty list, or None if this worker is fenced.
@@ -247,7 +241,6 @@ class Fetcher:
         took.calls += 1
         took.seconds += perf_counter() - self._asked_s
         if answer == []:
-            self.known_capacity = asked.question.capacity
             self.is_entered = bool(asked.spelled.entry)
         else:
             self.forget_entry()
@@ -286,28 +279,21 @@ class Fetcher:
             keys.running(worker): "hash",
         }
 
-    def nothing_came(self, connection: Any) -> bool:
-        """Whether all queues are empty; from now on Redis tells when one of them changes."""
-        connection.send_packed_command(connection.pack_commands(watching(self.keys)))
-        return self._is_watched(connection)
-
     def _limits(self, free: int, queues: Sequence[str]) -> dict[Part, int]:
         """How many messages each part may give, in the order in which queues take turns."""
         channel, leases = self._channel, self._lease_store.leases
         parts = [part for queue in queues for part in self._find_parts(queue)]
         held: Counter[Part] = Counter()
-        scheduled = 0
-        if leases and (channel.class_levels or channel.queue_prefetch):
+        if leases and channel.queue_prefetch:
             for key, count in leases.by_key().items():
                 held[find_part(channel, *self._inbox.find_place(key))] += count
             for key, count in self._inbox.count_scheduled().items():
-                # Celery raises its own count for these, as they may wait for days.
+                # These may wait for days.
                 held[find_part(channel, *self._inbox.find_place(key))] -= count
-                scheduled += count
         limits = dict.fromkeys(parts, free)
         for part in parts:
-            if (maximum := self._maximum(part, scheduled)) is not None:
-                limits[part] = min(free, maximum - held[part])
+            if part.queue in channel.queue_prefetch:
+                limits[part] = min(free, channel.queue_prefetch[part.queue] - held[part])
         if (workload := channel.workload) is not None:
             for part, known in limits.items():
                 if (limit := workload.limit_for(part.queue, part.level)) is not None:
@@ -332,16 +318,6 @@ class Fetcher:
             self._parts[queue] = tuple(parts)
         return self._parts[queue]
 
-    def _maximum(self, part: Part, scheduled: int) -> int | None:
-        """How many unsettled messages of a part this worker may hold; None for no limit."""
-        channel = self._channel
-        if part.queue in channel.queue_prefetch:
-            return channel.queue_prefetch[part.queue]
-        prefetch = int(getattr(channel.qos, "prefetch_count", 0) or 0)
-        if not prefetch or not channel.class_levels or part.queue in channel.ordinary_queues:
-            return None
-        return -(-(prefetch - scheduled) // len(channel.class_levels))
-
     def _is_watched(self, connection: Any) -> bool:
         connection.read_response()
         queues = () if self._asked is None else self._asked.queues
@@ -357,26 +333,11 @@ def watching(keys: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def find_part(channel: Consumer, queue: str, step: int) -> Part:
-    """The part of a queue that a priority step belongs to.
-
-    Queues of ordinary tasks only, and channels that know of no classes, have one part per queue.
-    """
+    """The part of a queue that a priority step belongs to; one where no classes are known."""
     levels = channel.class_levels
-    if not levels or queue in channel.ordinary_queues:
+    if not levels:
         return Part(queue, 0)
     return Part(queue, levels[max(0, bisect_right(levels, step) - 1)])
-
-
-def leave_fenced(lease_store: LeaseStore) -> NoReturn:
-    """Begins anew as another worker.
-
-    Raises:
-        Fenced: Always.
-        redis.RedisError: Redis does not answer.
-    """
-    lost = lease_store.rejoin()
-    logger.warning("this worker was silent for too long: its leases were handed on, %d jobs", lost)
-    raise Fenced(f"{lost} jobs were handed on to other workers")
 
 
 @contextlib.contextmanager

@@ -161,7 +161,6 @@ class Consumer(Protocol):
     fetch_messages: int
     queue_prefetch: Mapping[str, int]
     class_levels: Sequence[int]
-    ordinary_queues: Collection[str]
     workload: Workload | None
     _queue_cycle: Any
 
@@ -182,8 +181,6 @@ class Inbox:
     def __init__(self, channel: Consumer, lease_store: LeaseStore) -> None:
         self._channel = channel
         self._lease_store = lease_store
-        #: How many messages were handed over so far.
-        self.count = 0
         #: Queue and priority step of each key that was seen.
         self._places: dict[str, tuple[str, int]] = {}
 
@@ -201,15 +198,6 @@ class Inbox:
         ]
         self._channel._queue_cycle.rotate(self.find_place(taken[0][1])[0])
         self._hand_over(taken, with_suspects=suspects > 0)
-
-    def reconcile(self) -> None:
-        """Hands over (again) what was leased for a channel that is gone, or with a lost answer.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
-        taken = self._lease_store.reconcile(self._channel.qos, active_tokens())
-        self._hand_over(taken, with_suspects=True, again=True)
 
     def count_scheduled(self) -> Counter[str]:
         """How many messages of each queue key are for jobs that wait for their time."""
@@ -273,7 +261,6 @@ class Inbox:
             if token in suspects:
                 self._lease_store.note_delivery(token)
             if queue in transport._callbacks:
-                self.count += 1
                 scheduled = count_scheduled()
                 try:
                     transport._callbacks[queue](payload)
@@ -342,11 +329,6 @@ def _mark_redelivered(payload: Any) -> None:
     for marked in (payload.get("headers"), payload["properties"].get("delivery_info")):
         if isinstance(marked, dict):
             marked["redelivered"] = True
-
-
-def active_tokens() -> set[str]:
-    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
-    return _collect_tokens("active_requests")
 
 
 def count_scheduled() -> int:

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
-from time import monotonic
 from typing import Any
 
 import redis
@@ -53,12 +52,6 @@ class LeaseStore:
         self.expiry_s = expiry_s
         self.scripts = transport_scripts(client)
         self.db = get_database(client.connection_pool)
-        #: When the last heartbeat was answered, on the monotonic clock; None before the first one.
-        self.beat_s: float | None = None
-        #: Whether the last one was not answered.
-        self.is_silent = False
-        #: How many messages of dead workers this one has put back.
-        self.recovered = 0
         #: Whether all leases are gone: another worker took over, or Redis lost its data.
         self.fenced = False
         self._registration = Registration(client, self.keys, self.scripts, expiry_s)
@@ -66,8 +59,6 @@ class LeaseStore:
         self._acks: deque[str] = deque()
         self._bookkeeping = AckBookkeeping(self.keys)
         self.running_batches = RunningBatches(client, self.keys)
-        #: The `Heartbeat` that runs while the store is open.
-        self.heartbeat: Any = None
         #: The channel that uses this store; None while the store waits for the next one.
         self.holder: object | None = None
         #: Whether this worker is registered, and may hold leases.
@@ -93,7 +84,7 @@ class LeaseStore:
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of it; from any thread."""
         scripts = {name: asdict(took) for name, took in list(self.scripts.times.items())}
-        return {"held": len(self.leases), "recovered": self.recovered, "scripts": scripts}
+        return {"held": len(self.leases), "recovered": 0, "scripts": scripts}
 
     @property
     def lease_key(self) -> str:
@@ -107,7 +98,6 @@ class LeaseStore:
         self._registration.check_server()
         self._registration.register(self.leases.last_token)
         self.is_open = True
-        self.beat_s = monotonic()
         atexit.register(self._close_quietly)
 
     def rejoin(self) -> int:

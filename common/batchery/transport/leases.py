@@ -117,10 +117,6 @@ class Leases:
         with self._counting:
             return +(self._scheduled if scheduled else self._counts)
 
-    def owned_by(self, owner: LeaseOwner) -> list[str]:
-        """The tokens of all leases that an owner counts."""
-        return [token for token, lease in self._held.items() if lease.owner is owner]
-
     def abandon(self, owner: LeaseOwner) -> None:
         """Leaves all leases of an owner to the next one."""
         for lease in self._held.values():

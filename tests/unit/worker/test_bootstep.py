@@ -25,14 +25,10 @@ OWN_QUEUES = pytest.mark.filterwarnings("ignore:[^']*'queue' task attribute is d
 class Worker:
     """As much of Celery's `WorkController` as the step reads."""
 
-    autoscale: tuple[int, int] | None = None
-    max_concurrency: int | None = None
-    steps: tuple[Any, ...] = ()
+    hostname = "worker@test"
+    task_events = False
+    soft_time_limit = time_limit = max_concurrency = None
     blueprint = SimpleNamespace(order=())
-    pool_putlocks = True
-    #: None where no event loop runs.
-    semaphore: Any = None
-    consumer: Any = None
 
     def __init__(
         self,
@@ -46,17 +42,6 @@ class Worker:
         self.pool: Any = pool(concurrency, app=app)
         self.concurrency = self.min_concurrency = concurrency
         self.prefetch_multiplier = multiplier
-        #: Names of the tasks whose jobs went to the pool, and of those that waited for a process.
-        self.processed: list[str] = []
-        self.waited: list[str] = []
-        self.process_task = self._process_task_sem
-
-    def _process_task(self, request: Any) -> None:
-        request.execute_using_pool(self.pool)
-        self.processed.append(request.name)
-
-    def _process_task_sem(self, request: Any) -> None:
-        self.waited.append(request.name)
 
 
 def make_app(**settings: Any) -> Celery:

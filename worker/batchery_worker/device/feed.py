@@ -9,8 +9,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic, time
 from types import SimpleNamespace
@@ -45,7 +44,6 @@ from batchery_worker.ipc.messages import (
     PullSetup,
     Reply,
     Setup,
-    Work,
 )
 
 logger = logging.getLogger("batchery.device")
@@ -176,7 +174,6 @@ class Feed:
         self._is_behind = False
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outgoing: deque[Any] = deque()
-        self._works: dict[int, Work] = {}
         self.is_stopping = False
         #: Set when the main thread has seen that nothing more comes.
         self.closed = threading.Event()
@@ -603,12 +600,6 @@ class Feed:
             self.dispatcher.finish()
         self.eventer.close()
         self.source.close()
-
-    @contextmanager
-    def looked_at(self) -> Iterator[Dispatcher]:
-        """Lets another thread look at the jobs."""
-        with self.lock:
-            yield self.dispatcher
 
 
 def _start_nothing(*_: Any) -> Any:

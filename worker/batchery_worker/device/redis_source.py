@@ -105,7 +105,6 @@ class RedisSource:
         self.fetch_messages = int(options.get("fetch_messages", 1000))
         self.class_levels: Sequence[int] = options.get("class_levels", ())
         self.queue_prefetch: Mapping[str, int] = options.get("queue_prefetch", {})
-        self.ordinary_queues: Collection[str] = ()
         self.workload: Workload | None = None
         self.qos = Owner()
         self.connection = SimpleNamespace(_callbacks={})

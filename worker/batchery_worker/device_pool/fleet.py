@@ -134,8 +134,6 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._answered = threading.Condition()
         self._answers: dict[int, str] = {}
-        self._calls: list[Callable[[], None]] = []
-        self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
         self.control = DeviceControl(app, self.supervisor)
         self._is_leaving = False
