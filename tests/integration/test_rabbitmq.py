@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from kombu import Connection
 
+from batchery import DeviceDied
 from conftest import StartWorker
 from support.harness import Worker, device_busy, wait_for
 from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
@@ -134,3 +135,23 @@ def test_job_that_runs_while_the_connection_breaks_is_executed_once(
     assert worker.stop() == 0
     wait_for(lambda: waiting(rabbitmq.url) == 0, "none is left")
     assert begun.read_text() == "begun\n"
+
+
+@pytest.mark.usefixtures("worker")
+def test_job_that_kills_its_device_fails_alone(amqp: Celery) -> None:
+    texts = ["a", "b", "die", "c"]
+    jobs = [amqp.send_task("apps.shop.nasty", [text]) for text in texts]
+    for text, job in zip(texts, jobs, strict=True):
+        if text == "die":
+            with pytest.raises(DeviceDied, match="2 times, so it is not run again"):
+                job.get(timeout=TIMEOUT_S)
+        else:
+            assert job.get(timeout=TIMEOUT_S) == text.upper()
+
+
+@pytest.mark.usefixtures("worker")
+def test_job_that_takes_too_long_ends_with_its_device(amqp: Celery) -> None:
+    job = amqp.send_task("apps.shop.stubborn", [patient(600)])
+    with pytest.raises(TimeLimitExceeded):
+        job.get(timeout=TIMEOUT_S)
+    assert amqp.send_task("apps.shop.shout", ["on"]).get(timeout=TIMEOUT_S) == "ON"

@@ -7,8 +7,8 @@ which message, so that another one gets what a dead device had.
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ class HandedJob:
     """One message that is not settled."""
 
     message: Any
+    #: What says which job it is: its headers, or in Celery's first protocol its body.
+    headers: InitVar[Mapping[str, Any]]
     task: Any
     #: That of Celery which has brought it.
     consumer: Any
@@ -48,12 +50,10 @@ class HandedJob:
     #: When it may begin; nothing for at once.
     eta: Any = field(init=False)
 
-    def __post_init__(self) -> None:
-        headers = self.message.headers if "id" in self.message.headers else self.message.payload
-        self.run, self.eta = (
-            (str(headers.get("id")), str(headers.get("retries"))),
-            headers.get("eta"),
-        )
+    def __post_init__(self, headers: Mapping[str, Any]) -> None:
+        # Nobody has checked them yet.
+        self.run = str(headers.get("id")), str(headers.get("retries"))
+        self.eta = headers.get("eta")
 
     def settle(self, fate: str) -> None:
         """Tells the broker what becomes of the message, on the thread that Celery has for that."""
@@ -73,10 +73,8 @@ class HandedJob:
             if self.eta:
                 self.consumer.qos.decrement_eventually()
             self.consumer._restore_prefetch_count_after_connection_restart(None)
-        except errors:
-            raise
         except Exception as error:  # noqa: BLE001 - out of Celery's loop it would end the worker
-            # The connection is long gone, and the broker will deliver the message again.
+            # The connection is gone, and the broker will deliver the message again.
             logger.warning("a message cannot be acknowledged any more: %r", error)
 
 
@@ -229,13 +227,13 @@ def hand_over(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., Non
 
     def hand(
         message: Any,
-        body: Any,  # noqa: ARG001 - as Celery calls it
-        ack: Callable[..., Any],  # noqa: ARG001
+        body: Any,
+        ack: Callable[..., Any],  # noqa: ARG001 - as Celery calls it
         reject: Callable[..., Any],  # noqa: ARG001
         callbacks: Any,
         **_: Any,
     ) -> None:
-        job = HandedJob(message, task, consumer)
+        job = HandedJob(message, message.headers if body is None else body, task, consumer)
         if job.eta:
             # Others need not wait behind it.
             consumer.qos.increment_eventually()

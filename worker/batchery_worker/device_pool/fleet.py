@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import redis
@@ -65,6 +66,8 @@ class BusyDevices:
 
     acknowledged = True
     id = name = "batchery"
+    #: What Celery asks of it where a connection is lost.
+    task = SimpleNamespace(acks_late=False)
 
     def cancel(self, *_: Any, **__: Any) -> None:
         """Does nothing: the worker ends its devices."""
