@@ -26,7 +26,7 @@ from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.device_pool.fleet import Fleet, HolderBeats
 from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
-from batchery_worker.event_loop import begin_next_turn, is_cold_shutdown
+from batchery_worker.event_loop import is_cold_shutdown
 from batchery_worker.handing import HandedJobs
 from batchery_worker.pull_plan import PullPlan
 
@@ -97,7 +97,6 @@ class DevicesStep(_Step):  # type: ignore[misc]
         make_holding: Any = HandedJobs if plan.is_handed else partial(HolderBeats, app)
         self.fleet = parent.fleet = Fleet(app, settings, devices, make_holding, _on_lost)
         self._has_other_work = plan.has_other_work
-        self._worker = parent
         if not plan.in_process:
             # Threads have their jobs where Celery's own commands look.
             extend_commands(self.fleet, plan)
@@ -106,8 +105,6 @@ class DevicesStep(_Step):  # type: ignore[misc]
     def _on_shutting_down(self, **_: Any) -> None:
         # Celery stops its consumer first, which may take seconds.
         self.fleet.stop_taking()
-        # A signal lets its loop sleep on, where nothing happens for up to ten.
-        begin_next_turn(self._worker.hub)
 
     def start(self, parent: Any) -> None:
         """Starts the devices; waits for models where there is nothing else to do."""
