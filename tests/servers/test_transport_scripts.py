@@ -377,6 +377,10 @@ def test_tokens_are_not_given_twice_after_redis_lost_them(there: Redis) -> None:
 def test_a_worker_of_an_older_layout_is_not_entered_and_changes_nothing(there: Redis) -> None:
     client = there.client
     assert client.get(KEYS.schema) == b"1"
+    # One of an older layout lives, and then none does.
+    assert there.scripts.run("register", REGISTERS, "newer", "{}", 0, 3) == 1
+    assert client.zrange(KEYS.workers, 0, -1) == [ME.encode()]
+    client.zadd(KEYS.workers, {ME: 1})
     assert there.scripts.run("register", REGISTERS, "newer", "{}", 0, 3) == 0
     before = {key: client.dump(key) for key in client.scan_iter()}
     assert there.scripts.run("register", REGISTERS, "older", "{}", 99, 2) == 3
