@@ -10,8 +10,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic, time
 from typing import Any
@@ -625,12 +624,6 @@ class Feed:
             self.dispatcher.finish()
         self.eventer.close()
         self.source.close()
-
-    @contextmanager
-    def looked_at(self) -> Iterator[Dispatcher]:
-        """Lets another thread look at the jobs."""
-        with self.lock:
-            yield self.dispatcher
 
 
 def _start_nothing(*_: Any) -> Any:
