@@ -39,7 +39,7 @@ class PullPlan:
     hostname: str
     sends_events: bool
     limits: tuple[float | None, float | None]
-    options: Mapping[str, Any]
+    levels: Sequence[int]
     kinds: Mapping[str, Any]
     #: Maximum batch size of each task that is not placed, and of those that may come by any queue.
     all_sizes: Mapping[str, int]
@@ -57,7 +57,7 @@ class PullPlan:
         return PullSetup(
             queues=(),
             sizes={},
-            options=self.options,
+            levels=self.levels,
             hostname=self.hostname,
             sends_events=self.sends_events,
             limits=self.limits,
@@ -133,7 +133,6 @@ def plan_pull(
         type(task).Strategy = f"batchery_worker.forwarding:{how}"
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
-    named = ("fetch_messages", "queue_prefetch")
     plan = PullPlan(
         app=app,
         tasks=tasks,
@@ -143,11 +142,7 @@ def plan_pull(
         hostname=worker.hostname,
         sends_events=bool(worker.task_events),
         limits=(worker.soft_time_limit, worker.time_limit),
-        options={
-            "fetch_messages": max(prefetch_jobs([task], settings, 1) for task in tasks),
-            **{name: options[name] for name in named if name in options},
-            "class_levels": sorted(each.level for each in settings.classes.values()),
-        },
+        levels=sorted(each.level for each in settings.classes.values()),
         kinds=kinds,
         all_sizes=all_sizes,
         anywhere=anywhere,

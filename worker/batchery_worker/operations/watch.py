@@ -18,7 +18,6 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
 from batchery.settings import MetricsSettings, Settings
-from batchery.transport.lease_store import LeaseStore
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
 from batchery_worker.operations.health import DeviceSight, Verdict, WorkerSight, judge
@@ -46,7 +45,6 @@ class WorkerWatch:
         self._worker = worker
         self._started_at_s = round(time(), 3)
         self._max_pass_s = settings.max_pass_s
-        self._store: LeaseStore | None = None
         self._known: WorkerFigures | None = None
         self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
         self._ticked_s = 0.0
@@ -65,20 +63,17 @@ class WorkerWatch:
                 )
                 for each in devices
             ]
-        # Whoever reconnects has no connection for a while, and at first no leases.
+        # Whoever reconnects has no connection for a while.
         channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
-        opened = getattr(channel, "lease_store", None)
         is_connected = bool(
             channel is not None
             and consumer is not None
             and consumer.connection
             and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
-            and (opened or fleet is not None or not getattr(channel, "leases", False))
         )
-        self._store = store = opened or self._store
         sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
-        beats = fleet.beats if fleet is not None else store
-        if beats is not None:
+        if fleet is not None:
+            beats = fleet.beats
             sight = sight._replace(
                 unheard_s=0.0 if beats.beat_s is None else monotonic() - beats.beat_s,
                 beat_pause_s=beats.expiry_s / BEATS_PER_EXPIRY,
@@ -88,10 +83,10 @@ class WorkerWatch:
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
-        verdict, store = self.judge(), self._store
+        verdict = self.judge()
         leases: dict[str, Any] = {}
         if getattr(self._worker, "fleet", None) is None:
-            leases["leases"] = None if store is None else store.figures()
+            leases["leases"] = None
         return {
             **leases,
             "health": asdict(self._build_health(verdict)),
