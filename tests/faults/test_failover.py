@@ -85,14 +85,15 @@ def send(
     options: dict[str, Any] | None = None,
     countdown_s: float | None = None,
     tasks: Sequence[str] = (BATCH,),
+    queue: str | None = None,
     **keywords: Any,
 ) -> Any:
-    """Sends each item to some tasks; returns the ids."""
+    """Sends each item to some tasks, by their own queues or by another one; returns the ids."""
     with Celery("sender", broker=url, set_as_current=False) as app:
         app.conf.broker_transport_options = options or {}
         texts = {name: str(value) for name, value in keywords.items()}
         return [
-            app.send_task(task, [item], texts, countdown=countdown_s, queue=QUEUES[task]).id
+            app.send_task(task, [item], texts, countdown=countdown_s, queue=queue or QUEUES[task]).id
             for task in tasks
             for item in items
         ]
@@ -232,6 +233,8 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     # What becomes of ordinary ones, whose results find no room, is Celery's own matter.
     send(own_redis.url, [10, 11], tasks=(LATE,), book=book)
     ids = send(own_redis.url, list(range(10)), book=book)
+    # By the queue of ordinary jobs, as a plain client sends them: the worker forwards them.
+    ids += send(own_redis.url, list(range(12, 20)), book=book, queue="celery")
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "1")
@@ -241,7 +244,8 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
         worker = start_worker("apps.leases", "-c", "2", "-P", pool, env=env, is_alone=False)
         # It computes; results find no room, and wait.
         wait_for(lambda: len(executions(book)) >= 2, "it takes jobs", TIMEOUT_S)
+        wait_for(lambda: not client.llen("celery"), "it takes those that came astray", TIMEOUT_S)
         client.config_set("maxmemory", "0")
     wait_answered(own_redis, worker, ids)
-    assert set(executions(book)) == set(map(str, range(12)))
+    assert set(executions(book)) == set(map(str, range(20)))
     assert worker.stop() == 0
