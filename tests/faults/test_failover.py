@@ -93,7 +93,9 @@ def send(
         app.conf.broker_transport_options = options or {}
         texts = {name: str(value) for name, value in keywords.items()}
         return [
-            app.send_task(task, [item], texts, countdown=countdown_s, queue=queue or QUEUES[task]).id
+            app.send_task(
+                task, [item], texts, countdown=countdown_s, queue=queue or QUEUES[task]
+            ).id
             for task in tasks
             for item in items
         ]
