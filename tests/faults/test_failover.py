@@ -21,9 +21,9 @@ from support.redis_places import MASTER, behind_sentinel
 
 TIMEOUT_S = patient(120)
 
-#: A batch task and an ordinary one of `apps.leases`, and their queues.
-BATCH, LATE = "apps.leases.batch", "apps.leases.late"
-QUEUES = {BATCH: BATCH, LATE: "celery"}
+#: A batch task and two ordinary ones of `apps.leases`, and their queues.
+BATCH, LATE, EARLY = "apps.leases.batch", "apps.leases.late", "apps.leases.early"
+QUEUES = {BATCH: BATCH, LATE: "celery", EARLY: "celery"}
 
 
 @pytest.fixture
@@ -234,6 +234,7 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     book = tmp_path / "book"
     # What becomes of ordinary ones, whose results find no room, is Celery's own matter.
     send(own_redis.url, [10, 11], tasks=(LATE,), book=book)
+    send(own_redis.url, [20, 21], tasks=(EARLY,), book=book)
     ids = send(own_redis.url, list(range(10)), book=book)
     # By the queue of ordinary jobs, as a plain client sends them: the worker forwards them.
     ids += send(own_redis.url, list(range(12, 20)), book=book, queue="celery")
@@ -249,5 +250,5 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
         wait_for(lambda: not client.llen("celery"), "it takes those that came astray", TIMEOUT_S)
         client.config_set("maxmemory", "0")
     wait_answered(own_redis, worker, ids)
-    assert set(executions(book)) == set(map(str, range(20)))
+    assert set(executions(book)) == set(map(str, range(22)))
     assert worker.stop() == 0
