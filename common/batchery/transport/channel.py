@@ -61,6 +61,14 @@ class QoS(_QoS):  # type: ignore[misc]
         keys = [f"{prefix}{self.unacked_key}", f"{prefix}{self.unacked_index_key}"]
         scripts.run("note_unacked", keys, delivery_tag, raw, time())
 
+    def _remove_from_indices(self, delivery_tag: str, pipe: Any = None) -> Any:
+        """Makes the commands that forget a message that is settled."""
+        if pipe is None:
+            # At maxmemory a transaction may not even free memory: its error would end the worker.
+            with self.channel.conn_or_acquire() as client:
+                pipe = client.pipeline(transaction=False)
+        return super()._remove_from_indices(delivery_tag, pipe)
+
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Gives back what workers have held for too long, if there is room for it."""
         try:
