@@ -92,7 +92,8 @@ def test_consumer_pool_and_requests_of_ordinary_tasks_are_celerys_own(
     """Of kombu's transport little differs: where an odd message or a full Redis ends a worker."""
     path = tmp_path / "parts"
     worker = start_worker("apps.plain_parts", "-P", pool, "-c", "1", env={"PARTS": str(path)})
-    parts = json.loads(wait_for(lambda: path.exists() and path.read_text(), "its parts"))
+    wait_for(lambda: path.exists() and path.read_text(), "its parts")
+    parts = json.loads(path.read_text())
     assert [parts[each] for each in ("consumer", "pool", "request")] == [[], [], []]
     assert parts["qos"] == ["_remove_from_indices", "append", "restore_visible"]
     assert parts["transport"] == ["Channel", "__init__", "establish_connection"]
