@@ -34,7 +34,7 @@ def _app(redis_url: str) -> None:
 
 
 @pytest.fixture(params=["celery", "alone"])
-def queue(request: pytest.FixtureRequest, batching: Worker) -> str:  # noqa: ARG001
+def queue(request: pytest.FixtureRequest, batching: Worker) -> str:
     """The queue of a worker with a device, and of one without; what jobs become has the first."""
     if request.param == "alone":
         request.getfixturevalue("alone")
