@@ -38,7 +38,7 @@ from batchery.protocol.pieces import (
 )
 from batchery.redis_scripts import packed
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
-from batchery.transport.inbox import read_json
+from batchery.transport.codec import read_json
 from batchery_producer.answers import Answer
 from batchery_producer.collector import read_stored
 

@@ -20,7 +20,7 @@ from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask, refuse_item
 from batchery.tracing import current_tracing
-from batchery.transport.inbox import writes_kombus_json
+from batchery.transport.codec import writes_kombus_json
 
 #: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)

@@ -21,9 +21,9 @@ from support.redis_places import MASTER, behind_sentinel
 
 TIMEOUT_S = patient(120)
 
-#: A batch task and an ordinary one of `apps.leases`, and their queues.
-BATCH, LATE = "apps.leases.batch", "apps.leases.late"
-QUEUES = {BATCH: BATCH, LATE: "celery"}
+#: A batch task and two ordinary ones of `apps.leases`, and their queues.
+BATCH, LATE, EARLY = "apps.leases.batch", "apps.leases.late", "apps.leases.early"
+QUEUES = {BATCH: BATCH, LATE: "celery", EARLY: "celery"}
 
 
 @pytest.fixture
@@ -85,14 +85,17 @@ def send(
     options: dict[str, Any] | None = None,
     countdown_s: float | None = None,
     tasks: Sequence[str] = (BATCH,),
+    queue: str | None = None,
     **keywords: Any,
 ) -> Any:
-    """Sends each item to some tasks; returns the ids."""
+    """Sends each item to some tasks, by their own queues or by another one; returns the ids."""
     with Celery("sender", broker=url, set_as_current=False) as app:
         app.conf.broker_transport_options = options or {}
         texts = {name: str(value) for name, value in keywords.items()}
         return [
-            app.send_task(task, [item], texts, countdown=countdown_s, queue=QUEUES[task]).id
+            app.send_task(
+                task, [item], texts, countdown=countdown_s, queue=queue or QUEUES[task]
+            ).id
             for task in tasks
             for item in items
         ]
@@ -231,7 +234,11 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     book = tmp_path / "book"
     # What becomes of ordinary ones, whose results find no room, is Celery's own matter.
     send(own_redis.url, [10, 11], tasks=(LATE,), book=book)
+    send(own_redis.url, [20, 21], tasks=(EARLY,), book=book)
     ids = send(own_redis.url, list(range(10)), book=book)
+    send(own_redis.url, [22, 23], tasks=(LATE,), book=book, queue=BATCH)
+    # By the queue of ordinary jobs, as a plain client sends them: the worker forwards them.
+    ids += send(own_redis.url, list(range(12, 20)), book=book, queue="celery")
     with client_of(own_redis) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "1")
@@ -241,7 +248,9 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
         worker = start_worker("apps.leases", "-c", "2", "-P", pool, env=env, is_alone=False)
         # It computes; results find no room, and wait.
         wait_for(lambda: len(executions(book)) >= 2, "it takes jobs", TIMEOUT_S)
+        queues = ("celery", BATCH)
+        wait_for(lambda: not client.exists(*queues), "it takes those that came astray", TIMEOUT_S)
         client.config_set("maxmemory", "0")
     wait_answered(own_redis, worker, ids)
-    assert set(executions(book)) == set(map(str, range(12)))
+    assert set(executions(book)) == set(map(str, range(24)))
     assert worker.stop() == 0

@@ -33,7 +33,7 @@ def test_every_row_is_there_once_and_few_are_computed_again(
     trace = tmp_path / "trace"
     trace.touch()
     arguments = [
-        *[str(source), "-A", APP, "--task", f"{APP}.tally", "--queue", "celery"],
+        *[str(source), "-A", APP, "--task", f"{APP}.tally"],
         *["-o", str(output), "--option", f'path="{trace}"', "--option", "pause_s=0.02"],
         *["--window", "512", "--resume"],
     ]

@@ -29,7 +29,7 @@ from batchery.cli.stats import draw
 from batchery.cli.survey import Survey
 from batchery.errors import DatasetError, InvalidItem
 from batchery.protocol import headers
-from batchery.transport import dead_letters, inbox, live_workers, suspects, worker_registry
+from batchery.transport import codec, dead_letters, live_workers, suspects, worker_registry
 from batchery_producer import answers, collector
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
@@ -41,6 +41,7 @@ from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.tei import HANDLERS
 from batchery_worker.consumer import check
+from batchery_worker.device import inbox
 
 #: Maximum number of rows that are read of one file: a few bytes can be very many rows.
 MAX_ROWS = 2000
@@ -109,7 +110,7 @@ def read_message(data: bytes) -> object:
     printable(data.decode(errors="backslashreplace"))
     letter = dead_letters.DeadLetter("1", "why", 1.5, "7", "t", "q")
     dead_letter_command.describe(letter, data)
-    payload = inbox.read_json(data)
+    payload = codec.read_json(data)
     payload["properties"].get("delivery_tag")
     return suspects.build_suspect_field(payload)
 

@@ -22,6 +22,9 @@ KEY, HASH = make_key()
 OTHER_KEY, OTHER_HASH = make_key()
 SECRET = make_webhook_secret()
 
+#: Where the jobs of a batch task without a route wait.
+QUEUE = "apps.shop.shout"
+
 SETTINGS = {
     "tasks": ["apps.shop.*", "apps.nobody.task"],
     "webhook_hosts": ["127.0.0.1"],
@@ -213,11 +216,11 @@ def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
 
 @pytest.fixture
 def kept(client: Celery, worker: Worker, redis_url: str) -> Iterator[None]:
-    """Tasks wait in the queue, and are taken when the test ends."""
-    wait_for(lambda: queue_length(redis_url) + unsettled(redis_url) == 0, "nothing waits")
-    client.control.cancel_consumer("celery", destination=[worker.name])
+    """Tasks wait in their queue, and are taken when the test ends."""
+    wait_for(lambda: queue_length(redis_url, QUEUE) + unsettled(redis_url) == 0, "nothing waits")
+    client.control.cancel_consumer(QUEUE, destination=[worker.name])
     wait_for(
-        lambda: "celery" not in {each["name"] for each in worker.inspect(client, "active_queues")},
+        lambda: QUEUE not in {each["name"] for each in worker.inspect(client, "active_queues")},
         "the queue is left alone",
     )
     yield
@@ -226,7 +229,7 @@ def kept(client: Celery, worker: Worker, redis_url: str) -> Iterator[None]:
 
 def take(client: Celery, worker: Worker) -> None:
     """Has the worker take what was kept."""
-    client.control.add_consumer("celery", destination=[worker.name], reply=True)
+    client.control.add_consumer(QUEUE, destination=[worker.name], reply=True)
 
 
 def test_result_that_comes_later_is_waited_for(
@@ -259,7 +262,7 @@ def test_revoked_task_does_not_run(
         wait_for(lambda: f"flagged as revoked: {task_id}" in worker.log, "the worker knows")
         take(client, worker)
         assert waiting.result().json()["status"] == "REVOKED"
-    wait_for(lambda: queue_length(redis_url) + unsettled(redis_url) == 0, "it is gone")
+    wait_for(lambda: queue_length(redis_url, QUEUE) + unsettled(redis_url) == 0, "it is gone")
     assert f"[{task_id}] succeeded" not in worker.log
     # Once more changes nothing.
     assert call(gateway, "DELETE", path).json()["status"] == "REVOKED"
@@ -269,8 +272,8 @@ def test_caller_who_hangs_up_frees_the_task(
     gateway: GatewayProcess, kept: None, worker: Worker, store: Any, redis_url: str
 ) -> None:
     with gateway.sent("/tasks/apps.shop.shout", {"item": "a"}, f"Authorization: Bearer {KEY}"):
-        wait_for(lambda: queue_length(redis_url) == 1, "it is sent")
-        (message,) = messages_in(store, "celery")
+        wait_for(lambda: queue_length(redis_url, QUEUE) == 1, "it is sent")
+        (message,) = messages_in(store, QUEUE)
         task_id = json.loads(message)["headers"]["id"]
     wait_for(lambda: f"flagged as revoked: {task_id}" in worker.log, "it is revoked")
 
@@ -286,7 +289,7 @@ def test_task_that_outlasts_its_gateway_is_told_by_its_id(
     stopped = start_shop(timeout_s=300)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, stopped, "shout", item="a")
-        wait_for(lambda: queue_length(redis_url) == 1, "it is sent")
+        wait_for(lambda: queue_length(redis_url, QUEUE) == 1, "it is sent")
         stopped.process.send_signal(signal.SIGTERM)
         # Not that it should be sent again: it would run twice.
         answer = waiting.result()
@@ -309,12 +312,12 @@ def test_idempotency_key_gives_the_same_task(
     again = send(start_shop(), "a", "order 1")
     assert (first.status_code, again.status_code) == (202, 202)
     assert first.json()["id"] == again.json()["id"]
-    assert queue_length(redis_url) == 1
+    assert queue_length(redis_url, QUEUE) == 1
     other = send(gateway, "b", "order 1")
     assert (other.status_code, "used for another request" in other.text) == (409, True)
     assert send(gateway, "a", "order 2").json()["id"] != first.json()["id"]
     assert send(gateway, "a", "order 1", OTHER_KEY).json()["id"] != first.json()["id"]
-    assert queue_length(redis_url) == 3
+    assert queue_length(redis_url, QUEUE) == 3
 
     def ids(_: int) -> str:
         # While one sends, the others are told to come again.
@@ -326,7 +329,7 @@ def test_idempotency_key_gives_the_same_task(
 
     with ThreadPoolExecutor(10) as pool:
         assert len(set(pool.map(ids, range(20)))) == 1
-    assert queue_length(redis_url) == 4
+    assert queue_length(redis_url, QUEUE) == 4
 
 
 def check_signed(headers: Any, body: bytes, task_id: str) -> None:

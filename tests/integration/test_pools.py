@@ -1,15 +1,17 @@
 """Devices beside green threads, and our pool where no broker is."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apps import shop
 from conftest import StartWorker
-from support.harness import PYTHONPATH
+from support.harness import PYTHONPATH, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(30)
@@ -57,6 +59,7 @@ def test_green_threads_keep_their_connections(
 
 #: Runs in a process of its own: a worker leaves its marks on the one that it was in.
 WITHOUT_A_BROKER = f"""
+import json
 import os
 from celery.contrib.testing.worker import start_worker
 from apps.memory import app, mates
@@ -80,3 +83,30 @@ def test_a_worker_in_one_process_with_its_caller_batches_without_any_broker() ->
     )
     assert ran.returncode == 0, ran.stderr.decode()
     assert int(ran.stdout.split()[-1]) > 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_consumer_pool_and_requests_of_ordinary_tasks_are_celerys_own(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path, pool: str
+) -> None:
+    """Of kombu's transport little differs: where an odd message or a full Redis ends a worker."""
+    path = tmp_path / "parts"
+    worker = start_worker("apps.plain_parts", "-P", pool, "-c", "1", env={"PARTS": str(path)})
+    wait_for(lambda: path.exists() and path.read_text(), "its parts")
+    parts = json.loads(path.read_text())
+    assert [parts[each] for each in ("consumer", "pool", "request")] == [[], [], []]
+    assert parts["qos"] == ["_remove_from_indices", "append", "restore_visible"]
+    assert parts["transport"] == ["Channel", "__init__", "establish_connection"]
+    taking = {"_brpop_read", "_get", "basic_consume"}
+    naming = {
+        "_delete",
+        "_has_queue",
+        "_purge",
+        "_put",
+        "_queue_bind",
+        "_refresh_bindings",
+        "_size",
+    }
+    connecting = {"QoS", "_connparams", "_create_client", "queue_declare"}
+    assert {*parts["channel"]} == taking | naming | connecting
+    assert worker.stop() == 0

@@ -34,9 +34,10 @@ def _app(redis_url: str) -> None:
 
 
 @pytest.fixture(params=["celery", "alone"])
-def queue(request: pytest.FixtureRequest) -> str:
-    """The queue of a worker with a device, and of one without."""
-    request.getfixturevalue("batching" if request.param == "celery" else "alone")
+def queue(request: pytest.FixtureRequest, batching: Worker) -> str:
+    """The queue of a worker with a device, and of one without; what jobs become has the first."""
+    if request.param == "alone":
+        request.getfixturevalue("alone")
     return str(request.param)
 
 

@@ -97,7 +97,7 @@ def admin(guarded: GuardedRedis) -> Iterator[Any]:
 def worker(guarded: GuardedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A worker with all that Celery's has by default: mingle, gossip, events."""
     folder = tmp_path_factory.mktemp("worker")
-    arguments = ("-P", "threads", "-c", "4", "-E")
+    arguments = ("-Q", f"celery,loud,{APP}.remember,{APP}.spell", "-P", "threads", "-c", "4", "-E")
     made = Worker(folder, guarded.url("worker"), APP, *arguments, is_alone=False)
     try:
         yield made.wait_ready()

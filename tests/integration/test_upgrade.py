@@ -86,6 +86,7 @@ def test_workers_of_two_layouts_never_work_side_by_side_and_no_job_is_lost(
     # One ends in order, and one is lost with what it holds.
     assert first.stop() == 0
     second.kill()
+    jobs += [client.send_task("moving.where", [n]) for n in range(10)]
     with open_redis(redis_url) as store:
         expiry_s = patient(1.5)
         wait_for(

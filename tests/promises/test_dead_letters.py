@@ -152,6 +152,8 @@ def test_an_entry_that_is_no_dead_letter_is_listed_in_a_line_behind_the_others(
 def test_message_that_is_kept_has_one_line_of_the_log(
     worker: Worker, redis: "Redis", spoiled: dict[str, Any]
 ) -> None:
+    # A worker with ordinary tasks does not wait for its devices.
+    wait_for(lambda: " is ready, pid " in worker.log, "the device is ready")
     # Lines of earlier tests may come late, but before this one's.
     first = killers.count.delay([])
     wait_for(lambda: f"[{first.id}] succeeded" in worker.log, "the log of a job")

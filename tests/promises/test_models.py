@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from celery import Celery
 
@@ -105,14 +104,14 @@ def test_200_concurrent_callers_share_batches_and_get_their_own_vectors(
     def call(text: str) -> Any:
         return send(client, "embed", text).get(timeout=TIMEOUT_S)
 
-    main = psutil.Process(worker.pid)
+    (device,) = worker.devices()
     with ThreadPoolExecutor(200) as threads:
-        main.suspend()
+        device.suspend()
         try:
             calls = threads.map(call, texts)
             wait_for(lambda: queue_length(redis_url, "embed") == 200, "all have called", TIMEOUT_S)
         finally:
-            main.resume()
+            device.resume()
         results = list(calls)
     after = collect_batches(client, worker)
     mean = (after["items"] - before["items"]) / (after["batches"] - before["batches"])

@@ -16,9 +16,10 @@ TIMEOUT_S = patient(60)
 
 
 def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:
-    """Submits jobs, and listens to nothing; returns their ids."""
+    """Submits jobs to their task's own queue, and listens to nothing; returns their ids."""
+    name = f"apps.stages.{task}"
     with Celery("sender", broker=url, set_as_current=False) as app:
-        return [app.send_task(f"apps.stages.{task}", [item], keywords).id for item in items]
+        return [app.send_task(name, [item], keywords, queue=name).id for item in items]
 
 
 def results(url: str, ids: list[str]) -> list[Any]:

@@ -49,21 +49,10 @@ def told() -> Iterator[list[tuple[Any, str]]]:
     on_dead_letter[:] = before
 
 
-class Counter:
-    """A channel's QoS, which counts nothing here."""
-
-    def adopt(self, token: str) -> None: ...
-
-    def forget(self, token: str) -> None: ...
-
-
-COUNTER = Counter()
-
-
 def hold(lease_store: LeaseStore, token: int, message: bytes, key: str = "shop:embed") -> str:
     """Lets a lease_store have a lease."""
     lease_store.client.hset(lease_store.lease_key, token, key.encode() + b"\0" + message)
-    lease_store.leases.take(str(token), COUNTER, key)
+    lease_store.leases.take(str(token), key)
     return str(token)
 
 

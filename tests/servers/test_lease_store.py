@@ -15,25 +15,6 @@ KEYS = Keys()
 EXPIRY_S = 1.0
 
 
-class Owner:
-    """What a QoS is to a lease_store."""
-
-    def __init__(self) -> None:
-        self.forgotten: list[str] = []
-        self.adopted: list[str] = []
-
-    def forget(self, token: str) -> None:
-        self.forgotten.append(token)
-
-    def adopt(self, token: str) -> None:
-        self.adopted.append(token)
-
-
-@pytest.fixture
-def owner() -> Owner:
-    return Owner()
-
-
 @pytest.fixture
 def lease_store(bare: Any) -> Iterator[LeaseStore]:
     made = LeaseStore(bare, "", EXPIRY_S)
@@ -50,18 +31,17 @@ def other(bare: Any) -> Iterator[LeaseStore]:
     made.close()
 
 
-def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
+def fetch(lease_store: LeaseStore, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
     fixed += [KEYS.running(lease_store.worker)]
     lists = ["queue", *(f"queue:t{number}" for number in range(8))]
-    arguments = [lease_store.worker, 100, 2**20, "", 1, 100, 1]
+    arguments = [lease_store.worker, 2**20, "", 1, 100, 1]
     answer = lease_store.scripts.run("fetch", [*fixed, *lists], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
-    if owner is not None:
-        for token in tokens:
-            lease_store.leases.take(token, owner, "queue")
+    for token in tokens:
+        lease_store.leases.take(token, "queue")
     return tokens
 
 
@@ -73,10 +53,8 @@ def leased(lease_store: LeaseStore) -> int:
     return int(lease_store.client.hlen(lease_store.lease_key))
 
 
-def test_acknowledgements_wait_for_a_redis_that_is_away(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    (token,) = fetch(lease_store, owner, "1")
+def test_acknowledgements_wait_for_a_redis_that_is_away(lease_store: LeaseStore) -> None:
+    (token,) = fetch(lease_store, "1")
     lease_store.ack(token)
     pool, lease_store.client.connection_pool = lease_store.client.connection_pool, _nowhere()
     with pytest.raises(redis.ConnectionError):
@@ -90,34 +68,28 @@ def _nowhere() -> redis.ConnectionPool:
     return redis.ConnectionPool(host="127.0.0.1", port=1)
 
 
-def test_message_acknowledged_meanwhile_is_not_redelivered(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    (token,) = fetch(lease_store, owner, "1")
-    lease_store.leases.abandon(owner)
+def test_message_acknowledged_meanwhile_is_not_redelivered(lease_store: LeaseStore) -> None:
+    (token,) = fetch(lease_store, "1")
+    lease_store.leases.leave([token])
     lease_store.ack(token)
-    assert lease_store.reconcile(Owner(), active=[]) == []
+    assert lease_store.reconcile() == []
     assert leased(lease_store) == 0
 
 
-def test_fenced_worker_registers_anew_and_holds_nothing(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
+def test_fenced_worker_registers_anew_and_holds_nothing(lease_store: LeaseStore) -> None:
     before = lease_store.worker
-    tokens = fetch(lease_store, owner, "1", "2")
+    tokens = fetch(lease_store, "1", "2")
     lease_store.fenced = True
     assert not lease_store.holds(tokens[0])
     assert lease_store.rejoin() == 2
     assert lease_store.worker != before
     lease_store.ack(tokens[0])
     lease_store.flush()
-    assert fetch(lease_store, owner, "3")
+    assert fetch(lease_store, "3")
 
 
-def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    tokens = fetch(lease_store, owner, "1", "2", "3")
+def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(lease_store: LeaseStore) -> None:
+    tokens = fetch(lease_store, "1", "2", "3")
     lease_store.ack(tokens[1])
     lease_store.client.delete(KEYS.workers)
     lease_store.fenced = True
@@ -125,19 +97,17 @@ def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
     assert waiting(lease_store.client) == ["1", "3"]
 
 
-def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = fetch(lease_store, owner, "1", "2")
+def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore) -> None:
+    tokens = fetch(lease_store, "1", "2")
     lease_store.client.flushall()
     lease_store.fenced = True
     lease_store.rejoin()
-    assert fetch(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
+    assert fetch(lease_store, "3") == [str(int(tokens[-1]) + 1)]
 
 
-def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
+def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(lease_store: LeaseStore) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 1, "second": 1})
-    first, second = fetch(lease_store, owner, "1", "2")
+    first, second = fetch(lease_store, "1", "2")
     lease_store.suspect(first, "first", Deaths(1))
     lease_store.suspect(second, "second", Deaths(1))
     assert lease_store.deaths(first) == Deaths(1)
@@ -147,10 +117,8 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
     assert lease_store.client.hgetall(KEYS.suspects) == {b"second": b"1"}
 
 
-def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
-    lease_store: LeaseStore, owner: Owner
-) -> None:
-    mine, lost = fetch(lease_store, owner, "1", "2")
+def test_dedupe_keys_of_a_job_are_removed_with_its_lease(lease_store: LeaseStore) -> None:
+    mine, lost = fetch(lease_store, "1", "2")
     for token in (mine, lost):
         lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "a dedupe key")
         lease_store.published(token, f"tag-{token}")
@@ -164,8 +132,8 @@ def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
     assert leased(lease_store) == 0
 
 
-def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = fetch(lease_store, owner, "1")
+def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore) -> None:
+    tokens = fetch(lease_store, "1")
     child = os.fork()
     if child == 0:
         lease_store.requeue(tokens, first=True)

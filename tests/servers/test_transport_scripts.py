@@ -48,7 +48,7 @@ class Redis:
         answer = self.scripts.run(
             "fetch",
             [*fixed, *queues, *tenants],
-            *[ME, wanted, room, "", len(limits), *limits, *parts],
+            *[ME, room, "", len(limits), *limits, *parts],
         )
         if not answer:
             return answer
@@ -56,12 +56,12 @@ class Redis:
         keys = [queues[index] for index in answer[2::2]]
         return list(zip(tokens, keys, [each.decode() for each in answer[3::2]], strict=True))
 
-    def wait_for(self, worker: str, batch: int, ordinary: int, **kinds: int) -> None:
+    def wait_for(self, worker: str, free: int, *queues: str) -> None:
         """Enters another worker as waiting."""
-        self.client.hset(KEYS.waiting, worker, json.dumps([batch, ordinary, kinds]))
+        self.client.hset(KEYS.waiting, worker, json.dumps([free, queues]))
 
-    def give(self, *jobs: tuple[int, str, int]) -> list[int]:
-        """Gives jobs back: token, queue, and kind of each."""
+    def give(self, *jobs: tuple[int, str]) -> list[int]:
+        """Gives jobs back: token and queue of each."""
         keys = [KEYS.lease(ME), KEYS.waiting]
         told = [each for job in jobs for each in job]
         return sorted(map(int, self.scripts.run("give_to_waiting", keys, ME, *told)))
@@ -154,7 +154,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
     "register": lambda there: not there.scripts.run("register", REGISTERS, "another", "{}", 0, 1),
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
-    "give_to_waiting": lambda there: there.give((1, "a", 1)),
+    "give_to_waiting": lambda there: there.give((1, "a")),
     "dead_letter": lambda there: there.scripts.run(
         "dead_letter", [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages], 1, "{}"
     ),
@@ -166,7 +166,7 @@ def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> 
     push(there.client, "a", "1", "2")
     there.fetch("a", wanted=1)
     there.client.hset(KEYS.running(ME), "1", "alone 1 job")
-    there.wait_for("other", 8, 0, a=1)
+    there.wait_for("other", 8, "a")
     fill(there.client)
     assert FULL[script](there)
 
@@ -244,7 +244,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), "a", *(f"a:t{number}" for number in range(8))]
-    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 1, 1, 1)
+    there.scripts.run("fetch", keys, ME, PLENTY, "", 1, 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 
@@ -377,6 +377,10 @@ def test_tokens_are_not_given_twice_after_redis_lost_them(there: Redis) -> None:
 def test_a_worker_of_an_older_layout_is_not_entered_and_changes_nothing(there: Redis) -> None:
     client = there.client
     assert client.get(KEYS.schema) == b"1"
+    # One of an older layout lives, and then none does.
+    assert there.scripts.run("register", REGISTERS, "newer", "{}", 0, 3) == 1
+    assert client.zrange(KEYS.workers, 0, -1) == [ME.encode()]
+    client.zadd(KEYS.workers, {ME: 1})
     assert there.scripts.run("register", REGISTERS, "newer", "{}", 0, 3) == 0
     before = {key: client.dump(key) for key in client.scan_iter()}
     assert there.scripts.run("register", REGISTERS, "older", "{}", 99, 2) == 3

@@ -5,13 +5,11 @@ import json
 import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
 
 from batchery.transport import use_transport
-from batchery.transport.inbox import Capacity
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.device.redis_source import RedisSource
 from support.patience import patient
@@ -26,15 +24,11 @@ class Room:
         self._lessee = lessee
         self._room = room
 
-    def capacity(self) -> Capacity:
+    def count_free(self) -> int:
         """Lessees are not entered as waiting."""
-        return Capacity()
+        return 0
 
-    def find_kinds(self, queue: str) -> int:
-        """Batch jobs come by all queues."""
-        return 1
-
-    def limit_for(self, queue: str, level: int) -> int | None:
+    def limit_for(self, queue: str, level: int) -> int:
         """What is left of the room, for all queues together."""
         return self._room - len(self._lessee.held)
 
@@ -61,10 +55,9 @@ class Lessee:
         #: Tokens of what is not settled.
         self.held: list[str] = []
         self.source = RedisSource(
-            self._app, queues, {"class_levels": class_levels}, self._deliver, lambda _: self.held
+            *(self._app, queues, class_levels, "lessee", self._deliver, lambda _: self.held)
         )
         self.source.workload = Room(self, room)
-        self.source.holder = SimpleNamespace(served_queues=sorted(queues), node_name="lessee")
         assert self.source.connect()
 
     @property

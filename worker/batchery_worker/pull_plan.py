@@ -41,7 +41,7 @@ class PullPlan:
     limits: tuple[float | None, float | None]
     #: Tasks that not every device serves; their jobs have a list of their own beside all queues.
     placed: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    levels: Sequence[int] = ()
     kinds: Mapping[str, Any] = field(default_factory=dict)
     #: Maximum batch size of each task that is not placed, and of those that may come by any queue.
     all_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class PullPlan:
         return PullSetup(
             queues=(),
             sizes={},
-            options=self.options,
+            levels=self.levels,
             hostname=self.hostname,
             sends_events=self.sends_events,
             limits=self.limits,
@@ -177,15 +177,10 @@ def plan_pull(
         type(task).Strategy = f"batchery_worker.forwarding:{how}"
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, NEEDS_WRITES: True}
-    named = ("fetch_messages", "queue_prefetch")
     plan = _make_plan(
         *(worker, tasks, places),
         placed=placed,
-        options={
-            "fetch_messages": max(prefetch_jobs([task], settings, 1) for task in tasks),
-            **{name: options[name] for name in named if name in options},
-            "class_levels": sorted(each.level for each in settings.classes.values()),
-        },
+        levels=sorted(each.level for each in settings.classes.values()),
         kinds=kinds,
         all_sizes=all_sizes,
         anywhere=anywhere,

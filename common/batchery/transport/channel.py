@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import Empty
 from time import time
 from typing import Any
@@ -13,7 +13,6 @@ from kombu.transport import virtual
 from kombu.utils.json import dumps
 
 from batchery.retry import find_refusal
-from batchery.transport.consume import forgone_if_full, refusals_as_lost_connection
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.redis_schema import (
     REPLIES_CLIENT,
@@ -61,6 +60,14 @@ class QoS(_QoS):  # type: ignore[misc]
         scripts = transport_scripts(redis.Redis(connection_pool=self.channel.pool))
         keys = [f"{prefix}{self.unacked_key}", f"{prefix}{self.unacked_index_key}"]
         scripts.run("note_unacked", keys, delivery_tag, raw, time())
+
+    def _remove_from_indices(self, delivery_tag: str, pipe: Any = None) -> Any:
+        """Makes the commands that forget a message that is settled."""
+        if pipe is None:
+            # At maxmemory a transaction may not even free memory: its error would end the worker.
+            with self.channel.conn_or_acquire() as client:
+                pipe = client.pipeline(transaction=False)
+        return super()._remove_from_indices(delivery_tag, pipe)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Gives back what workers have held for too long, if there is room for it."""
@@ -206,3 +213,29 @@ class SentinelChannel(DeviceQueueChannel, kombu_redis.SentinelChannel):  # type:
     """A channel to the master that Sentinel names."""
 
     from_transport_options = (*kombu_redis.SentinelChannel.from_transport_options, *OPTIONS)
+
+
+@contextlib.contextmanager
+def refusals_as_lost_connection() -> Iterator[None]:
+    """Turns what Redis refuses into a lost connection, as a refusal would end Celery's worker.
+
+    Such a refusal passes: READONLY after a failover, or MISCONF while the disk is full.
+    """
+    try:
+        yield
+    except redis.exceptions.NoScriptError:
+        raise
+    except redis.ResponseError as error:
+        raise redis.ConnectionError(f"the broker refuses to serve: {error}") from error
+
+
+@contextlib.contextmanager
+def forgone_if_full() -> Iterator[None]:
+    """Lets a note of a queue's binding be missing: consumers need none, and publishers make it."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        # Redis 6.2 has no error of its own for what it refuses within a script.
+        if find_refusal(error) != "OOM":
+            raise
+        logger.debug("the binding of a queue is not noted: %s", error)

@@ -11,14 +11,14 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import redis
 
 from batchery.redis_scripts import get_database
-from batchery.transport.leases import Deaths, HeldJob, Lease, LeaseOwner, Leases, split_value
+from batchery.transport.leases import Deaths, Lease, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
     DELIVERY,
@@ -59,8 +59,6 @@ class LeaseStore:
         self._acks: deque[str] = deque()
         self._bookkeeping = AckBookkeeping(self.keys)
         self.running_batches = RunningBatches(client, self.keys)
-        #: The channel that uses this store; None while the store waits for the next one.
-        self.holder: object | None = None
         #: Whether this worker is registered, and may hold leases.
         self.is_open = False
         self._flush_lock = threading.Lock()
@@ -70,21 +68,16 @@ class LeaseStore:
         """This worker's id; a fenced worker gets a new one."""
         return self._registration.worker
 
-    def describe(self, leased: Mapping[str, int], scheduled: int) -> str:
-        """What others want to know of this worker, as JSON; from any thread.
-
-        Args:
-            leased: How many messages of each queue it holds.
-            scheduled: How many of them wait for their time.
-        """
-        holder = self.holder
-        queues, name = getattr(holder, "served_queues", None), getattr(holder, "node_name", None)
+    def describe(
+        self, queues: Sequence[str], name: str, leased: Mapping[str, int], scheduled: int
+    ) -> str:
+        """What others want to know of this worker, as JSON; see `Registration.info`."""
         return self._registration.info(queues, name, leased, scheduled)
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of it; from any thread."""
         scripts = {name: asdict(took) for name, took in list(self.scripts.times.items())}
-        return {"held": len(self.leases), "recovered": 0, "scripts": scripts}
+        return {"held": len(self.leases), "scripts": scripts}
 
     @property
     def lease_key(self) -> str:
@@ -295,7 +288,7 @@ class LeaseStore:
         """
         return bool(set(self.client.hkeys(self.keys.waiting)) - {self.worker.encode()})
 
-    def give_to_waiting(self, jobs: Iterable[tuple[HeldJob, str]]) -> set[str]:
+    def give_to_waiting(self, jobs: Iterable[tuple[str, str]]) -> set[str]:
         """Gives jobs that nobody has begun to other workers that wait for work.
 
         Args:
@@ -307,11 +300,10 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer, and nobody knows which jobs went back.
         """
-        args = [(job.token, key, 1 if job.is_batch else 2) for job, key in jobs]
         keys = [self.lease_key, self.keys.waiting]
         # Sent once: the first answer, if it was lost, would say what went back.
         gone = self.scripts.run_once(
-            "give_to_waiting", keys, self.worker, *itertools.chain.from_iterable(args)
+            "give_to_waiting", keys, self.worker, *itertools.chain.from_iterable(jobs)
         )
         given = {token.decode() for token in gone}
         self.lost(given)
@@ -327,21 +319,17 @@ class LeaseStore:
 
     # After a broken connection
 
-    def reconcile(self, owner: LeaseOwner, active: Collection[str]) -> list[tuple[str, str, bytes]]:
-        """Compares what this process knows with what Redis knows, for a new channel.
-
-        Args:
-            owner: Counts all leases from now on.
-            active: Tokens of jobs that still run; they must not be delivered again.
+    def reconcile(self) -> list[tuple[str, str, bytes]]:
+        """Compares what this process knows with what Redis knows.
 
         Returns:
-            Token, queue key and message of each message to deliver, oldest first. It was waiting
+            Token, queue key and message of each message to hand over, oldest first. It was waiting
             when the connection broke, or the answer of Redis that carried it was lost.
 
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        gone, again = self.leases.adopt(self._known_tokens(), owner, active)
+        gone, again = self.leases.compare(self._known_tokens())
         self.lost(gone)
         # Another thread may have acknowledged some meanwhile: then Redis has no value for them.
         self.flush()

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic, time
-from types import SimpleNamespace
 from typing import Any
 
 import redis
@@ -24,9 +23,8 @@ from kombu.serialization import prepare_accept_content
 
 from batchery.installation import get_installation
 from batchery.task import BatchTask
-from batchery.transport.inbox import Capacity, count_scheduled, reads_kombus_json
+from batchery.transport.codec import reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.leases import HeldJob
 from batchery.transport.redis_schema import ORDINARY, find_own
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
@@ -105,7 +103,7 @@ def _guarded(function: Callable[[], None]) -> None:
 
 
 class Workload:
-    """What the fetch must know of the jobs that are here; see `batchery.transport.inbox`."""
+    """What the fetch must know of the jobs that are here; see `fetcher`."""
 
     def __init__(
         self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]
@@ -114,17 +112,13 @@ class Workload:
         self._sizes = sizes
         self._all_sizes = all_sizes
 
-    def capacity(self) -> Capacity:
+    def count_free(self) -> int:
         """How many jobs could begin at once."""
-        return Capacity(0 if self._feed.is_stopping else self._feed.demand.free(), 0)
+        return 0 if self._feed.is_stopping else self._feed.demand.free()
 
-    def find_kinds(self, queue: str) -> int:  # noqa: ARG002 - as the protocol has it
-        """Batch jobs alone."""
-        return 1
-
-    def find_jobs(self, queue: str) -> tuple[frozenset[str], bool]:
+    def find_jobs(self, queue: str) -> frozenset[str]:
         """The tasks whose jobs come by a queue."""
-        return frozenset(self._sizes.get(queue, self._all_sizes)), False
+        return frozenset(self._sizes.get(queue, self._all_sizes))
 
     def limit_for(self, queue: str, level: int) -> int:
         """How many more jobs of a queue and of the class that begins at a priority to take."""
@@ -214,7 +208,8 @@ class Feed:
             self.source = HandedSource(tell, self._deliver)
         else:
             self.source = RedisSource(
-                *(app, list(pull.queues), pull.options, self._deliver, self._find_running)
+                *(app, list(pull.queues), pull.levels, pull.hostname),
+                *(self._deliver, self._find_running),
             )
             self.source.on_joined = self._on_joined
             self.source.on_left = self._on_left
@@ -243,8 +238,6 @@ class Feed:
         sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
         all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
         self.source.workload = Workload(self, sizes, all_sizes)
-        names = {find_own(each) for each in pull.queues}
-        self.source.holder = SimpleNamespace(served_queues=sorted(names), node_name=pull.hostname)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
@@ -255,7 +248,8 @@ class Feed:
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""
         self.turns.call_later(DESCRIBE_S, self._describe)
-        scheduled = count_scheduled()
+        state: Any = worker_state
+        scheduled = len(state.scheduled_requests)
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, pull: PullSetup) -> Any:
@@ -487,7 +481,7 @@ class Feed:
             self.source.take_in(answer)
             return
         first, keys = int(answer[1]), self.source.keys
-        read, take, owner = self._reader.read, store.leases.take, self.source.qos
+        read, take = self._reader.read, store.leases.take
         now_s, unix_s = monotonic(), time()
         for at in range(len(answer) // 2 - 1):
             token, key, raw = str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at]
@@ -498,7 +492,7 @@ class Feed:
             if job is None:
                 self.source.hand_over((token, key, raw))
             else:
-                take(token, owner, key)
+                take(token, key)
                 self.dispatcher.take_in(job)
 
     def materialise(self) -> None:
@@ -510,7 +504,7 @@ class Feed:
         """The list that Celery's consumer reads, for the list that a message came by."""
         queue = self._find_queue(key)
         # A list of tenants may be beside a queue that Celery's consumer has.
-        return queue + ORDINARY if queue in self.source.active_queues else find_own(queue)
+        return queue + ORDINARY if queue in self.source.names else find_own(queue)
 
     def _find_queue(self, key: str) -> str:
         name: str = self.source.find_queue(key)
@@ -560,7 +554,7 @@ class Feed:
             lease = store.leases.get(token)
             if lease is not None:
                 name = self._find_queue(lease.key)
-                jobs.append((HeldJob(token, True), store.keys.queue(name)))
+                jobs.append((token, store.keys.queue(name)))
         given = [by_token[token] for token in store.give_to_waiting(jobs)] if jobs else []
         for call in given:
             if not call.is_plain:

@@ -39,9 +39,8 @@ class HandedSource:
     lease_store = None
     is_connected = True
     may_have_more = False
-    active_queues: Sequence[str] = ()
+    names: Sequence[str] = ()
     workload: Any = None
-    holder: Any = None
 
     def __init__(self, tell: Callable[[Reply], None], deliver: Callable[[Any], None]) -> None:
         """Has no jobs.

@@ -10,9 +10,8 @@ import os
 import select
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic, sleep
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import redis
@@ -23,12 +22,12 @@ from batchery.errors import BatcheryError, RedisUnavailable
 from batchery.protocol.figures import LeaseFigures, report
 from batchery.retry import pause_s
 from batchery.transport.channel import SOCKET_TIMEOUT_S
-from batchery.transport.consume import Fetcher
-from batchery.transport.inbox import Inbox, Workload
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import BATCHES, find_own, split_list
+from batchery.transport.redis_schema import find_own, split_list
 from batchery_worker.brokers import list_brokers, open_channel
 from batchery_worker.consumer import OutageLog
+from batchery_worker.device.fetcher import Fetcher, Workload
+from batchery_worker.device.inbox import Inbox, Taken
 from batchery_worker.device.stock_consumer import LeaseChannel
 
 logger = logging.getLogger("batchery.device")
@@ -41,19 +40,6 @@ MAX_RECONNECT_S = 2.0
 
 #: How often a broker that was left is looked at, in seconds.
 PART_S = 1.0
-
-
-class Owner:
-    """Counts leases against no prefetch: the scheduler knows what is held."""
-
-    #: Maximum number of messages of one fetch, besides the limits of queues.
-    free = 1 << 30
-
-    def adopt(self, token: str) -> None:
-        """Does nothing."""
-
-    def forget(self, token: str) -> None:
-        """Does nothing."""
 
 
 class Place(NamedTuple):
@@ -74,7 +60,7 @@ class RedisSource:
     If there are several brokers, it goes to the next one: what only waits goes back to its queue
     as soon as the first one answers, and what runs is finished with its lease there.
 
-    Its public attributes are what `Fetcher` and `Inbox` need of a channel.
+    Its public attributes are the `Queues` of a `Fetcher`.
     """
 
     sep = ""
@@ -85,7 +71,8 @@ class RedisSource:
         self,
         app: Celery,
         queues: Sequence[str],
-        options: Mapping[str, Any],
+        levels: Sequence[int],
+        hostname: str,
         deliver: Callable[[Any], None],
         find_running: Callable[[LeaseStore], Collection[str]],
     ) -> None:
@@ -94,20 +81,20 @@ class RedisSource:
         Args:
             app: Its broker is asked.
             queues: Names of the queues.
-            options: `fetch_messages`, `class_levels`, `queue_prefetch`, as those of the transport.
+            levels: First priority of each class.
+            hostname: Node name of the worker.
             deliver: Takes in a message, as kombu reads it from a queue.
             find_running: Tokens of the leases whose jobs have begun here; from any thread.
         """
         self._app = app
         self._deliver = deliver
         self._find_running = find_running
-        self._names = list(queues)
-        self.fetch_messages = int(options.get("fetch_messages", 1000))
-        self.class_levels: Sequence[int] = options.get("class_levels", ())
-        self.queue_prefetch: Mapping[str, int] = options.get("queue_prefetch", {})
+        self._hostname = hostname
+        #: Names of the queues.
+        self.names = list(queues)
+        self.levels = levels
+        self.cycle: Any = None
         self.workload: Workload | None = None
-        self.qos = Owner()
-        self.connection = SimpleNamespace(_callbacks={})
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
@@ -127,8 +114,6 @@ class RedisSource:
         self._outages = [self._make_outage_log(broker) for broker in self._brokers]
         #: The holder of which the worker has said that others have its leases.
         self._known_fenced = ""
-        #: What others are told of this device: see `LeaseStore.holder`.
-        self.holder: Any = None
         #: Called with the id of this holder, and the number of its broker, whenever it is new. What
         #: waits here has no lease any more.
         self.on_joined: Callable[[str, int], None] = lambda *_: None
@@ -138,13 +123,6 @@ class RedisSource:
         self.on_refused: Callable[[RedisUnavailable], None] = lambda _: None
         #: Called with the id of a holder that has no leases any more; from any thread.
         self.on_parted: Callable[[str], None] = lambda _: None
-
-    # What Fetcher and Inbox ask
-
-    @property
-    def active_queues(self) -> Collection[str]:
-        """Names of the queues."""
-        return self._names
 
     def prepare_anew(self) -> None:
         """Compares leases with Redis before more messages are taken."""
@@ -206,31 +184,25 @@ class RedisSource:
         with open_channel(self._app, self._brokers[number]) as channel:
             self.sep, self.global_keyprefix = channel.sep, channel.global_keyprefix
             self.priority_steps = channel.priority_steps
-            self._queue_cycle = cycle_by_name(channel.queue_order_strategy)()
+            self.cycle = cycle_by_name(channel.queue_order_strategy)()
             pool = channel._get_pool(asynchronous=True)
             store = LeaseStore(
                 channel._make_separate_client(SOCKET_TIMEOUT_S),
                 channel.global_keyprefix,
                 channel.lease_expiry_s,
             )
-        store.holder = self.holder
         store.open()
-        inbox = Inbox(self, store)
-        self._place = Place(number, store, pool, inbox, Fetcher(self, store, inbox))
-        self.select_queues(self._names)
+        inbox = Inbox(store, self._deliver, self.prepare_anew)
+        self._place = Place(number, store, pool, inbox, Fetcher(self, store))
+        self.select_queues(self.names)
         self.on_joined(store.worker, number)
         return self._place
 
     def select_queues(self, queues: Sequence[str]) -> None:
         """Takes from other queues from now on."""
-        self._names = list(queues)
-        if self._place is not None:
-            self._queue_cycle.update(self._names)
-            self._place.store.holder = self.holder
-        for name in self._names:
-            # Jobs of tenants that came by a queue of ordinary tasks are in lists of that one.
-            self.connection._callbacks[name] = self._deliver
-            self.connection._callbacks[name.removesuffix(BATCHES)] = self._deliver
+        self.names = list(queues)
+        if self.cycle is not None:
+            self.cycle.update(self.names)
         self._is_stale = True
 
     def _disconnect(self) -> None:
@@ -326,7 +298,7 @@ class RedisSource:
             if was_stale or place.fetcher.is_entered:
                 # Others would go on giving back what they hold.
                 place.store.stop_waiting()
-                place.fetcher.forget_entry()
+                place.fetcher.is_entered = False
         except (redis.RedisError, OSError) as error:
             self._lose(error)
         return False
@@ -350,6 +322,8 @@ class RedisSource:
         if answer is None:
             place.store.fenced = True
             return []
+        if answer:
+            self.cycle.rotate(self.find_queue(self.keys[answer[2]]))
         # A push may have come behind the answer. If asking again brings nothing either, a key is no
         # list, and the next sweep looks again.
         was_fruitless, took_all = self._fruitless, fetcher.took_all
@@ -370,11 +344,11 @@ class RedisSource:
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
-    def hand_over(self, taken: tuple[str, str, bytes]) -> None:
+    def hand_over(self, taken: Taken) -> None:
         """Hands one message over."""
         assert self._place is not None
         try:
-            self._place.inbox._hand_over([taken], with_suspects=False)
+            self._place.inbox.hand_over([taken])
         except (redis.RedisError, OSError) as error:
             self._lose(error)
 
@@ -389,12 +363,9 @@ class RedisSource:
 
     def _reconcile(self, place: Place) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""
-        leases, self.qos = place.store.leases, Owner()
-        # What has no owner was to be handed over when the broker was lost.
-        here = {token for token in leases if (lease := leases.get(token)) and lease.owner}
-        taken = place.store.reconcile(self.qos, here)
+        taken = place.store.reconcile()
         if taken:
-            place.inbox._hand_over(taken, with_suspects=True, again=True)
+            place.inbox.hand_over(taken, with_suspects=True, again=True)
 
     # Settling
 
@@ -421,9 +392,10 @@ class RedisSource:
         store, leased = self.lease_store, Counter[str]()
         if store is None or not self.is_connected:
             return known
-        for key, count in store.leases.by_key().items():
+        for key, count in store.leases.count_by_key().items():
             leased[find_own(self.find_queue(key))] += count
-        text = store.describe(leased, scheduled)
+        queues = sorted({find_own(each) for each in self.names})
+        text = store.describe(queues, self._hostname, leased, scheduled)
         if text != known:
             keys = [store.keys.workers, store.keys.worker_info]
             try:

@@ -20,7 +20,7 @@ from kombu.transport.virtual import Message as KombuMessage
 from kombu.utils.imports import symbol_by_name
 
 from batchery.task import BatchTask
-from batchery.transport.inbox import Message
+from batchery.transport.codec import Message
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import BATCHES
 from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises

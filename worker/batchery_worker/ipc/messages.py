@@ -97,8 +97,8 @@ class PullSetup:
     queues: Sequence[str]
     #: Queue -> task -> its maximum batch size.
     sizes: Mapping[str, Mapping[str, int]]
-    #: Options of the transport: `fetch_messages`, `class_levels`, `queue_prefetch`.
-    options: Mapping[str, Any]
+    #: First priority of each class.
+    levels: Sequence[int]
     #: Node name of the worker.
     hostname: str
     sends_events: bool

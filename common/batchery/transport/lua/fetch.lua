@@ -6,9 +6,8 @@
 --                   Written here; a field goes with commit, acknowledgement, release or recovery.
 -- KEYS[3]   STRING  token: the last token given; never expires, as tokens must not come twice
 -- KEYS[4]   HASH    suspects, see recover.lua
--- KEYS[5]   HASH    waiting: worker id -> [batch jobs, ordinary jobs, {queue key: kinds}] in JSON: how many
---                   it could begin at once, and where it found nothing. The key is that of the
---                   queue's first step; kinds is 1 for batch jobs, 2 for ordinary ones, 3 for both.
+-- KEYS[5]   HASH    waiting: worker id -> [jobs, [queue key, ...]] in JSON: how many it could begin at
+--                   once, and where it found nothing. The key is that of the queue's first step.
 --                   Written here; read by workers that hold jobs which they cannot begin. A field
 --                   goes when its worker takes something, or could begin nothing; with release or
 --                   recovery.
@@ -16,7 +15,7 @@
 -- KEYS[7..] LIST    queues in the order in which they are served: those of one priority step, then those of
 --                   the next; then for each of them, in the same order, its lists of tenants. Written by
 --                   producers, read by every worker.
--- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
+-- ARGV      worker id, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
 --           number of parts, which are lists of one queue and priority class; for each part how many messages
 --           it may give; then for each queue and step the number of its part
 -- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
@@ -27,13 +26,13 @@
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
-local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
+local room, parts = tonumber(ARGV[2]), tonumber(ARGV[4])
 local left = {}
 for part = 1, parts do
-  left[part] = tonumber(ARGV[5 + part])
+  left[part] = tonumber(ARGV[4 + part])
 end
 local answer, fields = {0, 0}, {}
-local queues = #ARGV - 5 - parts
+local queues = #ARGV - 4 - parts
 -- How many lists a queue and priority step has for its tenants.
 local own_lists = (#KEYS - 6) / queues - 1
 local are_tenants = false
@@ -62,8 +61,8 @@ local function find_lists(at)
 end
 
 for at = 1, queues do
-  local part = tonumber(ARGV[5 + parts + at])
-  local total = math.min(wanted, left[part])
+  local part = tonumber(ARGV[4 + parts + at])
+  local total = left[part]
   local lists = total > 0 and room > 0 and find_lists(at) or {}
   local turn, share = 1, total
   if #lists > 1 then
@@ -74,7 +73,7 @@ for at = 1, queues do
   end
   while #lists > 0 and room > 0 do
     -- A few at a time: their size is known only afterwards.
-    local asked = math.min(wanted, left[part], share, 16)
+    local asked = math.min(left[part], share, 16)
     if asked == 0 then
       break
     end
@@ -89,7 +88,7 @@ for at = 1, queues do
         fields[#fields + 1] = KEYS[i] .. '\0' .. message
         room = room - #message
       end
-      wanted, left[part] = wanted - got, left[part] - got
+      left[part] = left[part] - got
     end
     if got == asked then
       turn = turn + 1
@@ -101,7 +100,7 @@ for at = 1, queues do
 end
 -- What was brought before has been handed over by now.
 redis.call('HDEL', KEYS[6], 'delivery')
-local entry = ARGV[4]
+local entry = ARGV[3]
 if #fields > 0 or entry == '' then
   redis.call('HDEL', KEYS[5], ARGV[1])
 elseif redis.call('HGET', KEYS[5], ARGV[1]) ~= entry then

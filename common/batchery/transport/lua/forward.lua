@@ -1,4 +1,5 @@
--- Moves a leased message to another list, whose consumers know what to do with it.
+-- Moves a leased message to another list, whose consumers know what to do with it. Also while
+-- Redis is full: the first command needs no memory, and lets the others through.
 --
 -- KEYS[1]  HASH  lease:<worker>, see fetch.lua
 -- KEYS[2]  LIST  <prefix><queue>~ordinary: jobs of ordinary tasks that came by a queue of batch tasks.

@@ -1,4 +1,5 @@
 -- Moves a message that kombu's own transport has taken to the list of a device; at most once.
+-- Also while Redis is full: the first command needs no memory, and lets the others through.
 --
 -- KEYS[1]  HASH  unacked: kombu's, delivery tag -> message
 -- KEYS[2]  ZSET  unacked_index: kombu's, delivery tag -> when it was taken

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
-from batchery.transport.inbox import read_json
+from batchery.transport.codec import read_json
 
 Values = st.recursive(
     st.none()
