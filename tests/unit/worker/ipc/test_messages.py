@@ -21,13 +21,14 @@ from kombu.utils import json
 from batchery import Failed, Ignore, ItemFailed, Reject, Replace, RetryAfter
 from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import isolate
+from batchery.transport.leases import Deaths
 from batchery_worker.ipc.messages import (
     Done,
+    Handed,
     NotReady,
     Ready,
     Reply,
     Setup,
-    Work,
     batch_info,
     decode_outcome,
     dump_message,
@@ -249,10 +250,10 @@ def test_replies_arrive(reply: Reply) -> None:
 
 def test_messages_to_a_device_arrive() -> None:
     setup = Setup("cpu", ("/lib",), "shop:app", ["shop"], ["embed"], {"": 20})
-    item = {"at": datetime(2026, 1, 2, tzinfo=UTC), "raw": b"\x00"}
-    work = Work(1, "shout", {"tag": "x"}, [("id", [item], False)], 64, None)
+    raw = {"body": b"\x00", "headers": {"at": datetime(2026, 1, 2, tzinfo=UTC)}}
+    handed = Handed("1", raw, Deaths(1), None)
     assert load_message(dump_message(setup)) == setup
-    assert load_message(dump_message(work)) == work
+    assert load_message(dump_message(handed)) == handed
 
 
 def test_failure_comes_with_its_frames_and_what_it_came_from() -> None:
