@@ -1,7 +1,6 @@
 """An app with ordinary tasks that need processes of their own, and batch tasks beside them."""
 
 import os
-import signal
 import time
 
 import billiard.pool
@@ -31,24 +30,10 @@ def pid(pause_s: float = 0.0) -> int:
     return os.getpid()
 
 
-@app.task(shared=False, time_limit=1)
-def limited() -> None:
-    time.sleep(60)
-
-
 @app.task(shared=False)
 def exhausted() -> None:
     """Celery ends the worker of a task that has no memory."""
     raise MemoryError("full")
-
-
-@app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
-def dies_once(mark: str) -> int:
-    """Kills its process at the first attempt."""
-    if not os.path.exists(mark):
-        with open(mark, "w"):
-            os.kill(os.getpid(), signal.SIGKILL)
-    return os.getpid()
 
 
 @app.task(shared=False)

@@ -125,16 +125,6 @@ def _success(sender: Any = None, result: Any = None, **_: Any) -> None:
     note("task_success", sender.request.id, value=result)
 
 
-@signals.task_failure.connect(sender=hooked)
-def _failure(task_id: Any = None, exception: Any = None, args: Any = None, **_: Any) -> None:
-    note("task_failure", task_id, error=repr(exception), args=args)
-
-
-@signals.task_retry.connect(sender=hooked)
-def _retry(request: Any = None, reason: Any = None, **_: Any) -> None:
-    note("task_retry", request.id, error=repr(reason))
-
-
 @signals.task_revoked.connect(sender=hooked)
 def _revoked(request: Any = None, terminated: Any = None, expired: Any = None, **_: Any) -> None:
     note("task_revoked", request.id, terminated=terminated, expired=expired)
