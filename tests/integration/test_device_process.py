@@ -112,16 +112,6 @@ def device() -> Iterator[Process]:
         yield process
 
 
-def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
-    jobs = [(str(at), [text], False) for at, text in enumerate(["aa", "", "aaaa", "a"])]
-    done, outcomes = device.run("lengths", jobs, max_batch_size=2)
-    assert outcomes[0] == [2, 2]
-    assert isinstance(outcomes[1], Failed)
-    assert outcomes[2] == [4, 1]
-    assert outcomes[3] == [1, 2]
-    assert (done.tokens, done.computed_tokens) == (7, 4 + 2 * 2)
-
-
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
     device: Process,
 ) -> None:
