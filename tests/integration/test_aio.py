@@ -37,15 +37,6 @@ def play(redis_url: str, worker: Worker) -> Scene:
     return run
 
 
-def test_a_call_is_awaited(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        read_batch = client.task(f"{APP}.read_batch", queue=QUEUE)
-        return await read_batch("hello", tag="x")
-
-    found = play(scene)
-    assert (found["item"], found["tag"]) == ("hello", "x")
-
-
 def test_thousands_at_once_take_few_connections_and_no_subscription(
     redis_url: str, worker: Worker, store: Any
 ) -> None:

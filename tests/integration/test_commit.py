@@ -182,6 +182,25 @@ def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:
     wait_for(lambda: not worker.inspect(commits.app, "active"), "no request is left active")
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["committed", "by the tracer"])
+def test_job_taken_over_by_another_worker_is_dropped(
+    worker: Worker, redis: Any, tmp_path: Path, linked: bool
+) -> None:
+    before = counts(worker)["fenced_jobs"]
+    link = commits.remember.s(str(tmp_path / "linked")) if linked else None
+    path = tmp_path / "taken"
+    job = commits.wait_at.apply_async((str(path),), link=link)
+    wait_for(path.exists, "the job runs")
+    key, token = leases(redis)[job.id]
+    assert redis.hdel(key, token)
+    Path(f"{path}.go").touch()
+    wait_for(lambda: counts(worker)["fenced_jobs"] == before + 1, "it is dropped")
+    assert stored(redis, job.id) is None
+    assert not worker.inspect(commits.app, "active")
+    assert commits.shout.delay("after").get(timeout=TIMEOUT_S) == "AFTER of 1"
+    assert not (tmp_path / "linked").exists()
+
+
 def test_a_job_that_was_committed_before_its_device_died_does_not_run_again(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:

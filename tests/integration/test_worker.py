@@ -108,13 +108,6 @@ def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
         worker.kill()
 
 
-def test_a_wrong_setting_is_one_line_and_exit_code_2(start_worker: StartWorker) -> None:
-    env = {"BATCHERY_MAX_BATCH_SIZE": "0"}
-    line = refusal(start_worker("apps.shop", ready=False, env=env))
-    assert "max_batch_size" in line
-    assert "BATCHERY_MAX_BATCH_SIZE" in line
-
-
 def test_a_missing_gpu_is_one_line_and_exit_code_2(
     start_worker: StartWorker, tmp_path: Path, model_toml: str
 ) -> None:

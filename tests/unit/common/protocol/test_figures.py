@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 
 from batchery.protocol.figures import (
-    TOKEN_BOUNDS_S,
-    WAIT_BOUNDS_S,
     BatchFigures,
     BatchSums,
     DeviceSnapshot,
     WorkerFigures,
-    find_bound,
     read_figures,
 )
 
@@ -49,13 +46,6 @@ def test_worker_between_two_answers_has_the_devices_that_were_there_all_the_time
 )
 def test_without_an_earlier_answer_of_the_same_worker_nothing_is_known(before: Any) -> None:
     assert worker(103.5, EARLIER).since(before) is None
-
-
-@pytest.mark.parametrize("bounds", [WAIT_BOUNDS_S, TOKEN_BOUNDS_S])
-def test_bound_of_a_value_is_the_least_that_is_not_below_it(bounds: tuple[float, ...]) -> None:
-    assert find_bound(bounds, 0.0) == bounds[0]
-    assert [find_bound(bounds, each) for each in bounds] == list(bounds)
-    assert find_bound(bounds, bounds[0] * 1.01) == bounds[1]
 
 
 def test_answer_of_something_else_is_none() -> None:
