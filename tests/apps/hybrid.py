@@ -3,7 +3,6 @@
 import os
 import time
 
-import billiard.pool
 from celery import Celery
 
 from apps.leases import note
@@ -18,8 +17,6 @@ app.conf.task_routes = {
     "apps.hybrid.device_pid": {"queue": "devices"},
     "apps.hybrid.gated": {"queue": "devices"},
 }
-# After how many looks, ten a second, a child that ends gives up being heard.
-billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = int(patient(300))
 app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 

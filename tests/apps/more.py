@@ -9,7 +9,7 @@ from celery import Celery, Task, signals
 from kombu.serialization import register as register_serializer
 from redis import Redis
 
-from batchery import BatchTask, Failed, RetryAfter, install
+from batchery import BatchTask, Failed, install
 from support.patience import patient
 
 app = install(Celery("more", set_as_current=False))
@@ -68,7 +68,7 @@ def soft() -> Soft:
 
 
 class Hooked(BatchTask):
-    """Every hook of Celery's tasks, written down."""
+    """Hooks of Celery's tasks, written down."""
 
     abstract = True
 
@@ -84,9 +84,6 @@ class Hooked(BatchTask):
         info = {"error": repr(exc), "status": getattr(exc, "status", None)}
         note("on_failure", task_id, args=args, trace=str(einfo.traceback), **info)
 
-    def on_retry(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
-        note("on_retry", task_id, error=repr(exc), args=args)
-
     def after_return(
         self, status: Any, retval: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any
     ) -> None:
@@ -98,7 +95,6 @@ def hooked(self: Hooked, words: list[str], *, mark: str = "") -> list[Any]:
     """Does what each word says."""
     outcomes = {
         "fail": Failed(LookupError("asked to")),
-        "again": RetryAfter(0.05),
         "soft": Failed(soft()),
     }
     return [outcomes.get(word, word + mark) for word in words]
