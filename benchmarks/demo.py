@@ -43,7 +43,7 @@ MODELS = {"embed": MODEL, "embed_one": {**MODEL, "max_batch_size": 1}}
 TOLERANCE = 1e-5
 
 #: Rows of the table.
-TITLES = ("jobs/s", "mean batch", "padding waste", "waited in the worker", "forward, per text")
+TITLES = ("jobs/s", "mean batch", "padding waste", "waited since it was sent", "forward, per text")
 
 #: Timeout of one answer, in seconds.
 ANSWER_S = 60

@@ -18,6 +18,7 @@ from benchmarks.hardware import command, hardware
 HELP = {
     "jobs": "Jobs, submitted at an even rate.",
     "seed": "Another seed is another schedule.",
+    "ordinary": "Ordinary jobs beside those of batches: 1 for as many as usual. Celery loses some.",
     "kills": "kill -9 of workers.",
     "device_kills": "kill -9 of device processes.",
     "child_kills": "kill -9 of processes of the prefork pool.",

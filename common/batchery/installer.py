@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 STEP = "batchery_worker.bootstep:BatchStep"
 DEVICES_STEP = "batchery_worker.devices_step:DevicesStep"
 WATCH_STEP = "batchery_worker.operations.watch:WatchStep"
+REFUSALS_STEP = "batchery_worker.devices_step:RefusalsStep"
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {
@@ -59,6 +60,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     """
     remember(app, settings)
     app.steps["worker"].update((STEP, DEVICES_STEP, WATCH_STEP))
+    app.steps["consumer"].add(REFUSALS_STEP)
     use_transport()
     accept_valkey_urls()
     if getattr(app, "finalized", False):

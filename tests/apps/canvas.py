@@ -26,12 +26,6 @@ app.conf.update(
 #: A Redis list: every item that was executed, with the worker that did it.
 EXECUTED = "executed"
 
-#: A Redis key: while it is missing, `thrice` waits at its third attempt.
-GATE = "gate"
-
-#: A Redis key that says that it waits there.
-AT_GATE = "at-gate"
-
 #: A Redis set: pids of processes that were told to prepare themselves.
 PREPARED = "prepared"
 
@@ -207,35 +201,6 @@ def become(wishes: list[str], *, number: int = 1) -> list[Any]:
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def fail(items: list[str]) -> list[Any]:
     return [Failed(LookupError(item)) for item in items]
-
-
-# Executed once each, by one worker or the next
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=64)
-def quick(items: list[Any]) -> list[Any]:
-    note(items)
-    return items
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=16)
-def later(items: list[Any]) -> list[Any]:
-    """Sent to a queue of its own, which the worker is told of when all else is where it shall."""
-    note(items)
-    return [Failed(LookupError(item)) if str(item).startswith("bad") else item for item in items]
-
-
-@app.task(shared=False, base=BatchTask, bind=True, max_retries=3)
-def thrice(self: BatchTask, items: list[str]) -> list[Any]:
-    """Three retries, then success; the third attempt waits for the gate."""
-    note(items)
-    (job,) = self.request.jobs
-    if job.retries == 2:
-        with redis() as client:
-            client.set(AT_GATE, 1)
-            while not client.exists(GATE):
-                time.sleep(0.02)
-    return [f"{items[0]} after {job.retries}" if job.retries == 3 else RetryAfter(0)]
 
 
 @app.task(shared=False)

@@ -52,25 +52,6 @@ def shout(texts: list[str]) -> list[Any]:
     ]
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, ignore_result=True)
-def mutter(paths: list[str]) -> list[str]:
-    """Leaves a trace, and no result."""
-    for path in paths:
-        note(path)
-    return paths
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=64)
-def wait_at(paths: list[str]) -> list[str]:
-    """Says that it runs in the file of each path; goes on when there is a `.go` beside it."""
-    for path in paths:
-        note(path)
-    for path in paths:
-        while not Path(f"{path}.go").exists():
-            time.sleep(0.01)
-    return paths
-
-
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def hold(paths: list[str]) -> list[dict[str, str]]:
     """Runs, leaves a trace, is committed, and holds its device up then."""
@@ -94,3 +75,14 @@ def second_time(paths: list[str], *, after_s: float = 0.01) -> list[Any]:
 def remember(value: Any, path: str) -> None:
     """A callback that leaves a trace."""
     Path(path).write_text(str(value))
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def wait_at(paths: list[str]) -> list[str]:
+    """Says that it runs in the file of each path; goes on when there is a `.go` beside it."""
+    for path in paths:
+        note(path)
+    for path in paths:
+        while not Path(f"{path}.go").exists():
+            time.sleep(0.01)
+    return paths

@@ -1,10 +1,8 @@
 """An app with ordinary tasks that need processes of their own, and batch tasks beside them."""
 
 import os
-import signal
 import time
 
-import billiard.pool
 from celery import Celery
 
 from apps.leases import note
@@ -19,8 +17,6 @@ app.conf.task_routes = {
     "apps.hybrid.device_pid": {"queue": "devices"},
     "apps.hybrid.gated": {"queue": "devices"},
 }
-# After how many looks, ten a second, a child that ends gives up being heard.
-billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = int(patient(300))
 app.conf.broker_transport_options = {"lease_expiry_s": patient(1.5)}
 
 
@@ -31,24 +27,10 @@ def pid(pause_s: float = 0.0) -> int:
     return os.getpid()
 
 
-@app.task(shared=False, time_limit=1)
-def limited() -> None:
-    time.sleep(60)
-
-
 @app.task(shared=False)
 def exhausted() -> None:
     """Celery ends the worker of a task that has no memory."""
     raise MemoryError("full")
-
-
-@app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
-def dies_once(mark: str) -> int:
-    """Kills its process at the first attempt."""
-    if not os.path.exists(mark):
-        with open(mark, "w"):
-            os.kill(os.getpid(), signal.SIGKILL)
-    return os.getpid()
 
 
 @app.task(shared=False)

@@ -42,15 +42,3 @@ def note(book: str, items: Sequence[Any], gate: str | None) -> None:
 def batch(items: list[Any], *, book: str, gate: str | None = None) -> list[Any]:
     note(book, items, gate)
     return items
-
-
-@app.task(shared=False, acks_late=True)
-def late(item: Any, book: str, gate: str | None = None) -> Any:
-    note(book, [item], gate)
-    return item
-
-
-@app.task(shared=False, acks_late=False)
-def early(item: Any, book: str, gate: str | None = None) -> Any:
-    note(book, [item], gate)
-    return item

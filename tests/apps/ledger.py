@@ -36,11 +36,6 @@ def write_down(
     return items
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=2)
-def limited(items: list[Any]) -> list[Any]:
-    return items
-
-
 @app.task(shared=False)
 def write_down_alone(item: Any, ledger: str, gate: str | None = None) -> Any:
     """An ordinary task, for comparison."""

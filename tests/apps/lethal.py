@@ -37,11 +37,6 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 
 
-@app.task(shared=False, Request=f"{__name__}:Raising")
-def whisper(text: str) -> str:
-    return text.lower()
-
-
 @signals.task_received.connect
 def obey(request: Any, **_: Any) -> None:
     """Ends the worker as a crash would, or in order."""

@@ -9,7 +9,7 @@ from celery import Celery, Task, signals
 from kombu.serialization import register as register_serializer
 from redis import Redis
 
-from batchery import BatchTask, Failed, RetryAfter, install
+from batchery import BatchTask, Failed, install
 from support.patience import patient
 
 app = install(Celery("more", set_as_current=False))
@@ -68,7 +68,7 @@ def soft() -> Soft:
 
 
 class Hooked(BatchTask):
-    """Every hook of Celery's tasks, written down."""
+    """Hooks of Celery's tasks, written down."""
 
     abstract = True
 
@@ -84,9 +84,6 @@ class Hooked(BatchTask):
         info = {"error": repr(exc), "status": getattr(exc, "status", None)}
         note("on_failure", task_id, args=args, trace=str(einfo.traceback), **info)
 
-    def on_retry(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
-        note("on_retry", task_id, error=repr(exc), args=args)
-
     def after_return(
         self, status: Any, retval: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any
     ) -> None:
@@ -98,7 +95,6 @@ def hooked(self: Hooked, words: list[str], *, mark: str = "") -> list[Any]:
     """Does what each word says."""
     outcomes = {
         "fail": Failed(LookupError("asked to")),
-        "again": RetryAfter(0.05),
         "soft": Failed(soft()),
     }
     return [outcomes.get(word, word + mark) for word in words]
@@ -123,16 +119,6 @@ def _postrun(task_id: Any = None, state: Any = None, retval: Any = None, **_: An
 @signals.task_success.connect(sender=hooked)
 def _success(sender: Any = None, result: Any = None, **_: Any) -> None:
     note("task_success", sender.request.id, value=result)
-
-
-@signals.task_failure.connect(sender=hooked)
-def _failure(task_id: Any = None, exception: Any = None, args: Any = None, **_: Any) -> None:
-    note("task_failure", task_id, error=repr(exception), args=args)
-
-
-@signals.task_retry.connect(sender=hooked)
-def _retry(request: Any = None, reason: Any = None, **_: Any) -> None:
-    note("task_retry", request.id, error=repr(reason))
 
 
 @signals.task_revoked.connect(sender=hooked)

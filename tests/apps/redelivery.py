@@ -19,14 +19,6 @@ def marks(request: Any) -> list[bool]:
     return [request.delivery_info["redelivered"], getattr(request, "redelivered", False)]
 
 
-@app.task(shared=False, bind=True, acks_late=True)
-def ordinary(self: Any, item: Any, book: str) -> list[bool]:
-    note(book, [item], None)
-    if not self.request.delivery_info["redelivered"]:
-        raise Reject(requeue=True)
-    return marks(self.request)
-
-
 @app.task(shared=False, bind=True, base=BatchTask, max_batch_size=8)
 def batch(self: Any, items: list[Any], *, book: str) -> list[Any]:
     note(book, items, None)

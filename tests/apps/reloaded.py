@@ -37,8 +37,3 @@ class Text(Model):
 
 
 text = register(app, "text", Text, max_batch_size=8)
-
-
-@app.task(shared=False)
-def double(number: int) -> int:
-    return 2 * number

@@ -1,4 +1,4 @@
-"""The same ordinary tasks as in `leases`, in an app that knows nothing of Batchery."""
+"""An ordinary task, in an app that knows nothing of Batchery."""
 
 from typing import Any
 
@@ -12,13 +12,7 @@ app.conf.worker_pool = "solo"
 app.conf.broker_transport_options = {"leases": False}
 
 
-@app.task(name="apps.leases.late", shared=False, acks_late=True)
+@app.task(name="apps.stock.late", shared=False, acks_late=True)
 def late(item: Any, book: str, gate: str | None = None) -> Any:
-    note(book, [item], gate)
-    return item
-
-
-@app.task(name="apps.leases.early", shared=False)
-def early(item: Any, book: str, gate: str | None = None) -> Any:
     note(book, [item], gate)
     return item

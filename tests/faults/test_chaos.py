@@ -5,15 +5,12 @@
 """
 
 import importlib.util
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from benchmarks.chaos.__main__ import chaos
 from benchmarks.chaos.chaos import run
 from benchmarks.chaos.plan import Plan
 
@@ -71,25 +68,6 @@ def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
     assert not verdict.is_good
     assert "NOT GOOD" in verdict.text
     assert any(example.startswith("stuck: ") for example in verdict.examples)
-
-
-def test_harness_finds_nothing_without_a_fault(tmp_path: Path) -> None:
-    options = [
-        f"--{name}=0" for name in ("kills", "device-kills", "child-kills", "stops", "cuts", "fills")
-    ]
-    options += ["--failovers=0", "--redis-restarts=0", "--malformed=0"]
-    options += ["--jobs=60", "--workers=1"]
-    arguments = ["--transport=stock", "--json", "--quiet", *options]
-    kept = tmp_path / "kept"
-    answer = CliRunner().invoke(chaos, [*arguments, f"--keep={kept}"])
-    assert answer.exit_code == 0, answer.output
-    verdict = json.loads(answer.stdout)
-    assert verdict["is_good"]
-    assert verdict["submitted"] == verdict["answered"] == verdict["plan"]["jobs"] == 60
-    assert "Connection to broker lost" not in (kept / "w1.log").read_text(encoding="utf-8")
-    again = CliRunner().invoke(chaos, [*arguments, f"--keep={kept}"])
-    assert again.exit_code == 2
-    assert "File exists; name a new one" in again.output
 
 
 @pytest.mark.skipif(

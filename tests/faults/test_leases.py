@@ -203,7 +203,7 @@ def test_worker_survives_a_flushall(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path
 ) -> None:
     worker = start_worker("apps.leases")
-    for task in ("batch", "late", "batch"):
+    for task in ("batch", "batch"):
         bare.flushall()
         jobs = send(redis_url, task, [1, 2, 3], book=book)
         wait_for(partial(have_results, bare, jobs), "the worker works", TIMEOUT_S)
@@ -267,39 +267,6 @@ def test_a_limit_of_jobs_with_an_eta_leaves_batches_whole(
     wait_for(partial(has_executed, book, 8), "all of them run at once")
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered")
-
-
-def test_plain_and_batchery_workers_together_answer_every_job_once(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
-) -> None:
-    start_worker("apps.stock")
-    start_worker("apps.leases")
-    jobs = send(redis_url, "late", list(range(1_000)), book=book)
-    keys = [f"celery-task-meta-{job}" for job in jobs]
-    wait_for(lambda: bare.exists(*keys) == len(jobs), "all are answered", patient(160))
-    assert results(bare, jobs) == list(range(1_000))
-    assert Counter(executions(book)) == {str(number): 1 for number in range(1_000)}
-    wait_for(lambda: held(bare) + bare.hlen("unacked") == 0, "all are acknowledged")
-
-
-def test_each_kind_of_worker_serves_while_the_other_is_busy(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
-) -> None:
-    """Both take part: neither starves the other, nor hides jobs from it."""
-    start_worker("apps.stock", env={"PREFETCH": "1"})
-    ours = start_worker("apps.leases", "-c", "1", env={"PREFETCH": "1"})
-    jobs: list[str] = []
-
-    def both_run() -> bool:
-        # Stock looks once a second: ours may take two before that, and no more.
-        if not bare.llen("celery"):
-            jobs.extend(send(redis_url, "late", [len(jobs)], book=book, gate=gate))
-        return len(executions(book)) == 2
-
-    wait_for(both_run, "each runs one")
-    assert ours.log.count("received") <= 2
-    gate.touch()
-    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
 
 
 def test_no_job_of_a_tenant_is_lost_where_workers_are_killed(

@@ -212,21 +212,6 @@ def test_an_outage_costs_nothing_whoever_listens(place: Place, arguments: tuple[
     assert "Traceback" not in worker.log
 
 
-def test_an_ordinary_job_that_runs_ends_no_worker(place: Place) -> None:
-    worker = place.start("-Q", f"{TASK},celery", "-c", "1").wait_ready()
-    with Celery("sender", broker=place.redis.url, set_as_current=False) as app:
-        texts = {"book": str(place.book), "gate": str(place.gate)}
-        app.send_task("apps.leases.late", ["ordinary"], texts)
-    wait_for(lambda: executions(place.book) == ["ordinary"], "it runs", TIMEOUT_S)
-    (device,) = worker.devices()
-    place.redis.kill()
-    time.sleep(patient(3))
-    place.redis.start()
-    place.finish(place.send(1))
-    assert worker.devices() == [device]
-    assert worker.process.poll() is None
-
-
 def test_a_worker_ends_while_redis_is_away(place: Place) -> None:
     worker = place.start().wait_ready()
     wait_for(lambda: "device cpu is ready" in worker.log, "its device is there", TIMEOUT_S)

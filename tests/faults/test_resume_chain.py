@@ -1,14 +1,12 @@
 """One dataset through three kills: of the producer, of the worker, and of Redis."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from conftest import StartWorker
-from support.bulk_runs import Command, RestartableRedis, read_rows, write_rows
+from support.bulk_runs import Command, read_rows, write_rows
 from support.harness import wait_for
+from support.own_redis import OwnRedis
 
 APP = "apps.tally"
 COUNT = 6000
@@ -17,17 +15,8 @@ COUNT = 6000
 MAX_REPEATED_SHARE = 0.02
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RestartableRedis]:
-    directory = tmp_path / "redis"
-    directory.mkdir()
-    server = RestartableRedis(directory)
-    yield server
-    server.stop()
-
-
 def test_every_row_is_there_once_and_few_are_computed_again(
-    tmp_path: Path, start_worker: StartWorker, server: RestartableRedis
+    tmp_path: Path, start_worker: StartWorker, own_redis: OwnRedis
 ) -> None:
     source, output = write_rows(tmp_path / "in.jsonl", COUNT), tmp_path / "out.jsonl"
     trace = tmp_path / "trace"
@@ -37,24 +26,23 @@ def test_every_row_is_there_once_and_few_are_computed_again(
         *["-o", str(output), "--option", f'path="{trace}"', "--option", "pause_s=0.02"],
         *["--window", "512", "--resume"],
     ]
-    redis = {"CELERY_BROKER_URL": server.url, "CELERY_RESULT_BACKEND": server.url}
+    redis = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
 
     def reached(share: float) -> bool:
         return trace.read_bytes().count(b"\n") > share * COUNT
 
     worker = start_worker(APP, env=redis)
-    first = Command(tmp_path, server.url, *arguments)
+    first = Command(tmp_path, own_redis.url, *arguments)
     wait_for(lambda: reached(0.3), "30 %")
     first.process.kill()
     first.end()
-    second = Command(tmp_path, server.url, *arguments)
+    second = Command(tmp_path, own_redis.url, *arguments)
     wait_for(lambda: reached(0.6), "60 %")
     worker.kill()
     start_worker(APP, env=redis)
     wait_for(lambda: reached(0.8), "80 %")
-    server.process.kill()
-    server.process.wait()
-    server.start()
+    own_redis.kill()
+    own_redis.start()
     code, _, stderr = second.end()
     assert code == 0, stderr
     rows = read_rows(output)

@@ -40,21 +40,6 @@ def groups(folder: Path) -> list[int]:
     return list(largest.values())
 
 
-def test_jobs_of_a_killed_device_all_end_once(start_worker: StartWorker, tmp_path: Path) -> None:
-    worker = start_worker("apps.slots", *SERVE)
-    (device,) = worker.devices()
-    jobs = begin(6, tmp_path)
-    wait_for(lambda: have_joined(tmp_path, 4), "all slots are taken")
-    device.kill()
-    wait_for(lambda: have_joined(tmp_path, 6), "two of them run again")
-    (tmp_path / "gate").touch()
-    answers = [job.get(timeout=TIMEOUT_S) for job in jobs]
-    assert device.pid not in {answer["pid"] for answer in answers}
-    # Four of them twice, two of them once.
-    assert len(slots.noted(tmp_path / "notes")) == 10
-    assert groups(tmp_path)[0] == 4
-
-
 def test_job_that_kills_is_found_in_halves_and_all_others_succeed(
     start_worker: StartWorker, tmp_path: Path
 ) -> None:

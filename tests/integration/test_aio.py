@@ -11,9 +11,8 @@ import pytest
 from celery import Celery
 from kombu.exceptions import EncodeError
 
-from batchery import BrokerRefused, InvalidItem, ItemFailed, NoResult, QueueFull
-from batchery.transport import dead_letters
-from batchery_producer import AsyncClient, publisher
+from batchery import BrokerRefused, NoResult
+from batchery_producer import AsyncClient
 from support.harness import Worker, wait_for
 from support.patience import patient
 
@@ -36,15 +35,6 @@ def play(redis_url: str, worker: Worker) -> Scene:
         return asyncio.run(asyncio.wait_for(whole(), patient(90)))
 
     return run
-
-
-def test_a_call_is_awaited(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        read_batch = client.task(f"{APP}.read_batch", queue=QUEUE)
-        return await read_batch("hello", tag="x")
-
-    found = play(scene)
-    assert (found["item"], found["tag"]) == ("hello", "x")
 
 
 def test_thousands_at_once_take_few_connections_and_no_subscription(
@@ -161,18 +151,6 @@ def test_a_forked_process_is_told_that_it_has_no_threads(redis_url: str, worker:
     asyncio.run(client.close())
 
 
-def test_errors_are_those_of_the_worker_and_reach_one_caller(play: Scene) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        moody = client.task(f"{APP}.moody", queue=QUEUE)
-        items = [{"answer": "value", "value": 1}, {"answer": "failed", "why": "no good"}]
-        return await asyncio.gather(*map(moody, items), return_exceptions=True)
-
-    good, bad = play(scene)
-    assert good == 1
-    assert isinstance(bad, ItemFailed)
-    assert str(bad) == "no good"
-
-
 def test_items_and_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
     """Those whose keys cannot be sorted are JSON; nobody needs them sorted."""
     ring: list[Any] = []
@@ -192,22 +170,6 @@ def test_items_and_keywords_that_are_no_json_fail_alone(play: Scene) -> None:
     assert mixed["tag"] == {"1": "e", "f": 2}
 
 
-def test_an_item_that_is_too_large_for_a_message_fails_alone(
-    play: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dead_letters, "MAX_MESSAGE_BYTES", 4000)
-    monkeypatch.setattr(publisher, "PUSH_BYTES", 1)
-
-    async def scene(client: AsyncClient) -> Any:
-        shout = client.task(f"{APP}.shout", queue=QUEUE)
-        return await asyncio.gather(*map(shout, ("a", "x" * 4000, "b")), return_exceptions=True)
-
-    first, large, last = play(scene)
-    assert (first, last) == ("A", "B")
-    assert isinstance(large, InvalidItem)
-    assert "bytes, and the maximum is 4,000" in str(large)
-
-
 def test_a_queue_that_is_none_holds_up_no_other_call(play: Scene, store: Any) -> None:
     store.set("odd", "no list")
 
@@ -219,21 +181,6 @@ def test_a_queue_that_is_none_holds_up_no_other_call(play: Scene, store: Any) ->
     with pytest.raises(BrokerRefused, match="not a queue"):
         play(scene)
     store.delete("odd")
-
-
-def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        nobody = client.task("nobody", max_waiting=3)
-        calls = [asyncio.create_task(nobody(number)) for number in range(5)]
-        refused = await asyncio.gather(*calls[3:], return_exceptions=True)
-        assert not any(call.done() for call in calls[:3])
-        return refused, store.llen("nobody")
-
-    refused, waiting = play(scene)
-    assert [type(each) for each in refused] == [QueueFull, QueueFull]
-    assert all(each.retry_after_s > 0 for each in refused)
-    assert waiting == 3
-    store.delete("nobody")
 
 
 @pytest.mark.parametrize("per_job", [None, 7], ids=["single", "multi-item"])

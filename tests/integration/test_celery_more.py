@@ -91,33 +91,6 @@ def test_hooks_and_signals_of_a_success_come_once_each(
         assert seen["task_success"][0]["value"] == f"{word}!"
 
 
-def test_hooks_and_signals_of_a_failure_come_once_each(worker: Worker, redis_url: str) -> None:
-    job, mate = more.hooked.delay("fail"), more.hooked.delay("mate")
-    with pytest.raises(LookupError, match="asked to"):
-        job.get(timeout=TIMEOUT_S)
-    assert mate.get(timeout=TIMEOUT_S) == "mate"
-    kinds = ["before_start", "on_failure", "after_return"]
-    kinds += ["task_received", "task_prerun", "task_postrun", "task_failure"]
-    seen = settled(redis_url, job.id, kinds)
-    for kind in ("on_failure", "task_failure"):
-        assert seen[kind][0]["error"] == "LookupError('asked to')"
-        assert seen[kind][0]["args"] == ["fail"]
-    assert seen["after_return"][0]["status"] == "FAILURE"
-
-
-def test_hooks_and_signals_of_a_retry_come_once_per_attempt(worker: Worker, redis_url: str) -> None:
-    job = more.hooked.delay("again")
-    with pytest.raises(Exception, match="retry"):
-        job.get(timeout=TIMEOUT_S)
-    each_time = ["before_start", "task_received", "task_prerun", "task_postrun"]
-    kinds = [*each_time, "on_retry", "task_retry"]
-    kinds += [*each_time, "on_failure", "task_failure", "after_return"]
-    seen = settled(redis_url, job.id, kinds)
-    assert [line["state"] for line in seen["task_postrun"]] == ["RETRY", "FAILURE"]
-    # As on any pool: Celery calls it once, when the job has come to its end.
-    assert [line["status"] for line in seen["after_return"]] == ["FAILURE"]
-
-
 def test_the_signal_of_a_revoked_job_comes_once(worker: Worker, redis_url: str, busy: Busy) -> None:
     with busy():
         job = more.hooked.delay("never")

@@ -118,18 +118,6 @@ def test_a_stream_says_within_its_timeout_that_redis_hangs(own_redis: OwnRedis) 
         assert time.monotonic() - began_s < SOON_S
 
 
-def test_an_async_client_closes_while_redis_is_away(own_redis: OwnRedis) -> None:
-    async def scene() -> None:
-        async with AsyncClient(own_redis.url) as client:
-            call = asyncio.create_task(client.task("nobody")("item"))
-            while not await asyncio.to_thread(queue_length, own_redis.url, "nobody"):
-                await asyncio.sleep(0.02)
-            own_redis.kill()
-            call.cancel()
-
-    asyncio.run(asyncio.wait_for(scene(), SOON_S))
-
-
 @pytest.mark.parametrize("how", ["call", "stream"])
 def test_an_async_client_closes_soon_while_redis_hangs(own_redis: OwnRedis, how: str) -> None:
     async def scene() -> None:

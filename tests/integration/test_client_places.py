@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, uuid
+from celery import Celery
 
 from batchery.valkey import accept_valkey_urls
-from batchery_producer import AsyncClient, Client, Ending, Publisher, Snapshot, submit_file
+from batchery_producer import AsyncClient, Client
 from batchery_producer.client import close_app
-from support.bulk_runs import QUEUE, read_rows, write_rows
-from support.harness import Worker, wait_for
+from support.bulk_runs import QUEUE
+from support.harness import Worker
 from support.own_redis import OwnRedis
 from support.patience import patient
 from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
@@ -72,30 +71,3 @@ def test_calls_are_awaited(place: Celery) -> None:
             return await asyncio.wait_for(asyncio.gather(*map(shout, TEXTS)), TIMEOUT_S)
 
     assert asyncio.run(scene()) == SHOUTED
-
-
-def test_what_is_published_is_computed(place: Celery) -> None:
-    ids = [uuid() for _ in TEXTS]
-    with Publisher(place, TASK, queue=QUEUE, max_waiting=1000) as publisher:
-        publisher.send(list(zip(ids, TEXTS, strict=True)))
-        assert publisher.sent == len(TEXTS)
-    wait_for(lambda: all(place.AsyncResult(each).ready() for each in ids), "all are done")
-    assert [place.AsyncResult(each).result for each in ids] == SHOUTED
-
-
-def test_a_file_is_submitted_and_resumed(place: Celery, tmp_path: Path) -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", 1000), tmp_path / "out.jsonl"
-    seen: list[Snapshot] = []
-    options: dict[str, Any] = {"app": place, "queue": QUEUE, "window": 50, "timeout_s": TIMEOUT_S}
-    first = submit_file(
-        source,
-        TASK,
-        output,
-        progress=seen.append,
-        stop=lambda: bool(seen) and seen[-1].done > 0,
-        **options,
-    )
-    assert first.ending is Ending.INTERRUPTED
-    second = submit_file(source, TASK, output, resume=True, **options)
-    assert (second.ending, second.before) == (Ending.SUCCEEDED, first.succeeded)
-    assert sorted(row["row"] for row in read_rows(output)) == list(range(1, 1001))

@@ -200,3 +200,4 @@ def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None
             publisher.send([(task_id, f"text {n}") for n, task_id in enumerate(ids)])
         answers = collect(collector, len(ids))
     assert [answers[each].value for each in ids] == [f"TEXT {n}" for n in range(len(ids))]
+    assert all(each.batch and each.batch.device == "cpu" for each in answers.values())

@@ -152,14 +152,6 @@ def test_events_and_the_log_know_the_result(worker: Worker, redis: Any) -> None:
     wait_for(lambda: re.search(line, worker.log), "a line in the log")
 
 
-def test_the_event_of_a_retry_tells_its_reason(worker: Worker, redis: Any, tmp_path: Path) -> None:
-    with Events(commits.app) as events:
-        job = commits.second_time.delay(str(tmp_path / "tried"))
-        told = events.of(job.id, last="task-retried")
-    assert told["task-retried"]["exception"] == "ConnectionError('away')"
-    assert job.get(timeout=TIMEOUT_S) == "done"
-
-
 def test_the_events_of_a_batch_leave_in_one_message(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
@@ -188,30 +180,6 @@ def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:
         commits.shout.delay("counted").get(timeout=TIMEOUT_S)
     assert total() == before + 3
     wait_for(lambda: not worker.inspect(commits.app, "active"), "no request is left active")
-
-
-def test_a_job_without_a_result_is_acknowledged_all_the_same(
-    worker: Worker, redis: Any, tmp_path: Path
-) -> None:
-    before = counts(worker)["committed_jobs"]
-    job = commits.mutter.delay(str(tmp_path / "muttered"))
-    wait_for(lambda: counts(worker)["committed_jobs"] == before + 1, "it is committed")
-    assert (tmp_path / "muttered").read_text() == "x"
-    assert job.id not in leases(redis)
-    assert stored(redis, job.id) is None
-
-
-def test_retry_is_traced_and_its_success_is_committed(
-    worker: Worker, redis: Any, tmp_path: Path
-) -> None:
-    before = counts(worker)["committed_jobs"]
-    traced = sum(counts(worker)["tracer_jobs"].values())
-    job = commits.second_time.delay(str(tmp_path / "tried"))
-    assert job.get(timeout=TIMEOUT_S) == "done"
-    assert (tmp_path / "tried").read_text() == "xx"
-    assert stored(redis, job.id)["retries"] == 1
-    wait_for(lambda: counts(worker)["committed_jobs"] == before + 1, "one commit")
-    assert sum(counts(worker)["tracer_jobs"].values()) == traced + 1
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["committed", "by the tracer"])

@@ -13,7 +13,7 @@ from redis import Redis
 from apps import shop, uninstalled
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
-from support.commands import run, start
+from support.commands import run
 from support.harness import TESTS, wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -75,50 +75,6 @@ def test_bad_redis_without_a_worker_and_a_misspelt_queue_are_found(
     assert out.endswith("could not be made\n")
 
 
-@pytest.mark.parametrize("way", ["renamed", "forbidden"])
-def test_managed_redis_without_config_leaves_checks_unmade(
-    start_redis: StartRedis, tmp_path: Path, way: str
-) -> None:
-    include = tmp_path / "renamed.conf"
-    include.write_text('rename-command CONFIG ""\n' if way == "renamed" else "")
-    url = start_redis(appendonly="no", include=str(include)).url
-    if way == "forbidden":
-        rights = ("on", ">pw", "~*", "&*", "+@all", "-@admin")
-        with Redis.from_url(url) as client:
-            client.execute_command("ACL", "SETUSER", "app", *rights)
-        url = url.replace("redis://", "redis://app:pw@")
-    report = diagnose(url, "-A", "apps.shop", cwd=tmp_path)
-    assert report["unchecked"].keys() == {"redis-no-persistence"}
-    assert report["unchecked"]["redis-no-persistence"].startswith("Redis refuses it: ")
-
-
-def test_redis_that_hangs_is_an_error_and_all_that_need_it_are_unchecked(
-    start_redis: StartRedis, tmp_path: Path
-) -> None:
-    server = start_redis()
-    with server.hanging():
-        report = diagnose(server.url, "-A", "apps.shop", cwd=tmp_path)
-    assert report["exit_code"] == 2
-    assert report["found"]["redis-away"].startswith(f"no Redis at {server.url}")
-    assert {"redis-eviction", "queue-unserved", "worker-none"} <= set(report["unchecked"])
-
-
-def test_redis_that_begins_to_hang_meanwhile_ends_it(
-    start_redis: StartRedis, tmp_path: Path
-) -> None:
-    server = start_redis()
-    command = ("batchery", "doctor", "--json", "-A", "apps.shop")
-    with Redis.from_url(server.url) as client:
-        # What it asks of workers is not passed on, so it cannot end before Redis hangs.
-        client.client_pause(3_600_000, all=False)
-    with start(server.url, *command, cwd=tmp_path) as process, Redis.from_url(server.url) as client:
-        wait_for(lambda: len(client.client_list()) > 1, "it has connected")
-        with server.hanging():
-            out, err = process.communicate(timeout=patient(60))
-    assert out, err
-    assert json.loads(out)["unchecked"]
-
-
 def test_worker_without_install_runs_items_one_by_one_and_is_found(
     start_worker: StartWorker, redis_url: str, client: Celery, tmp_path: Path
 ) -> None:
@@ -170,9 +126,3 @@ def read_deploy_options() -> dict[str, str]:
     options = dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
     del options["bind"]
     return {name.replace("-", "_"): value for name, value in options.items()}
-
-
-def test_app_that_cannot_be_imported_is_one_line_and_exit_code_2(redis_url: str) -> None:
-    code, out, err = run(redis_url, "batchery", "doctor", "-A", "no_such_app")
-    assert (code, out) == (2, "")
-    assert err.startswith("batchery: error: app 'no_such_app' cannot be imported")

@@ -154,29 +154,6 @@ def test_hundreds_of_requests_share_batches_and_few_connections(
     wait_for(lambda: jobs(redis_url) == 0, "nothing is left")
 
 
-def test_job_of_a_caller_that_hangs_up_is_revoked(
-    tmp_path: Path, redis_url: str, web: Web, embedder: Worker, client: Celery, trace: Path
-) -> None:
-    gate = tmp_path / "gate"
-    before = set(embedder.inspect(client, "revoked"))
-
-    async def scene(http: httpx2.AsyncClient) -> Any:
-        held = await hold(http, gate, trace)
-        leaver = asyncio.create_task(ask(http, "nobody waits for this"))
-        await until(lambda: jobs(redis_url) == 2, "the request is a job")
-        leaver.cancel()
-        await until(lambda: set(embedder.inspect(client, "revoked")) - before, "it is revoked")
-        gate.touch()
-        return await asyncio.gather(held, ask(http, "the next one"))
-
-    assert [each.status_code for each in web.play(scene)] == [200, 200]
-    wait_for(lambda: jobs(redis_url) == 0, "nothing is left")
-    computed = trace.read_text().splitlines()
-    assert "the next one" in computed
-    assert "nobody waits for this" not in computed
-    assert "Traceback" not in web.log
-
-
 def test_errors_have_a_status_of_their_own(tmp_path: Path, web: Web, trace: Path) -> None:
     gate = tmp_path / "gate"
 
@@ -194,20 +171,6 @@ def test_errors_have_a_status_of_their_own(tmp_path: Path, web: Web, trace: Path
     assert (failed.status_code, failed.json()) == (502, {"detail": "LookupError: no such word"})
     assert nonsense.status_code == 422
     assert (late.status_code, late.json()) == (504, {"detail": "no answer within 0.05 s"})
-
-
-def test_a_redis_that_is_away_is_no_slow_model(tmp_path: Path) -> None:
-    async def scene(http: httpx2.AsyncClient) -> Any:
-        return await ask(http, "anybody there?", timeout_s=1)
-
-    web = Web(tmp_path, "redis://127.0.0.1:1/0")
-    try:
-        away = web.wait_ready().play(scene)
-    finally:
-        web.process.kill()
-        web.process.wait()
-    assert (away.status_code, away.json()) == (503, {"detail": "the queue is out of reach"})
-    assert away.headers["Retry-After"] == "1"
 
 
 def test_a_full_queue_sends_callers_away(

@@ -2,8 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from redis import Redis
 
 from apps import shop
 from batchery import BatchTask, install
-from support.harness import Worker, device_busy, wait_for
+from support.harness import wait_for
 from support.metrics_port import Exporter
 from support.own_redis import OwnRedis
 from support.patience import patient
@@ -40,15 +38,6 @@ def sender(own_redis: OwnRedis) -> Iterator[Celery]:
         yield made
         backend: Any = made.backend
         backend.result_consumer.stop()
-
-
-@pytest.fixture
-def worker(own_redis: OwnRedis, tmp_path: Path) -> Iterator[Worker]:
-    made = Worker(tmp_path, own_redis.url, "apps.shop", "-c", "1")
-    try:
-        yield made.wait_ready()
-    finally:
-        made.kill()
 
 
 def wait_says(exporter: Exporter, path: str, status: int) -> None:
@@ -110,27 +99,6 @@ def test_redis_says_how_full_it_is_and_what_it_has_thrown_away(
     assert samples["batchery_redis_memory_used_bytes",] > 0
     assert samples["batchery_redis_memory_max_bytes",] == limit
     assert samples["batchery_redis_evicted_keys_total",] > 0
-
-
-def test_what_workers_hold_is_counted(
-    start_exporter: StartExporter, worker: Worker, sender: Celery, tmp_path: Path
-) -> None:
-    exporter = start_exporter()
-    later = datetime.now(UTC) + timedelta(hours=1)
-    sender.send_task(shop.shout.name, ["later"], eta=later)
-    with device_busy(worker, sender, shop.until.name, tmp_path / "gate"):
-        names = [("batchery_queue_leased_jobs", "celery"), ("batchery_scheduled_jobs",)]
-        names.append(("batchery_queue_waiting_jobs", "celery"))
-
-        def counted() -> Any:
-            found = exporter.known()
-            return found if [found[name] for name in names] == [2, 1, 0] else None
-
-        samples = wait_for(counted, "one that runs, and one with an ETA")
-    # Workers have ports of their own.
-    assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
-    worker.stop()
-    wait_for(lambda: exporter.known()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
 
 
 def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(

@@ -345,18 +345,6 @@ def test_limits_of_a_key_hold_for_each_line_of_its_files(keyed: GatewayProcess) 
         assert "max_chars = 50" in errors["chars"]["body"]["error"]["message"]
 
 
-def test_line_of_15_mb_keeps_nobody_from_a_batch(keyed: GatewayProcess) -> None:
-    with client_of(keyed, KEY) as api, client_of(keyed, OTHER_KEY) as other:
-        heavy = [begin(api, [request("a", [[1]] * 2_900_000)]) for _ in range(2)]
-        batch = end_of(other, begin(other, [request(f"r-{n}", "text") for n in range(5)]).id)
-        assert counts(batch) == (5, 5, 0)
-        for each in heavy:
-            failed = end_of(api, each.id)
-            assert failed.errors is not None
-            assert failed.errors.data is not None
-            assert [error.code for error in failed.errors.data] == ["too_large"]
-
-
 def test_line_of_many_texts_is_cut_into_jobs(start_gateway: StartGateway, files: Path) -> None:
     options = {"files": str(files), "max_items": 4_800, "worker": True}
     wide = start_gateway(models=MODELS, gateway=options)
@@ -405,23 +393,3 @@ def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
         assert line["response"]["body"]["data"][0]["embedding"] == [len(text), 1.0]
     # Of what it needed while it ran, there is nothing left.
     wait_for(lambda: not list(files.rglob(f"*{begun.id}*")), "tidy")
-
-
-def test_several_gateways_on_one_store_run_each_batch_once(
-    start_gateway: StartGateway, gateway: GatewayProcess, files: Path, trace: Path, redis_url: str
-) -> None:
-    options = {"files": str(files), "worker": True}
-    others = start_gateway("--processes", "2", models=MODELS, gateway=options)
-    wait_for(
-        lambda: queue_length(redis_url, f"slow{LOW}") + unsettled(redis_url) == 0,
-        "jobs that an earlier test has killed have run again",
-        patient(60),
-    )
-    trace.write_text("")
-    with client_of(gateway) as one, client_of(others) as other:
-        begun = [begin(api, slow_rows(40)) for api in (one, other) for _ in range(3)]
-        for each in begun:
-            batch = end_of(one, each.id)
-            assert (batch.status, counts(batch)) == ("completed", (40, 40, 0))
-        assert [each.id for each in other.batches.list(limit=6)][:6] == [b.id for b in begun[::-1]]
-    assert len(trace.read_text().splitlines()) == 40 * len(begun)

@@ -1,7 +1,6 @@
 """The gateway's metrics, of one process and of several; and surveys only while somebody asks."""
 
 import asyncio
-import re
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +10,6 @@ import httpx2
 import psutil
 import pytest
 from celery import Celery
-from prometheus_client.openmetrics import parser as openmetrics
 
 from batchery_producer.gateway import health
 from batchery_producer.gateway.health import Absence, Health, Monitor
@@ -104,17 +102,6 @@ def test_results_are_counted_by_model_and_failures_by_kind(
     (labels,) = failures
     assert dict(labels)["error"] == "KeyError"
     assert failures[labels] == 1
-
-
-def test_format_is_what_prometheus_reads(gateway: GatewayProcess) -> None:
-    wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
-    answer = gateway.get("/metrics", headers=wanted)
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    parse: Any = openmetrics.text_string_to_metric_families
-    names = {family.name for family in parse(answer.text)}
-    assert {"batchery_gateway_requests", "batchery_queue_waiting_jobs"} <= names
-    for name in names:
-        assert re.fullmatch(r"(batchery|celery)(_[a-z]+)+", name), name
 
 
 def children(gateway: GatewayProcess) -> list[psutil.Process]:

@@ -110,14 +110,6 @@ def test_ordinary_task_takes_arguments(gateway: GatewayProcess) -> None:
     assert post(gateway, "double", kwargs={"number": 4}).json()["result"] == 8
 
 
-def test_many_wait_at_once(gateway: GatewayProcess) -> None:
-    def one(number: int) -> bool:
-        return bool(post(gateway, "read_batch", item=number).json()["result"]["item"] == number)
-
-    with ThreadPoolExecutor(30) as pool:
-        assert all(pool.map(one, range(150)))
-
-
 @pytest.mark.parametrize(
     ("task", "body", "kind", "text"),
     [

@@ -124,15 +124,6 @@ def test_inference_client_finds_entities(gateway: GatewayProcess) -> None:
         client.token_classification(text, stride=2)
 
 
-@pytest.mark.parametrize("path", ["/embed", "/embed_all"])
-def test_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess, path: str) -> None:
-    many = answer(gateway, path, {"inputs": TEXTS})
-    assert len(many) == len(TEXTS)
-    for text, vectors in zip(TEXTS, many, strict=True):
-        (alone,) = answer(gateway, path, {"inputs": text})
-        np.testing.assert_allclose(vectors, alone, atol=TOLERANCE, rtol=0)
-
-
 def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:
     many = answer(gateway, "/embed_sparse", {"inputs": TEXTS})
     for text, values in zip(TEXTS, many, strict=True):

@@ -26,11 +26,8 @@ TIMEOUT_S = patient(120)
 #: how many messages that makes at least.
 VALUES, VALUES_AT_ONCE, MESSAGES = 108, 27, 5_000
 
-#: Name, queue and arguments of a batch task and of an ordinary one.
-KINDS: dict[str, tuple[str, str, list[Any]]] = {
-    "batch": ("apps.hybrid.double", "devices", [4]),
-    "ordinary": ("apps.hybrid.add", "celery", [1, 2]),
-}
+#: Name, queue and arguments of a batch task.
+TASK, QUEUE, ARGUMENTS = "apps.hybrid.double", "devices", [4]
 
 #: Headers that a worker may read, besides those that Celery always sends.
 MORE_HEADERS = (
@@ -54,10 +51,9 @@ JSON = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", params=["prefork", "threads", "solo"])
-def worker(start_module_worker: StartWorker, request: pytest.FixtureRequest) -> Worker:
-    arguments = ("-P", request.param, "-c", "1", "-Q", "celery,devices", "-E")
-    return start_module_worker("apps.hybrid", *arguments)
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker("apps.hybrid", "-c", "1", "-Q", "celery,devices", "-E")
 
 
 @pytest.fixture(autouse=True)
@@ -65,23 +61,22 @@ def _app(redis_url: str) -> None:
     hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-def decode_message(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
-    """A message of a kind of task, with its body decoded."""
-    name, _, arguments = KINDS[kind]
-    client.send_task(name, arguments, queue="aside")
+def decode_message(client: Celery, redis_url: str) -> dict[str, Any]:
+    """A message of the task, with its body decoded."""
+    client.send_task(TASK, ARGUMENTS, queue="aside")
     with open_redis(redis_url) as redis:
         found: Any = redis.rpop("aside")
     read: dict[str, Any] = json.loads(found)
     return {**read, "body": json.loads(base64.b64decode(read["body"]))}
 
 
-def put(redis_url: str, kind: str, messages: Sequence[dict[str, Any]]) -> None:
-    """Puts messages on the queue of a kind of task, each with an id of its own."""
+def put(redis_url: str, messages: Sequence[dict[str, Any]]) -> None:
+    """Puts messages on the queue of the task, each with an id of its own."""
     for each in messages:
         if isinstance(body := each.get("body"), list):
             each["body"] = base64.b64encode(json.dumps(body).encode()).decode()
     with open_redis(redis_url) as redis:
-        redis.lpush(KINDS[kind][1], *map(json.dumps, messages))
+        redis.lpush(QUEUE, *map(json.dumps, messages))
 
 
 def check_well(worker: Worker, redis_url: str) -> None:
@@ -95,65 +90,6 @@ def check_well(worker: Worker, redis_url: str) -> None:
         wait_for(lambda: worker.inspect(hybrid.app, kept) == [], f"nothing is {kept}")  # noqa: B023
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"stamped_headers": -1},
-        {"stamped_headers": True},
-        {"stamped_headers": [[]]},
-        {"eta": 7},
-        {"eta": ["2026-01-01"]},
-        {"expires": {"a": 1}},
-        {"timelimit": 7},
-        {"timelimit": ["a", "b"]},
-        {"timelimit": [1, 2, 3]},
-        {"timelimit": [-1, None]},
-        {"retries": "x"},
-        {"shadow": {}},
-        {"shadow": "a\nb"},
-    ],
-    ids=str,
-)
-def test_wrong_header_ends_its_message_and_nothing_else(
-    client: Celery, redis_url: str, worker: Worker, headers: dict[str, Any]
-) -> None:
-    message = decode_message(client, redis_url, "batch")
-    message["headers"] |= headers
-    put(redis_url, "batch", [message])
-    check_well(worker, redis_url)
-    (name,) = headers
-    with pytest.raises(InvalidItem, match=f"(?i){name}"):
-        client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
-    with open_redis(redis_url) as redis:
-        values: Any = redis.hvals("batchery:dead")
-        letters = [json.loads(each.partition(b"\0")[2]) for each in values]
-    (reason,) = (each["reason"] for each in letters if each["id"] == message["headers"]["id"])
-    assert name in reason.lower()
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"eta": 7},
-        {"eta": ["2026-01-01"]},
-        {"expires": {"a": 1}},
-        {"timelimit": [-1, None]},
-        {"retries": "x"},
-        {"shadow": {}},
-        {"shadow": "a\nb"},
-    ],
-    ids=str,
-)
-def test_wrong_header_of_an_ordinary_job_harms_no_more_than_in_a_worker_of_celery(
-    client: Celery, redis_url: str, worker: Worker, headers: dict[str, Any]
-) -> None:
-    """These do not end a worker without batchery: it drops them, or runs them nevertheless."""
-    message = decode_message(client, redis_url, "ordinary")
-    message["headers"] |= headers
-    put(redis_url, "ordinary", [message])
-    check_well(worker, redis_url)
-
-
 @pytest.mark.parametrize("follows", ["callbacks", "errbacks", "chain"])
 @pytest.mark.parametrize("queue", ["batchery:workers", "unacked", "gone"])
 def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
@@ -164,7 +100,7 @@ def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     callback = client.signature(
         "apps.hybrid.add", (1, 2), immutable=True, options={"queue": queue, "retry_policy": policy}
     )
-    message = decode_message(client, redis_url, "batch")
+    message = decode_message(client, redis_url)
     message["body"][2][follows] = [dict(callback)]
     if follows == "errbacks":
         message["body"][0] = ["no number"]
@@ -173,7 +109,7 @@ def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
     with open_redis(redis_url) as redis:
         redis.hset("gone", "a", "b")
         before = redis.type(queue)
-        put(redis_url, "batch", [message])
+        put(redis_url, [message])
         check_well(worker, redis_url)
         assert redis.type(queue) == before
 
@@ -181,11 +117,11 @@ def test_a_callback_to_a_key_that_is_no_queue_is_not_sent(
 def test_a_message_that_grows_too_large_is_decompressed_no_further(
     client: Celery, redis_url: str, worker: Worker
 ) -> None:
-    message = decode_message(client, redis_url, "batch")
+    message = decode_message(client, redis_url)
     bomb = zlib.compress(b"x" * (MAX_MESSAGE_BYTES + 1), level=9)
     message["body"] = base64.b64encode(bomb).decode()
     message["headers"]["compression"] = "application/x-gzip"
-    put(redis_url, "batch", [message])
+    put(redis_url, [message])
     check_well(worker, redis_url)
     with pytest.raises(InvalidItem, match="and the maximum is 134,217,728"):
         client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
@@ -214,11 +150,10 @@ def with_value(message: dict[str, Any], path: tuple[Any, ...], value: Any) -> di
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("worker", ["prefork"], indirect=True)
 def test_mutated_messages_end_no_worker_and_hold_up_no_good_one(
     client: Celery, redis_url: str, worker: Worker
 ) -> None:
-    message = decode_message(client, redis_url, "batch")
+    message = decode_message(client, redis_url)
     paths = list(paths_in(message))
     assert len(paths) * VALUES >= MESSAGES
 
@@ -231,7 +166,7 @@ def test_mutated_messages_end_no_worker_and_hold_up_no_good_one(
     @given(st.lists(JSON, min_size=VALUES_AT_ONCE, max_size=VALUES_AT_ONCE))
     def check(values: Sequence[Any]) -> None:
         made = [with_value(message, path, value) for path in paths for value in values]
-        put(redis_url, "batch", made)
+        put(redis_url, made)
         check_well(worker, redis_url)
 
     check()

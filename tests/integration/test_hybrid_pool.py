@@ -1,14 +1,10 @@
 """Ordinary tasks keep Celery's processes, limits and growth; batch tasks run on devices beside."""
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from celery.exceptions import TimeLimitExceeded
 
 from apps import hybrid
 from apps.ledger import executions
@@ -53,20 +49,6 @@ def test_ordinary_tasks_run_in_processes_and_batches_on_devices(start_worker: St
     assert worker.stop() == 0
 
 
-def test_time_limit_of_an_ordinary_task_holds(start_worker: StartWorker) -> None:
-    start_worker("apps.hybrid", "-c", "1", *BOTH)
-    with pytest.raises(TimeLimitExceeded):
-        hybrid.limited.delay().get(timeout=TIMEOUT_S)
-    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
-
-
-def test_job_whose_process_is_killed_runs_again(start_worker: StartWorker, tmp_path: Path) -> None:
-    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
-    (before,) = processes(worker)
-    job = hybrid.dies_once.delay(str(tmp_path / "mark"))
-    assert job.get(timeout=TIMEOUT_S) != before
-
-
 def test_an_ordinary_job_without_memory_ends_its_worker_and_no_batch_job_is_lost(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
@@ -87,24 +69,6 @@ def test_an_ordinary_job_without_memory_ends_its_worker_and_no_batch_job_is_lost
         assert [job.get(timeout=TIMEOUT_S) for job in jobs] == list(range(20))
         assert [answers.states(job.id) for job in jobs] == [{"SUCCESS": 1}] * 20
     wait_for(lambda: not unsettled(redis_url), "none is left")
-
-
-def test_job_that_begins_in_a_shutdown_does_not_hold_it_up(start_worker: StartWorker) -> None:
-    """Its process says so when Celery's consumer has ended."""
-    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
-    (child,) = processes(worker)
-    os.kill(child, signal.SIGSTOP)
-    job = hybrid.pid.delay()
-    wait_for(lambda: f"[{job.id}] received" in worker.log, "the job is with its process")
-    # It is written to the process in the next turn of the loop, in which this is answered.
-    worker.inspect(hybrid.app, "ping")
-    stopped_s = time.monotonic()
-    worker.process.terminate()
-    wait_for(lambda: "Warm shutdown" in worker.log, "the shutdown begins")
-    os.kill(child, signal.SIGCONT)
-    assert worker.wait_exit() == 0
-    assert time.monotonic() - stopped_s < patient(30), "so long its process waits to be heard"
-    assert job.get(timeout=TIMEOUT_S) == child
 
 
 def test_children_forked_beside_busy_threads_of_ours_run_every_job(
@@ -144,29 +108,6 @@ def test_autoscale_starts_processes_for_waiting_jobs(start_worker: StartWorker) 
     wait_for(lambda: len(processes(worker)) > 1, "more processes")
     assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
     assert len({job.get(timeout=TIMEOUT_S) for job in jobs}) > 1
-
-
-def test_pool_restart_renews_processes_and_devices(start_worker: StartWorker) -> None:
-    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
-    (device,), before = worker.devices(), processes(worker)
-    hybrid.app.control.pool_restart(
-        destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
-    )
-    wait_for(lambda: [each.pid for each in worker.devices()] != [device.pid], "a fresh device")
-    wait_for(lambda: set(processes(worker)).isdisjoint(before), "a fresh process")
-    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
-    assert hybrid.pid.delay().get(timeout=TIMEOUT_S) not in before
-
-
-def test_killed_worker_leaves_neither_devices_nor_processes(start_worker: StartWorker) -> None:
-    worker = start_worker("apps.hybrid", "-c", "2", "--max-tasks-per-child", "1", *BOTH)
-    # These children are forked after the device was started.
-    assert len({hybrid.pid.delay().get(timeout=TIMEOUT_S) for _ in range(4)}) > 2
-    main = psutil.Process(worker.pid)
-    wait_for(lambda: len(main.children()) == 3, "two processes and a device")
-    children = main.children(recursive=True)
-    worker.process.kill()
-    wait_ended(children)
 
 
 def test_worker_of_other_queues_starts_no_device(start_worker: StartWorker) -> None:

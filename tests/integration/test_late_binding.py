@@ -113,22 +113,6 @@ def test_a_worker_takes_no_more_than_its_device_can_begin_where_batches_may_be_l
     finish(tmp_path, bare, jobs)
 
 
-def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
-    start_worker: StartWorker, bare: Any, send: Any, tmp_path: Path, redis_url: str
-) -> None:
-    workers = [start_worker("apps.leases", *ONE, ready=False, **PATIENT) for _ in range(2)]
-    for worker in workers:
-        worker.wait_ready()
-    wait_for(partial(waits, bare, 2), "both wait for work")
-    leases.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    options = {"book": str(tmp_path / "book"), "gate": str(tmp_path / "gate")}
-    jobs = leases.batch.submit_many(range(2 * BATCH_SIZE), options)
-    # No batch ends before the gate opens.
-    wait_for(lambda: has_begun(tmp_path, 2 * BATCH_SIZE), "both compute")
-    (tmp_path / "gate").touch()
-    assert jobs.get(timeout=patient(60)) == list(range(2 * BATCH_SIZE))
-
-
 def test_no_worker_holds_a_second_batch_the_first_time_while_another_one_is_idle(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from apps import shop
 from batchery import BatchTask, install
 from batchery.cli.survey import Survey
 from batchery.cli.survey import survey as look
-from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.redis_schema import Keys
 from support.commands import TIMEOUT_S, run
 from support.harness import Worker, wait_for
 from support.metrics_port import Exporter
@@ -119,56 +119,3 @@ def test_of_many_leases_a_sample_says_whose_they_are(own_redis: OwnRedis) -> Non
     assert sum(found.queues.values()) == 1000
     assert 500 < found.queues["a"] < 950
     assert 59 < (found.oldest_s["b"] or 0) < 59 + patient(30)
-
-
-def test_both_those_in_the_queue_and_those_of_dead_workers_wait(own_redis: OwnRedis) -> None:
-    with Redis.from_url(own_redis.url) as client:
-        server: Any = client
-        now_s = float(server.time()[0])
-        server.lpush("a", message(now_s - 60), message(now_s))
-        for worker, sent_s in (("v", now_s - 500), ("w", now_s)):
-            server.zadd(Keys().workers, {worker: 1})
-            server.hset(Keys().lease(worker), "7", f"a\0{message(sent_s)}")
-        server.zadd(Keys().workers, {"empty": 1})
-        found = survey(own_redis.url)
-    assert (found.queues, found.orphaned) == ({"a": 4}, {"a": 2})
-    assert 499 < (found.oldest_s["a"] or 0) < 499 + patient(30)
-
-
-def test_what_is_too_large_to_read_counts_for_the_queues_of_the_last_heartbeat(
-    own_redis: OwnRedis,
-) -> None:
-    with Redis.from_url(own_redis.url) as client:
-        server: Any = client
-        server.zadd(Keys().workers, {"w": 1, "gone": 1})
-        server.hset(Keys().worker_info, "w", '{"leased": {"a": 1, "b": 3}}')
-        server.hset(Keys().worker_info, "gone", '{"leased": {"a": 1}}')
-        large = {n: f"a\0{message(1.0, 'x' * 2**20)}" for n in range(8)}
-        server.hset(Keys().lease("w"), mapping=large)
-        found = survey(own_redis.url)
-    assert found.queues == {"a": 2, "b": 6}
-    assert found.oldest_s == {"a": None, "b": None}
-
-
-def test_some_of_what_a_worker_holds_is_read_and_all_is_counted(bare: Any) -> None:
-    scripts, key = transport_scripts(bare), Keys().lease("w")
-    assert scripts.run("count_leased", [key]) == [0]
-
-    def lease(token: int, queue: str, sent_at: object, body: str = "") -> None:
-        value = f'{queue}\0{{"body": "{body}", "headers": {{"batchery_sent_at": {sent_at}}}}}'
-        bare.hset(key, str(token), value)
-
-    lease(10, "b", "1.2.3")
-    lease(9, "a", 1764170000.123456)
-    lease(11, "a", 1764160000.5)
-    # The first one taken is read first.
-    answer = scripts.run("count_leased", [key])
-    assert answer == [3, b"a", 2, b"1764160000.500000", b"b", 1, b""]
-    # There is no room for this one, so that its queue is not known.
-    lease(8, "c", 5, "x" * 2**20)
-    assert scripts.run("count_leased", [key]) == [4, *answer[1:]]
-    bare.hdel(key, "8")
-    for token in range(1000, 1500):
-        lease(token, "a", 7)
-    total, *lists = scripts.run("count_leased", [key])
-    assert (total, sum(lists[1::3])) == (503, 100)

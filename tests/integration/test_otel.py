@@ -84,21 +84,6 @@ def test_trace_of_a_caller_rides_on_jobs_in_bulk(tracer: Any, redis_url: str, ho
     assert sorted(links) == sorted(each["id"] for each in of_jobs)
 
 
-def test_traced_jobs_are_committed_by_the_device(
-    worker: Worker, tracer: Any, redis_url: str
-) -> None:
-    def committed() -> int:
-        return int(worker.inspect(traced.app, "stats")["pool"]["batches"]["committed_jobs"])
-
-    wait_for(lambda: not worker.inspect(traced.app, "active"), "an idle worker")
-    before = committed()
-    assert traced.shout.delay("once").get(timeout=TIMEOUT_S) == "ONCE"
-    # The caller has its result before those that listen have heard of it.
-    wait_for(lambda: committed() == before + 1, "one more job that its device has committed")
-    # They would come into the next test.
-    spans(redis_url, 1)
-
-
 def test_each_call_of_an_asynchronous_client_carries_its_own_trace(
     tracer: Any, redis_url: str
 ) -> None:

@@ -1,13 +1,11 @@
 """The completion of a job meets a Redis that is away: it waits, or its job is given back whole."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery, signals
 from celery.app.task import Context
-from kombu.exceptions import OperationalError
 
 from batchery import install
 from batchery.completion import JobCompletion, Outbox, completing
@@ -86,43 +84,6 @@ def test_a_message_waits_until_redis_is_back_and_is_sent_once(
     assert queue_length(own_redis.url) == 1
 
 
-@pytest.mark.filterwarnings("ignore:Call to deprecated setex")
-def test_completion_of_an_ordinary_job_waits_and_its_function_does_not(
-    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend: Any = app.backend
-    own_redis.kill()
-    with pytest.raises(OperationalError):
-        app.send_task("outage.body", [[1]], ignore_result=True)
-    deadline = partial(RetryDeadline, sleep=until(own_redis, 2))
-    monkeypatch.setattr(
-        "batchery_worker.completion.backend.JobCompletion",
-        lambda: JobCompletion(deadline=deadline()),
-    )
-    backend.mark_as_done("job", 42, Context(id="job"))
-    assert backend.get_task_meta("job")["result"] == 42
-    own_redis.kill()
-    monkeypatch.setattr(
-        "batchery_worker.completion.backend.RetryDeadline",
-        partial(RetryDeadline, sleep=until(own_redis, 2)),
-    )
-    messages: Any = app.amqp
-    messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
-    assert queue_length(own_redis.url) == 1
-
-
-def test_callback_of_an_acknowledged_job_fails_in_celery_s_way(
-    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_redis.kill()
-    monkeypatch.setattr(
-        "batchery_worker.completion.backend.RetryDeadline", partial(RetryDeadline, 0)
-    )
-    messages: Any = app.amqp
-    with pytest.raises(OperationalError):
-        messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
-
-
 def test_job_whose_completion_waited_too_long_does_not_fail(
     app: Celery, own_redis: OwnRedis
 ) -> None:
@@ -138,24 +99,6 @@ def test_commands_outside_a_completion_do_not_wait(app: Celery, own_redis: OwnRe
     own_redis.kill()
     with pytest.raises(app.connection().recoverable_connection_errors):
         backend.client.get("key")
-
-
-def test_a_chord_is_joined_though_redis_goes_away_meanwhile(
-    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend: Any = app.backend
-    claim = backend._chord_part_return_script
-
-    def claim_and_lose(**arguments: Any) -> Any:
-        answer = claim(**arguments)
-        own_redis.kill()
-        return answer
-
-    script = property(lambda _: claim_and_lose)
-    monkeypatch.setattr(type(backend), "_chord_part_return_script", script, raising=False)
-    count_part(app, "tag", RetryDeadline(sleep=until(own_redis, 2)))
-    assert queue_length(own_redis.url) == 1
-    assert app.backend.get_state("the-body") == "PENDING"
 
 
 def test_the_next_attempt_of_a_chord_s_last_part_sends_the_body(

@@ -9,7 +9,7 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.protocol.pieces import MAX_WAKES, mark_ended
+from batchery.protocol.pieces import MAX_WAKES
 from batchery_producer import piece_reader
 from batchery_producer.piece_reader import (
     MAX_BACKLOG,
@@ -196,38 +196,3 @@ def test_pieces_come_without_wakes(reader: Noting, device: Device) -> None:
     (caller,) = open_streams(reader, device, 1)
     device.add({caller.id: ["a", "b"]})
     wait_for(lambda: caller.values == ["a", "b"], "they came")
-
-
-def test_whoever_stores_a_result_wakes_the_readers(
-    rare: None, reader: Noting, device: Device
-) -> None:
-    callers = open_streams(reader, device, 2)
-    device.server.sadd("batchery-woken:job-1", "celery", "batchery-wake:gone")
-    for each in callers:
-        device.server.set(f"celery-task-meta-{each.id}", '{"status": "SUCCESS", "result": 7}')
-    mark_ended(device.server, reader.backend, [each.id for each in callers])
-    wait_for(lambda: all(each.events for each in callers), "they have ended")
-    assert [event.value for each in callers for event in each.events] == [7, 7]  # type: ignore[union-attr]
-    left = ["celery", "batchery-wake:gone", *(f"batchery-woken:{each.id}" for each in callers)]
-    assert not device.server.exists(*left)
-
-
-def test_two_readers_of_a_job_miss_nothing_and_the_late_one_gets_all(
-    rare: None, reader: Noting, device: Device
-) -> None:
-    (first,) = open_streams(reader, device, 1)
-    device.add({first.id: ["a", "b"]})
-    device.wake({first.id: [1, "a", "b"]})
-    wait_for(lambda: first.values == ["a", "b"], "they came")
-    second = Caller(first.id)
-    second.is_known = False
-    reader.follow(second)
-    reader.wake()
-    wait_for(lambda: second.values == ["a", "b"], "the late one has them")
-    device.add({first.id: ["c"]}, 3)
-    device.wake({first.id: [3, "c"]})
-    wait_for(lambda: first.values == second.values == ["a", "b", "c"], "both have all")
-    reader.drop([first])
-    device.wake({first.id: [4, "d"]})
-    wait_for(lambda: len(second.values) == 4, "the other one goes on")
-    assert len(first.values) == 3

@@ -1,6 +1,5 @@
 """The writer of pieces against real servers: what is written, what is refused, what comes again."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from batchery import (
     Client,
     Failed,
     NoResult,
-    Partial,
     UnserialisableResult,
 )
 from batchery.protocol.pieces import MAX_WAKES, READER_S
@@ -139,16 +137,6 @@ def test_a_job_whose_lease_is_lost_writes_nothing_and_leaves(pen: Pen) -> None:
     assert pen.refusal() == {work.id: CommitStatus.FENCED}
 
 
-def test_a_worker_that_counts_as_dead_writes_nothing(pen: Pen) -> None:
-    """Nor does one whose broker is another server, which does not know it either."""
-    pen.stream()
-    pen.leases.zrem("batchery:workers", "me")
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a")
-    assert pen.written() == []
-
-
 @pytest.mark.parametrize(
     "go",
     [
@@ -166,29 +154,10 @@ def test_a_job_whose_readers_have_gone_leaves_though_it_makes_no_piece(
     assert pen.refusal() == {work.id: CommitStatus.REVOKED}
 
 
-def test_a_job_whose_readers_have_gone_leaves_while_pieces_come_all_the_time(pen: Pen) -> None:
-    pen.stream()
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a")
-    pen.results.delete("batchery-reader:job")
-    refusal = wait_for(lambda: pen.writer.write({work.id: ["b"]}), "it is refused")
-    assert refusal == {work.id: CommitStatus.REVOKED}
-
-
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
     with OwnRedis(tmp_path / "redis") as server:
         yield server
-
-
-def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, "a", "b")
-    pen.writer.end(work, ["committed"])
-    assert pen.results.keys() == []
-    assert pen.writer.write({}) == {}
 
 
 def test_what_is_sent_again_is_there_once_and_a_job_goes_on_after_it(pen: Pen) -> None:
@@ -253,18 +222,6 @@ def test_a_piece_that_json_cannot_write_fails_its_job_alone(pen: Pen) -> None:
     assert pen.written() == [("1-0", '"a"')]
 
 
-def test_a_call_that_runs_again_sends_only_what_is_new(pen: Pen) -> None:
-    pen.stream()
-    work = pen.work()
-    pen.writer.open(work)
-    for pieces in (["a"], ["a", "b"]):
-        take = pen.writer.receive(work)(range(1))
-        for piece in pieces:
-            take(Partial(0, piece))
-    pen.writer.flush(work)
-    assert [piece for _, piece in pen.written()] == ['"a"', '"b"']
-
-
 @pytest.mark.parametrize("later", [[], ["c", "d"]])
 def test_pieces_that_redis_refuses_leave_a_gap_for_their_readers(
     pen: Pen, monkeypatch: pytest.MonkeyPatch, later: list[str]
@@ -287,35 +244,3 @@ def test_pieces_that_redis_refuses_leave_a_gap_for_their_readers(
     app = Celery("reader", backend=pen.app.conf.result_backend, set_as_current=False)
     with app, Client(app) as client, pytest.raises(NoResult, match="pieces 2 to 3 were dropped"):
         list(client.follow("job", timeout_s=patient(30)))
-
-
-def test_pieces_that_redis_always_refuses_are_dropped_and_nobody_waits_for_them(
-    pen: Pen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pen.stream()
-    work = pen.work()
-    pen.writer.read(work)
-
-    def refuse(*_: Any) -> None:
-        raise redis.ResponseError("no")
-
-    monkeypatch.setattr(pen.writer, "_call", refuse)
-    pen.write(work, "a")
-    pen.write(work, "b")
-    assert pen.written() == []
-
-
-def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(
-    pen: Pen, every_redis: Any
-) -> None:
-    pen.stream()
-    work = pen.work()
-    pen.writer.read(work)
-    pen.write(work, 0)
-    with every_redis.hanging():
-        began_s = time.monotonic()
-        for number in range(1, 3000):
-            pen.writer.write({work.id: [number]})
-        assert time.monotonic() - began_s < patient(30)
-    pen.writer.flush(work)
-    assert pen.written()[-1] == ("3000-0", "2999")

@@ -180,18 +180,3 @@ def test_an_ordinary_task_s_jobs_are_found_where_they_run(
 
     summary = go_on(client, source, task, tmp_path, open_gate)
     assert (summary.submitted, summary.succeeded) == (0, 1)
-
-
-def test_another_run_is_not_resumed(tmp_path: Path, redis_url: str, store: "redis.Redis") -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
-    arguments = [str(source), "--redis", redis_url, "--queue", "nobody", "-o", str(output)]
-    arguments += ["--task", TASK]
-    first = Command(tmp_path, redis_url, *arguments)
-    wait_for(lambda: store.llen("nobody") == 3, "the jobs to be sent")
-    kill(first)
-    changed = ["--resume", "--option", "n=1"]
-    code, _, stderr = Command(tmp_path, redis_url, *arguments, *changed).end()
-    assert code == 2
-    assert "kwargs: {'n': 1} now, {} when the run began" in stderr
-    assert store.llen("nobody") == 3
-    store.delete("nobody")

@@ -108,3 +108,28 @@ def test_the_client_names_a_tenant_and_a_wrong_name_fails_at_once(redis_url: str
         assert task._options["headers"] == {"mine": 1, "batchery_tenant": "acme"}
         with pytest.raises(InvalidItem, match="batchery_tenant is 7; expected a name"):
             client.task("embed", tenant=7)  # type: ignore[arg-type]
+
+
+def test_jobs_of_plain_clients_in_a_queue_of_ordinary_tasks_keep_their_priority(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path, store: Any
+) -> None:
+    start_worker("apps.tally")
+    path, gate = tmp_path / "computed", tmp_path / "go"
+    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+
+        def send(text: str, priority: int) -> Any:
+            options: Any = {"queue": "celery", "priority": priority}
+            return app.send_task(tally.tally.name, [text], {"path": str(path)}, **options)
+
+        jobs = [send(str(gate), 9)]
+        wait_for(path.exists, "a batch runs")
+        jobs += [send(f"bulk {number}", 9) for number in range(2 * BATCH)]
+        jobs.append(send("live", 0))
+        wait_for(
+            lambda: sum(map(store.llen, store.keys("celery~batches*"))) == 2 * BATCH,
+            "Celery's consumer has passed them on",
+        )
+        gate.touch()
+        for job in jobs:
+            job.get(timeout=TIMEOUT_S)
+    assert path.read_text().splitlines().index("live") == 1

@@ -13,7 +13,7 @@ from batchery import InvalidItem
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.commands import run_code
-from support.harness import Worker, open_redis, unsettled, wait_for
+from support.harness import Worker, open_redis, wait_for
 from support.patience import patient
 from support.redis_places import make_certificate
 
@@ -113,16 +113,6 @@ def test_a_worker_that_logs_no_job_refuses_it_too(
     start_worker("apps.signed", "-l", "ERROR", "-Q", "quiet", ready=False, env=environ)
     job = client.send_task("apps.signed.shout", ["a"], queue="quiet")
     check_refused(client, store, job.id, "(?i)ContentDisallowed")
-
-
-def test_an_ordinary_job_that_is_not_signed_does_not_run(
-    client: Celery, store: Any, worker: Worker
-) -> None:
-    before, url = len(worker.log), str(client.conf.broker_url)
-    job = client.send_task("apps.signed.double", ["a"], queue="celery")
-    wait_for(lambda: "to deserialize untrusted content" in worker.log[before:], "it is refused")
-    wait_for(lambda: not (unsettled(url) or store.llen("celery")), "it is settled")
-    assert job.state != "SUCCESS"
 
 
 def test_a_job_that_a_stranger_signed_is_refused(

@@ -11,7 +11,6 @@ from celery import Celery
 
 from conftest import StartWorker
 from support.harness import wait_for
-from support.own_redis import OwnRedis
 from support.patience import patient
 from support.redis_places import with_password
 
@@ -79,18 +78,6 @@ def test_standalone_app_takes_its_redis_from_the_settings(tmp_path: Path) -> Non
 def test_standalone_app_never_gives_up_its_broker(tmp_path: Path) -> None:
     script = "from batchery.app import app; print(app.conf.broker_connection_max_retries)"
     assert run(tmp_path, script).strip() == "None"
-
-
-def test_worker_outlives_its_redis(
-    start_worker: StartWorker, tmp_path: Path, model_toml: str, own_redis: OwnRedis
-) -> None:
-    (tmp_path / "batchery.toml").write_text(model_toml)
-    urls = ("BATCHERY_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
-    worker = start_worker("batchery.app", env=dict.fromkeys(urls, own_redis.url))
-    own_redis.kill()
-    wait_for(lambda: worker.has_logged("Cannot connect to", 1), "it is logged")
-    own_redis.start()
-    wait_for(lambda: worker.has_logged("Connected to", 2), "it is back", patient(60))
 
 
 def test_wrong_password_is_one_line_that_says_what_to_set(

@@ -12,13 +12,11 @@ from celery.app.task import Context
 from celery.states import EXCEPTION_STATES, STARTED
 
 from batchery import BatchTask, install
-from batchery_worker.commit import committer
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.messages import Work, dump_context
 from conftest import flush
 from support.harness import open_redis, wait_for
 from support.own_redis import OwnRedis
-from support.patience import patient
 
 # Celery's own backend calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
@@ -151,30 +149,6 @@ def test_one_round_trip_for_a_batch(make_app: Any, own_redis: OwnRedis) -> None:
     calls = {name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"] for name in after}
     assert calls["cmdstat_evalsha"] == 1
     assert calls["cmdstat_publish"] == 50
-
-
-def test_of_a_backend_that_hangs_nothing_is_asked_for_as_long_as_it_has_hung(
-    make_app: Any, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(committer, "SOCKET_TIMEOUT_S", patient(1))
-    app = make_app(own_redis.url)
-    choose_task(app)
-    states = StartedStates(app)
-    states.store(build_work_name(message("before")))
-    took_s = []
-    with own_redis.hanging():
-        for name in ("first", "second", "third", "fourth"):
-            began_s = time.monotonic()
-            states.store(build_work_name(message(name)))
-            took_s.append(time.monotonic() - began_s)
-    # The machine may be held up for as long, but not each time.
-    assert took_s[0] >= patient(1) > min(took_s[1:])
-
-    def is_stored() -> bool:
-        states.store(build_work_name(message("after")))
-        return stored(app, "after") is not None
-
-    wait_for(is_stored, "it is stored again")
 
 
 def test_a_backend_that_is_away_holds_nobody_up(

@@ -1,17 +1,13 @@
 """`batchery submit` against a real Redis and real workers: what comes out."""
 
-import gzip
 import json
 from pathlib import Path
 
-import pytest
 import redis
 from celery import Celery
 
-from batchery import BatchTask, SettingsError, install
 from batchery_producer import Ending, Snapshot, submit_file
-from conftest import StartWorker
-from support.bulk_runs import APP, QUEUE, Command, read_rows, wait_idle, write_rows
+from support.bulk_runs import APP, QUEUE, read_rows, wait_idle, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
 
@@ -49,25 +45,6 @@ def test_every_row_gets_its_own_result_and_nothing_stays_behind(
         lambda: set(store.pubsub_channels("*celery-task-meta*")) <= listened_before,
         "nobody listens any more",
     )
-
-
-def test_a_keyword_that_the_task_does_not_take_is_one_error(tmp_path: Path, redis_url: str) -> None:
-    app = install(Celery("shop", broker=redis_url, backend=redis_url, set_as_current=False))
-
-    @app.task(name="shop.shout", base=BatchTask, shared=False)
-    def shout(texts: list[str], mark: str = "") -> list[str]:
-        return texts
-
-    with pytest.raises(SettingsError, match=r"'shop.shout': .*unexpected keyword argument 'marc'"):
-        submit_file(
-            write_rows(tmp_path / "in.jsonl", 5),
-            shout.name,
-            tmp_path / "out.jsonl",
-            app=app,
-            queue="shop",
-            keywords={"marc": "!"},
-        )
-    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_results_may_stay_in_the_backend(
@@ -123,45 +100,3 @@ def test_failures_and_bad_lines_are_told_with_line_and_reason(
     assert failures[4]["error"]["message"] == "no field 'item'; fields: 'id'"
     assert failures[5]["error"]["message"].startswith("not JSON")
     assert failures[5]["error"]["type"] == "InvalidLine"
-
-
-def test_the_command_reads_stdin_and_writes_stdout(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    command = Command(
-        tmp_path,
-        redis_url,
-        *["-", "-A", APP, "--task", f"{APP}.read_batch", "-o", "-"],
-        *["--format", "text", "--kwargs", '{"tag": "a"}', "--option", "tag=b", "--limit", "2"],
-        *["--timeout", str(patient(30))],
-    )
-    code, stdout, stderr = command.end(gzip.compress(b"one\ntwo\nthree\n"))
-    assert (code, "2 succeeded, 0 failed" in stderr) == (0, True)
-    rows = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda row: row["row"])
-    assert [(row["id"], row["result"]["item"], row["result"]["tag"]) for row in rows] == [
-        (1, "one", "b"),
-        (2, "two", "b"),
-    ]
-
-
-def test_a_backend_that_is_not_redis_works_too(
-    tmp_path: Path, redis_url: str, start_worker: StartWorker
-) -> None:
-    results = tmp_path / "results"
-    results.mkdir()
-    backend = f"file://{results}"
-    start_worker(APP, "-Q", "files", "-n", "files@test", env={"CELERY_RESULT_BACKEND": backend})
-    app = Celery("files", broker=redis_url, backend=backend, set_as_current=False)
-    summary = submit_file(
-        write_rows(tmp_path / "in.jsonl", 50),
-        f"{APP}.shout",
-        tmp_path / "out.jsonl",
-        app=app,
-        queue="files",
-        window=20,
-        timeout_s=patient(30),
-    )
-    app.close()
-    assert summary.ending is Ending.SUCCEEDED
-    assert len(read_rows(tmp_path / "out.jsonl")) == 50
-    assert list(results.iterdir()) == []

@@ -4,17 +4,13 @@ import contextlib
 import json
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 
-from batchery import SettingsError, install
-from batchery_producer import Ending, submit_file
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -119,46 +115,6 @@ def test_without_a_worker_it_gives_up_and_says_why(
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_queue_that_stays_full_ends_it_as_well(
-    tmp_path: Path, redis_url: str, empty_queue: str
-) -> None:
-    app = Celery("full", broker=redis_url, backend=redis_url, set_as_current=False)
-    install(app, classes={"all": {"level": 0, "share": 1, "max_waiting": 3}})
-    end_s = time.monotonic() + patient(30)
-    summary = submit_file(
-        write_rows(tmp_path / "in.jsonl", 10),
-        empty_queue,
-        tmp_path / "out.jsonl",
-        app=app,
-        queue=empty_queue,
-        window=5,
-        timeout_s=0.5,
-        stop=lambda: time.monotonic() > end_s,
-    )
-    app.close()
-    assert summary.ending is Ending.GAVE_UP
-    assert "queue 'nobody': class 'all' holds 3 jobs, and max_waiting is 3" in summary.message
-
-
-def test_an_app_without_results_is_refused(tmp_path: Path, redis_url: str) -> None:
-    source = write_rows(tmp_path / "in.jsonl", 1)
-    app = Celery("mute", broker=redis_url, set_as_current=False)
-    with pytest.raises(SettingsError, match="has no result backend"):
-        submit_file(source, "x", tmp_path / "out.jsonl", app=app)
-    app.close()
-
-
-def test_a_redis_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", 1)
-    url = "redis://127.0.0.1:1/0"
-    command = Command(tmp_path, url, "in.jsonl", "--task", "x", "-o", "out.jsonl", "--redis", url)
-    code, _, stderr = command.end()
-    assert code == 2
-    assert f"no Redis at {url}" in stderr
-    assert stderr.count("\n") == 1
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
     tmp_path: Path, redis_url: str, worker: Worker
 ) -> None:
@@ -186,19 +142,3 @@ def test_ctrl_c_before_the_first_row_makes_nothing(
     assert command.process.wait(patient(30)) == 130
     assert not list(tmp_path.iterdir())
     assert "results in" not in command.end()[2]
-
-
-def test_a_queue_that_is_none_ends_it_at_once(
-    tmp_path: Path, redis_url: str, empty_queue: str, store: "redis.Redis"
-) -> None:
-    store.set(empty_queue, "no list")
-    source = write_rows(tmp_path / "in.jsonl", 10)
-    command = Command(
-        tmp_path,
-        redis_url,
-        *[str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue],
-        *["-o", "out.jsonl"],
-    )
-    code, _, stderr = command.end()
-    assert code == 3
-    assert "a value under this key that is not a queue" in stderr

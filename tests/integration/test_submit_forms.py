@@ -112,24 +112,6 @@ def test_a_dry_run_writes_nothing_and_says_how_long_it_takes(
     assert set(store.scan_iter("celery-task-meta-*")) == before
 
 
-def test_a_dry_run_refuses_what_the_run_would_refuse(
-    tmp_path: Path, redis_url: str, worker: Worker
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", 1)
-    for task, output, why in (
-        ("no.such", "out.jsonl", "has no such task"),
-        (f"{APP}.shout", "nowhere/out.jsonl", "there is no directory"),
-    ):
-        arguments = [str(source), "-A", APP, "--task", task, "--queue", QUEUE, "-o", output]
-
-        def is_refused() -> bool:
-            code, _, stderr = Command(tmp_path, redis_url, *arguments, "--dry-run").end()  # noqa: B023
-            return code == 2 and why in stderr  # noqa: B023
-
-        # Nobody knows what a worker has that does not answer in time.
-        wait_for(is_refused, why, patient(60))
-
-
 def test_a_dry_run_without_a_worker_says_why_and_its_jobs_expire(
     tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
 ) -> None:

@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
 from apps import ordinary, shop
 from conftest import StartWorker
-from support.harness import START_S, TESTS, Worker, device_busy, kill_all, wait_for
+from support.harness import START_S, TESTS, Worker, device_busy, kill_all
 from support.patience import patient
 
 TIMEOUT_S = patient(30)
@@ -69,17 +69,6 @@ def test_ping_is_answered_while_a_forward_pass_takes_ten_seconds(
     assert job.get(timeout=TIMEOUT_S) == str(gate)
 
 
-def test_two_workers_share_one_queue(start_worker: StartWorker, tmp_path: Path) -> None:
-    workers = [start_worker("apps.shop"), start_worker("apps.shop")]
-    gates = [str(tmp_path / f"gate-{number}") for number in range(400)]
-    jobs = shop.until.submit_many(gates)
-    for each in workers:
-        wait_for(lambda: each.inspect(shop.app, "active"), "it has some of them")  # noqa: B023
-    for gate in gates:
-        Path(gate).touch()
-    assert jobs.get(timeout=TIMEOUT_S) == gates
-
-
 def test_an_app_without_batch_tasks_starts_no_device(start_worker: StartWorker) -> None:
     worker = start_worker("apps.ordinary")
     assert ordinary.double.delay(4).get(timeout=TIMEOUT_S) == 8
@@ -117,20 +106,6 @@ def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
         assert worker.stop() == 0
     finally:
         worker.kill()
-
-
-def test_a_wrong_setting_is_one_line_and_exit_code_2(start_worker: StartWorker) -> None:
-    env = {"BATCHERY_MAX_BATCH_SIZE": "0"}
-    line = refusal(start_worker("apps.shop", ready=False, env=env))
-    assert "max_batch_size" in line
-    assert "BATCHERY_MAX_BATCH_SIZE" in line
-
-
-def test_a_broken_toml_is_one_line_and_exit_code_2(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    (tmp_path / "batchery.toml").write_text("max_batch_size = \n")
-    assert "batchery.toml: not valid TOML" in refusal(start_worker("apps.shop", ready=False))
 
 
 def test_a_missing_gpu_is_one_line_and_exit_code_2(

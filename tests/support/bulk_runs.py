@@ -1,17 +1,14 @@
-"""Bulk runs for tests: inputs, the command as a process, a Redis that can be restarted."""
+"""Bulk runs for tests: inputs, and the command as a process."""
 
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from batchery_worker.devstack.redis_server import find_redis_server
 from support.harness import PYTHONPATH, queue_length, unsettled, wait_for
-from support.own_redis import find_lasting_port
 from support.patience import patient
 
 #: The app that the tests submit to, and its queue.
@@ -64,36 +61,3 @@ class Command:
         finally:
             self.process.kill()
         return self.process.returncode, stdout.decode(), stderr.decode()
-
-
-class RestartableRedis:
-    """A redis-server on one port, whose data outlives it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.port = find_lasting_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.process = self._start()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [find_redis_server(), "--port", str(self.port), "--appendonly", "yes", "--save", ""],
-            cwd=self._directory,
-            stdout=subprocess.DEVNULL,
-        )
-        wait_for(self._listens, "redis-server")
-        return process
-
-    def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
-        except OSError:
-            return False
-        return True
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(patient(20))
-
-    def start(self) -> None:
-        self.process = self._start()

@@ -21,6 +21,7 @@ from kombu.utils.imports import symbol_by_name
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
+from batchery.transport import REFUSALS
 from batchery.transport.redis_schema import find_own
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.device_pool.fleet import Fleet, HolderBeats
@@ -132,6 +133,19 @@ class DevicesStep(_Step):  # type: ignore[misc]
         figures = self.fleet.figures()
         total = Counter(worker_state.total_count) + Counter(figures.pop("total"))
         return {"pool": {**pool, **figures}, "total": total}
+
+
+class RefusalsStep(_Step):  # type: ignore[misc]
+    """Part of Celery's consumer: what a Redis refuses that cannot write is a lost connection.
+
+    A primary may become a replica at any moment, or be full. Else the refusal of an acknowledgement
+    would end the worker, and its devices with it.
+    """
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, **options)
+        if getattr(consumer.controller, "pull_plan", None) is not None:
+            consumer.connection_errors = (*consumer.connection_errors, *REFUSALS)
 
 
 def _on_lost(why: str) -> None:

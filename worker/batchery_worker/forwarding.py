@@ -41,13 +41,14 @@ def _make_handle(find_queue: Callable[[Any], Any]) -> Callable[..., None]:
         **_: Any,
     ) -> None:
         channel = message.channel
-        queue = find_queue(message.delivery_info.get("routing_key"))
+        beside = find_queue(message.delivery_info.get("routing_key")) + BATCHES
+        priority = channel._get_message_priority({"properties": message.properties})
         scripts = transport_scripts(redis.Redis(connection_pool=channel.pool))
         prefix = channel.global_keyprefix
         keys = [
             f"{prefix}{channel.unacked_key}",
             f"{prefix}{channel.unacked_index_key}",
-            f"{prefix}{queue}{BATCHES}",
+            f"{prefix}{channel._q_for_pri(beside, priority)}",
         ]
         scripts.run("forward_unacked", keys, message.delivery_tag, _spell(channel, message))
         # Kombu's own count of messages that are not settled goes down.

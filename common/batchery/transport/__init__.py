@@ -13,10 +13,13 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.transport.channel import Channel, SentinelChannel
 
-__all__ = ["NEEDS_WRITES", "SentinelTransport", "Transport", "use_transport"]
+__all__ = ["NEEDS_WRITES", "REFUSALS", "SentinelTransport", "Transport", "use_transport"]
 
 #: Transport option of a worker's connection: a server that takes no writes counts as away.
 NEEDS_WRITES = "needs_writes"
+
+#: What a server raises that takes no writes: it is a replica, or full.
+REFUSALS = (redis.ReadOnlyError, redis.OutOfMemoryError)
 
 _Transport: Any = kombu_redis.Transport
 
@@ -25,14 +28,6 @@ class Transport(_Transport):  # type: ignore[misc]
     """Kombu's Redis transport, with channels of ours; a worker outlives a server without writes."""
 
     Channel = Channel
-    connection_errors: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.client.transport_options.get(NEEDS_WRITES):
-            # A primary may become a replica at any moment, or be full, and Celery's steps write.
-            refusals = (redis.ReadOnlyError, redis.OutOfMemoryError)
-            self.connection_errors = (*self.connection_errors, *refusals)
 
     def establish_connection(self) -> Any:
         """Connects.

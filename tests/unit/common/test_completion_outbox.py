@@ -59,60 +59,6 @@ def dedupe_keys(*messages: dict[str, Any]) -> list[str]:
     return log
 
 
-def test_new_outbox_publishes_at_once(outbox: Outbox, log: list[str]) -> None:
-    outbox.publish(held(log, "step"))
-    assert log == ["queue id step work 0 1"]
-    assert outbox.messages == []
-
-
-def test_holding_outbox_publishes_nothing(outbox: Outbox, log: list[str]) -> None:
-    outbox.holds = True
-    outbox.publish(held(log, "step"))
-    assert log == []
-    assert [each.message for each in outbox.messages] == [message("step")]
-
-
-def test_replay_publishes_messages_in_order_and_then_stores_the_result(
-    outbox: Outbox, log: list[str]
-) -> None:
-    outbox.holds = True
-    outbox.hold_result(b"{}", 60, lambda: log.append("result"))
-    for task_id in ("step", "parent"):
-        outbox.publish(held(log, task_id))
-    outbox.replay()
-    assert log == ["queue id step work 0 1", "queue id parent work 0 1", "result"]
-
-
-def test_replay_without_a_held_result_stores_nothing(outbox: Outbox, log: list[str]) -> None:
-    outbox.holds = True
-    outbox.publish(held(log, "step"))
-    outbox.replay()
-    assert log == ["queue id step work 0 1"]
-
-
-def test_message_after_replay_is_published_at_once(outbox: Outbox, log: list[str]) -> None:
-    outbox.holds = True
-    outbox.replay()
-    outbox.publish(held(log, "step"))
-    assert log == ["queue id step work 0 1"]
-
-
-@pytest.mark.parametrize(
-    ("holds", "task_id", "expected"),
-    [(True, "parent", True), (True, "another", False), (False, "parent", False)],
-)
-def test_only_the_own_result_is_held_back(
-    outbox: Outbox, holds: bool, task_id: str, expected: bool
-) -> None:
-    outbox.holds = holds
-    assert outbox.holds_result(task_id) is expected
-
-
-def test_held_message_has_the_text_that_kombu_puts_into_a_queue(log: list[str]) -> None:
-    each = HeldMessage(FakeChannel(log), "queue", {"body": "ü", "headers": {}})
-    assert each.text == '{"body": "\\u00fc", "headers": {}}'
-
-
 def test_message_with_a_known_id_is_named_by_id_task_and_retries() -> None:
     assert dedupe_keys(message("step", "[1]")) == dedupe_keys(message("step", "[2]"))
     assert len(set(dedupe_keys(message("step"), message("parent")))) == 2

@@ -43,10 +43,6 @@ def test_every_item_of_a_part_belongs_to_the_job_that_carried_it(
     assert positions == list(range(stop - start))
 
 
-def test_a_job_that_ends_where_a_part_begins_has_no_items_in_it() -> None:
-    assert [*shares([2, 2, 2], range(2, 4))] == [(1, range(2))]
-
-
 def several(*ids: str) -> BatchContext:
     jobs = [
         JobContext.of({"id": each, "retries": 1, "hostname": "h"}, range(at, at + 1))
@@ -80,20 +76,6 @@ def test_a_batch_of_one_is_the_request_of_its_job() -> None:
     assert (batch.id, batch.retries, batch.headers) == ("a", 3, {"tenant": "x"})
     batch.children.append("child")
     assert request.children == job.children == ["child"]
-
-
-def test_contexts_are_made_once_on_first_use() -> None:
-    calls: list[int] = []
-
-    def jobs() -> list[JobContext]:
-        calls.append(1)
-        return [JobContext.of({"id": "a"}, range(2))]
-
-    batch = BatchContext(jobs)
-    assert calls == []
-    assert [job.id for job in batch.per_item] == ["a", "a"]
-    assert batch.jobs is batch.jobs
-    assert calls == [1]
 
 
 def test_batch_context_ends_with_the_call(app: Celery) -> None:

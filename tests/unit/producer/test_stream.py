@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery_producer.answers import Answer
-from batchery_producer.stream import SEND_JOBS, Window
+from batchery_producer.stream import Window
 
 Numbers = Window[int]
 ENDED = Answer()
@@ -41,15 +41,6 @@ def test_window_of_no_job_is_refused() -> None:
         Numbers(0)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_window_job_that_has_ended_cannot_end_again(ordered: bool) -> None:
-    window = Numbers(3, ordered=ordered)
-    window.add({"a": 1, "b": 2})
-    list(window.end("b", ENDED))
-    with pytest.raises(KeyError):
-        list(window.end("b", ENDED))
-
-
 @given(order=st.permutations(range(9)))
 def test_ordered_window_hands_jobs_on_in_the_order_of_sending(order: list[int]) -> None:
     window = Numbers(9, ordered=True)
@@ -61,19 +52,3 @@ def test_ordered_window_hands_jobs_on_in_the_order_of_sending(order: list[int]) 
         assert len(window) == 9 - len(handed_on)  # What waits for older jobs still counts.
         assert len(window.in_flight) == 9 - count
     assert handed_on == list(range(9))
-
-
-def test_window_empty_sends_all_that_fits() -> None:
-    assert Numbers(5).to_send == 5
-    assert Numbers(5 * SEND_JOBS).to_send == SEND_JOBS
-
-
-def test_window_with_few_free_sends_nothing_until_an_eighth_is_free() -> None:
-    window = Numbers(80)
-    window.add({str(number): number for number in range(80)})
-    for number in range(9):
-        assert window.to_send == 0
-        list(window.end(str(number), ENDED))
-    assert window.to_send == 0
-    list(window.end("9", ENDED))
-    assert window.to_send == 10

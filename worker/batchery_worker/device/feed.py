@@ -25,7 +25,7 @@ from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery.transport.codec import reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import ORDINARY, find_own
+from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
@@ -200,7 +200,7 @@ class Feed:
         pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
         self.consumer = StockConsumer(
             *(app, pull.hostname, pool, self.turns.timer, self.eventer),
-            self._find_ordinary,
+            self._find_list,
             is_here,
         )
         self.source: Any
@@ -500,11 +500,17 @@ class Feed:
         for call in self.dispatcher.list_calls():
             _ = call.request
 
-    def _find_ordinary(self, key: str) -> str:
-        """The list that Celery's consumer reads, for the list that a message came by."""
+    def _find_list(self, task: Any, key: str) -> str:
+        """Where jobs that this device cannot run belong, for the list that one came by."""
         queue = self._find_queue(key)
-        # A list of tenants may be beside a queue that Celery's consumer has.
-        return queue + ORDINARY if queue in self.source.names else find_own(queue)
+        if isinstance(task, BatchTask):
+            # It has a list of its own, whatever its jobs came by.
+            name = task.name + BATCHES
+        else:
+            # A list of tenants may be beside a queue that Celery's consumer has.
+            name = queue + ORDINARY if queue in self.source.names else find_own(queue)
+        found: str = self.source.find_like(key, name)
+        return found
 
     def _find_queue(self, key: str) -> str:
         name: str = self.source.find_queue(key)

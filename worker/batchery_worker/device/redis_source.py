@@ -359,7 +359,14 @@ class RedisSource:
 
     def find_queue(self, key: str) -> str:
         """The queue of a key, which may be that of any of its lists."""
-        return split_list(key.removeprefix(self.global_keyprefix), self.sep)[0]
+        return self._find_place(key)[0]
+
+    def find_like(self, key: str, name: str) -> str:
+        """The list of a name that has the priority step of a key."""
+        return self._q_for_pri(name, self._find_place(key)[1])
+
+    def _find_place(self, key: str) -> tuple[str, int]:
+        return split_list(key.removeprefix(self.global_keyprefix), self.sep)
 
     def _reconcile(self, place: Place) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""

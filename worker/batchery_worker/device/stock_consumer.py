@@ -22,7 +22,6 @@ from kombu.utils.imports import symbol_by_name
 from batchery.task import BatchTask
 from batchery.transport.codec import Message
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.redis_schema import BATCHES
 from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
 from batchery_worker.forwarding import forward_lease
 from batchery_worker.in_flight import TaskCall
@@ -161,11 +160,6 @@ class NoQos:
         """Does nothing."""
 
 
-def find_own_list(task: str, _: str) -> str:
-    """The list of the jobs of a task that not every device serves, whatever they came by."""
-    return task + BATCHES
-
-
 class StockConsumer(GuardedConsumer):
     """Reads messages as Celery's worker does: revoked and expired jobs, ETA, rates, refusals."""
 
@@ -176,7 +170,7 @@ class StockConsumer(GuardedConsumer):
         pool: CallPool,
         timer: Any,
         eventer: Any,
-        find_list: Callable[[str], str],
+        find_list: Callable[[Any, str], str],
         is_here: Callable[[BatchTask], bool],
     ) -> None:
         """Reads no message yet.
@@ -187,7 +181,8 @@ class StockConsumer(GuardedConsumer):
             pool: Takes what may run.
             timer: Celery's requests with an ETA wait there.
             eventer: Sends task events.
-            find_list: The list that Celery's consumer reads, for the list that a message came by.
+            find_list: Where a task's jobs belong that this device cannot run, for the list that one
+                came by.
             is_here: Whether this device serves a task.
         """
         self.app = app
@@ -214,12 +209,9 @@ class StockConsumer(GuardedConsumer):
         self.on_task_request = refuse_what_raises(self, self._execute)
         bound_decompression()
         self.update_strategies()
-        forward = forward_lease(find_list)
         for name, task in app.tasks.items():
-            if not isinstance(task, BatchTask):
-                self.strategies[name] = forward
-            elif not is_here(task):
-                self.strategies[name] = forward_lease(partial(find_own_list, name))
+            if not (isinstance(task, BatchTask) and is_here(task)):
+                self.strategies[name] = forward_lease(partial(find_list, task))
         self.handle = self.create_task_handler()
 
     def make_request(self, message: Any) -> Any:

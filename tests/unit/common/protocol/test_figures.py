@@ -6,20 +6,12 @@ from typing import Any
 import pytest
 
 from batchery.protocol.figures import (
-    TOKEN_BOUNDS_S,
-    WAIT_BOUNDS_S,
     BatchFigures,
     BatchSums,
-    CacheFigures,
     DeviceSnapshot,
-    LeaseFigures,
-    TextFigures,
     WorkerFigures,
-    find_bound,
     read_figures,
-    report,
 )
-from batchery.redis_scripts import ScriptTime
 
 EARLIER = BatchFigures(batches=10, items=100, tokens=800, computed_tokens=1000, jobs=40)
 
@@ -27,13 +19,6 @@ EARLIER = BatchFigures(batches=10, items=100, tokens=800, computed_tokens=1000, 
 def worker(clock_s: float, batches: BatchFigures, **devices: BatchSums) -> WorkerFigures:
     snapshots = {name: DeviceSnapshot("ready", 0, done=done) for name, done in devices.items()}
     return WorkerFigures(snapshots, batches, clock_s)
-
-
-def test_ratios_follow_from_the_sums_and_need_a_whole() -> None:
-    assert (EARLIER.mean_batch_size, EARLIER.padding_waste) == (10.0, 0.2)
-    assert BatchFigures().mean_batch_size is BatchFigures().padding_waste is None
-    assert CacheFigures(items=8, hits=1, deduplicated=2).hit_rate == 0.375
-    assert report(EARLIER)["mean_batch_size"] == 10.0
 
 
 def test_sums_of_the_time_between_two_answers() -> None:
@@ -61,29 +46,6 @@ def test_worker_between_two_answers_has_the_devices_that_were_there_all_the_time
 )
 def test_without_an_earlier_answer_of_the_same_worker_nothing_is_known(before: Any) -> None:
     assert worker(103.5, EARLIER).since(before) is None
-
-
-def test_texts_are_counted_by_their_first_token_and_their_pauses() -> None:
-    figures = TextFigures()
-    figures.add(0.1, 0.001, 7, 20)
-    figures.add(4000.0, None, 1, 1)
-    assert (figures.tokens_in, figures.tokens_out) == (8, 21)
-    assert (figures.first_tokens_s, figures.pauses_s) == (4000.1, 0.001)
-    found = report(figures)
-    assert found["first_tokens"] == {"0.1": 1, "inf": 1}
-    assert found["pauses"] == {"0.001": 1}
-
-
-@pytest.mark.parametrize("bounds", [WAIT_BOUNDS_S, TOKEN_BOUNDS_S])
-def test_bound_of_a_value_is_the_least_that_is_not_below_it(bounds: tuple[float, ...]) -> None:
-    assert find_bound(bounds, 0.0) == bounds[0]
-    assert [find_bound(bounds, each) for each in bounds] == list(bounds)
-    assert find_bound(bounds, bounds[0] * 1.01) == bounds[1]
-
-
-def test_round_trips_of_all_scripts_are_counted() -> None:
-    scripts = {"fetch": ScriptTime(3, 0.5), "commit": ScriptTime(2, 0.1)}
-    assert LeaseFigures(scripts=scripts).round_trips == 5
 
 
 def test_answer_of_something_else_is_none() -> None:

@@ -26,18 +26,6 @@ def test_worker_is_dead_after_an_unchanged_heartbeat_for_a_full_expiry(
     assert dead(detector, looks) == [[], [], [], [], [], ["silent"]]
 
 
-def test_dead_workers_are_reported_with_their_last_heartbeat(detector: FailureDetector) -> None:
-    for second in range(5):
-        detector.observe({"silent": 7}, second)
-    assert detector.observe({"silent": 7}, 5) == [("silent", 7)]
-
-
-def test_new_heartbeat_restarts_the_expiry(detector: FailureDetector) -> None:
-    looks = [(second, {"slow": second // 4}) for second in range(10)]
-    assert dead(detector, looks) == [[]] * 9 + [[]]
-    assert dead(detector, [(second, {"slow": 2}) for second in range(10, 14)])[-1] == ["slow"]
-
-
 @pytest.mark.parametrize("jump_ms", [10**12, -(10**12)])
 def test_jump_of_the_server_s_clock_makes_no_worker_dead(
     detector: FailureDetector, jump_ms: int
@@ -46,30 +34,10 @@ def test_jump_of_the_server_s_clock_makes_no_worker_dead(
     assert dead(detector, looks) == [[]] * 20
 
 
-def test_new_detector_ignores_the_age_of_heartbeats(detector: FailureDetector) -> None:
-    assert dead(detector, [(1e6, {"silent": 1})]) == [[]]
-
-
 def test_gap_between_observations_restarts_all_expiries(detector: FailureDetector) -> None:
     looks = [(second, {"silent": 7}) for second in (0, 1, 2, 3, 4)]
     looks += [(second, {"silent": 7}) for second in (7, 8, 9, 10, 11, 12)]
     assert dead(detector, looks) == [[]] * 10 + [["silent"]]
-
-
-def test_reset_restarts_all_expiries(detector: FailureDetector) -> None:
-    for second in range(5):
-        detector.observe({"silent": 7}, second)
-    detector.reset()
-    looks = [(second, {"silent": 7}) for second in range(5, 11)]
-    assert dead(detector, looks) == [[]] * 5 + [["silent"]]
-
-
-def test_worker_that_registers_again_counts_as_new(detector: FailureDetector) -> None:
-    for second in range(3):
-        detector.observe({"worker": 7}, second)
-    detector.observe({}, 3)
-    looks = [(second, {"worker": 7}) for second in range(4, 9)]
-    assert dead(detector, looks) == [[]] * 5
 
 
 def test_undisturbed_time_counts_from_the_last_interruption(detector: FailureDetector) -> None:

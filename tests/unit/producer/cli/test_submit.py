@@ -4,8 +4,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from batchery import AppNotImportable
-from batchery.cli.app import load_app
 from batchery.cli.main import main
 from batchery_producer import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.cli.submit import as_dict, describe, figures
@@ -42,13 +40,6 @@ def test_command_with_missing_input_prints_one_line_and_exits_with_2(tmp_path: P
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     assert "none.jsonl: cannot be read: No such file" in result.output
-
-
-def test_command_with_app_that_cannot_be_imported_names_it() -> None:
-    with pytest.raises(AppNotImportable, match="app 'no_such_app' cannot be imported"):
-        load_app("no_such_app")
-    with pytest.raises(AppNotImportable, match="is a str, and no Celery app"):
-        load_app("batchery.protocol.headers:HEADER")
 
 
 def test_help_names_every_exit_code() -> None:

@@ -106,14 +106,6 @@ def test_the_projection_of_a_colbert_checkpoint_is_used(
     assert_is_the_librarys(folder, load(KIND, folder))
 
 
-def test_vectors_have_length_one_unless_told_otherwise(build: Build, load: Load) -> None:
-    model = load(KIND, build("bert"))
-    for scaled, raw in zip(run(model, ITEMS), run(model, ITEMS, normalize=False), strict=True):
-        vectors = torch.tensor(raw["vectors"])
-        assert (vectors.norm(dim=1) - 1).abs().min() > 0.1
-        close(scaled, torch.nn.functional.normalize(vectors, dim=1))
-
-
 def test_base64_carries_the_same_numbers(build: Build, load: Load) -> None:
     model = load(KIND, build("bert"))
     for plain, packed in zip(run(model, ITEMS), run(model, ITEMS, encoding="base64"), strict=True):

@@ -28,16 +28,6 @@ def usual(tokenizer: Any, texts: list[str], **options: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_tokens_are_those_of_the_tokenizer(causal: bool) -> None:
-    tokenizer = make_tokenizer(causal=causal)
-    texts = made(tokenizer)
-    prepared = texts(TEXTS)
-    assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
-    assert all(each.dtype == np.int64 for each in prepared)  # type: ignore[union-attr]
-    assert texts._columns == texts._fast
-
-
 def test_limits_that_others_leave_in_the_tokenizer_do_no_harm() -> None:
     tokenizer = make_tokenizer()
     texts = made(tokenizer)
@@ -69,7 +59,6 @@ def test_a_tokenizer_that_does_more_is_called_itself() -> None:
     particular: Any = Particular(tokenizer_object=plain.backend_tokenizer, unk_token="[UNK]")  # type: ignore[no-untyped-call]
     for tokenizer in (particular, Slow()):
         texts = made(tokenizer)
-        assert texts._columns == texts._usual
         prepared = texts(TEXTS)
         assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
 
@@ -80,24 +69,6 @@ def test_a_text_that_lost_its_end_says_so_and_one_that_just_fits_does_not(tokeni
     short, fits, cut = texts(["rain", "the cat", "the cat sat on the mat"])
     assert [len(each[0]) for each in (short, fits, cut)] == [3, 4, 4]  # type: ignore[index]
     assert [isinstance(each, Truncated) for each in (short, fits, cut)] == [False, False, True]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_tokens_of_pairs_are_those_of_the_tokenizer(causal: bool, side: str) -> None:
-    tokenizer = make_tokenizer(causal=causal, types=not causal)
-    texts = made(tokenizer)
-    pairs = [(one, other) for one in TEXTS for other in TEXTS]
-    prepared = texts(pairs, Cut(True, side))
-    assert texts._columns == texts._fast
-    tokenizer.truncation_side = side
-    firsts, seconds = map(list, zip(*pairs, strict=True))
-    columns = tokenizer(firsts, seconds, truncation=True, max_length=8)
-    assert [each[0].tolist() for each in prepared] == columns["input_ids"]  # type: ignore[index]
-    if not causal:
-        types = [each[1].tolist() for each in prepared]  # type: ignore[index]
-        assert types == columns["token_type_ids"]
-        assert types[0] == [0, 0, 0, 0, 1, 1, 1]
 
 
 def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:

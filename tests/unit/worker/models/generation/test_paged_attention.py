@@ -12,8 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from batchery_worker.models.forward.attention import NotPackable
 from batchery_worker.models.generation import graphed_steps, paged_attention, paged_batch
 from batchery_worker.models.generation.graphed_steps import GraphedSteps
-from batchery_worker.models.generation.texts import Prompt
-from batchery_worker.models.inputs import GenerationKeywords
 from support.tiny_models import Load
 from support.tiny_writers import Driver, PlainWriter, make_prompts, save_writer
 
@@ -118,12 +116,6 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "page_kernel", lambda: None)
 
 
-@pytest.fixture
-def replayed(with_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: by_page)
-    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
-
-
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize(("pages", "steps"), [(None, GraphedSteps), (by_page, ReplayedSteps)])
@@ -182,68 +174,6 @@ def test_steps_that_cannot_be_captured_run_without_graphs(
     assert text == plain.text(plain.write("the cat", 8))
     # Once for each kind of steps.
     assert sum("launched without CUDA graphs" in line for line in caplog.messages) == 2
-
-
-@pytest.mark.usefixtures("with_kernel")
-@pytest.mark.parametrize("pages", [None, by_page])
-def test_of_more_texts_than_a_step_takes_each_gets_on(
-    pages: Any, load: Load, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_attention, "page_kernel", lambda: pages)
-    monkeypatch.setattr(paged_batch, "GraphedSteps", ReplayedSteps)
-    batch = load("generation", save_writer(tmp_path / "llama"), slots=2)._batch
-    tokens = dict[str, int]()
-    for step in range(60):
-        # Two come whenever one has ended.
-        while len(tokens) < 2 * sum(each == 6 for each in tokens.values()) + 3:
-            name = str(len(tokens))
-            tokens[name] = 0
-            batch.add(name, Prompt([5 + len(tokens), 6], GenerationKeywords(), 0))
-        names, _ = batch.forward()
-        batch.accept([9] * len(names))
-        for name in names:
-            tokens[name] += 1
-            if tokens[name] == 6:
-                batch.drop(name)
-        begun = [each for each in tokens.values() if 0 < each < 6]
-        # What has begun holds pages, and so must end before others begin.
-        assert len(begun) <= 2, step
-    ended = [name for name, count in tokens.items() if count == 6]
-    assert len(ended) >= 15
-    assert ended == sorted(ended, key=int)
-
-
-@pytest.mark.usefixtures("replayed")
-def test_a_prompt_waits_where_growing_texts_need_the_cache(load: Load, tmp_path: Any) -> None:
-    # Ten pages, of which a text has nine.
-    batch = load("generation", save_writer(tmp_path / "llama"), slots=4, cache_tokens=320)._batch
-    batch.add("long", Prompt([7] * 270, GenerationKeywords(), 0))
-    for number in range(6):
-        if number == 1:
-            batch.add("short", Prompt([5, 6], GenerationKeywords(), 0))
-        names, _ = batch.forward()
-        while not names:
-            names, _ = batch.forward()
-        assert names == ["long"]
-        batch.accept([9])
-    batch.drop("long")
-    assert batch.forward()[0] == ["short"]
-
-
-@pytest.mark.usefixtures("replayed")
-def test_parts_of_a_long_prompt_and_texts_that_grow_take_turns(load: Load, tmp_path: Any) -> None:
-    folder = save_writer(tmp_path / "llama")
-    batch = load("generation", folder, slots=6, max_batch_tokens=12)._batch
-    seen = []
-    for number in range(8):
-        if number < 2:
-            prompt = [[5, 6], [7] * 30][number]
-            batch.add(f"of {len(prompt)}", Prompt(prompt, GenerationKeywords(), 0))
-        names, _ = batch.forward()
-        batch.accept([9] * len(names))
-        seen.append(names)
-    assert seen[:6] == [["of 2"], [], ["of 2"], [], ["of 2"], ["of 30"]]
-    assert all({*names} == {"of 2", "of 30"} for names in seen[6:])
 
 
 @pytest.mark.usefixtures("with_kernel")

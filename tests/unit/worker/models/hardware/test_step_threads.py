@@ -10,7 +10,6 @@ from batchery_worker.models.hardware.cpu_threads import (
     FIRST_STEPS,
     STEPS_BETWEEN,
     TRIAL_STEPS,
-    TURN_STEPS,
     StepThreads,
 )
 
@@ -65,14 +64,6 @@ def test_finds_a_number_between() -> None:
     assert machine.threads.count == 4
 
 
-def test_fewer_threads_are_taken_that_are_as_quick_and_stay() -> None:
-    machine = Machine(2, lambda _: 1.0)
-    machine.run(FIRST_STEPS + TRIAL_STEPS)
-    assert machine.threads.count == 1
-    machine.run(5 * (STEPS_BETWEEN + TRIAL_STEPS))
-    assert machine.threads.count == 1
-
-
 def test_goes_back_when_the_cores_are_free_again() -> None:
     machine = Machine(2, crowded)
     machine.run(FIRST_STEPS + TRIAL_STEPS)
@@ -80,20 +71,6 @@ def test_goes_back_when_the_cores_are_free_again() -> None:
     machine.lasts_s = parallel
     machine.run(2 * (STEPS_BETWEEN + TRIAL_STEPS))
     assert machine.threads.count == 2
-
-
-def test_the_first_step_of_a_turn_is_not_counted() -> None:
-    machine = Machine(2, crowded)
-    machine.run(FIRST_STEPS)
-    for step in range(TRIAL_STEPS):
-        with machine.threads.step() as count:
-            machine.now_s += 100.0 if step % TURN_STEPS == 0 else parallel(count)
-    assert machine.threads.count == 2
-
-
-def test_one_thread_has_no_choice() -> None:
-    machine = Machine(1, crowded)
-    assert set(machine.run(3 * (STEPS_BETWEEN + TRIAL_STEPS))) == {1}
 
 
 def test_torch_has_the_threads_of_a_step_only_within_it() -> None:
