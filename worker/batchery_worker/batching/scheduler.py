@@ -27,7 +27,6 @@ from typing import Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
-from batchery_worker.batching.residency import DeviceModels, Served
 from batchery_worker.batching.shares import Charge, Flow, KeyFlows, Shares
 from batchery_worker.batching.suspects import Suspects
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
@@ -119,9 +118,9 @@ class Scheduler(Generic[T]):
         self._suspects.recovered.clear()
         return dropped
 
-    def held(self, task: str | None = None, models: Served | None = None) -> list[Job[T]]:
+    def held(self, task: str | None = None) -> list[Job[T]]:
         """Every job, or those for a kind of device, that could as well wait elsewhere."""
-        queues = self._queues.values() if task is None else self._for_device(task, models)
+        queues = self._queues.values() if task is None else self._for_device(task)
         return [job for waiting in queues for job in waiting]
 
     def count(self, task: str, priority_class: str) -> int:
@@ -138,9 +137,9 @@ class Scheduler(Generic[T]):
         flows = self._find_flows(behind)
         return bool(flows) and self._ranks[priority_class] < min(map(self._rank, flows))
 
-    def oldest_held_s(self, task: str, models: Served | None = None) -> float | None:
+    def oldest_held_s(self, task: str) -> float | None:
         """When the oldest of the jobs came that `held` returns; None if there is none."""
-        return min((waiting.oldest_s for waiting in self._for_device(task, models)), default=None)
+        return min((waiting.oldest_s for waiting in self._for_device(task)), default=None)
 
     @property
     def holds_any(self) -> bool:
@@ -159,9 +158,9 @@ class Scheduler(Generic[T]):
         """Whether a job waits that must run alone."""
         return bool(self._suspects)
 
-    def tests(self, task: str, models: Served | None) -> bool:
+    def tests(self, task: str) -> bool:
         """Whether a device, see `next_batch`, must leave all else until suspects have run."""
-        own = (self._serves(task, job.key, models) for job in self._suspects.own)
+        own = (self._serves(task, job.key) for job in self._suspects.own)
         return bool(self._suspects.recovered) or any(own)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
@@ -183,7 +182,6 @@ class Scheduler(Generic[T]):
         *,
         task: str = "",
         cohort: int = 0,
-        models: DeviceModels | None = None,
     ) -> Batch[T] | None:
         """The batch that a device should get now.
 
@@ -198,7 +196,6 @@ class Scheduler(Generic[T]):
             left_s: How long the device has to do with what it holds, in seconds.
             task: The task whose jobs it has in slots; empty for a device of all other tasks.
             cohort: Maximum number of suspects that may share its slots, where it runs some.
-            models: Which models it has; None for all that its jobs need.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
@@ -206,7 +203,7 @@ class Scheduler(Generic[T]):
         if alone or (in_flight >= DEVICE_DEPTH and not task):
             return None
         if self._suspects or cohort:
-            suspect = self._suspects.find(lambda key: self._serves(task, key, models))
+            suspect = self._suspects.find(lambda key: self._serves(task, key))
             if suspect is not None:
                 return self._suspects.take(suspect, task, in_flight, elsewhere, cohort)
             if self._suspects.recovered or cohort:
@@ -217,7 +214,6 @@ class Scheduler(Generic[T]):
             now_s,
             left_s,
             task=task,
-            models=models,
             is_idle=in_flight == 0 or bool(task),
             least=inf if turn is None else self._urgent_tag(turn, now_s),
         )
@@ -229,7 +225,6 @@ class Scheduler(Generic[T]):
         left_s: float = inf,
         *,
         task: str = "",
-        models: DeviceModels | None = None,
     ) -> Batch[T] | None:
         """A batch that should run before the rest of what a device holds.
 
@@ -242,21 +237,18 @@ class Scheduler(Generic[T]):
             now_s: The time, on the clock of `Job.arrived_s`.
             left_s: How long the device has to do with that, in seconds.
             task: As for `next_batch`.
-            models: As there; nothing that must be loaded first is urgent.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
         """
-        if (self.has_suspects and self.tests(task, models)) or not self._queues:
+        if (self.has_suspects and self.tests(task)) or not self._queues:
             return None
         turn = self._find_turn(behind)
 
         def accepts(waiting: KeyFlows[T], rank: int, tag: float) -> bool:
-            if models is not None and waiting.key.task in models.cold:
-                return False
             return _goes_before(turn, rank, tag) and self._saves(waiting, rank, left_s)
 
-        return self._take_next(accepts, now_s, 0.0, task=task, models=models)
+        return self._take_next(accepts, now_s, 0.0, task=task)
 
     def _saves(self, waiting: KeyFlows[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
@@ -294,7 +286,6 @@ class Scheduler(Generic[T]):
         left_s: float,
         *,
         task: str = "",
-        models: DeviceModels | None = None,
         is_idle: bool = True,
         least: float = inf,
     ) -> Batch[T] | None:
@@ -304,12 +295,7 @@ class Scheduler(Generic[T]):
         """
         while True:
             best, chosen = inf, None
-            candidates = self._for_device(task, models)
-            if models is not None:
-                candidates = models.choose(
-                    candidates, now_s, self._weigh, self._find_part, is_idle=is_idle
-                )
-            for waiting in candidates:
+            for waiting in self._for_device(task):
                 limit = self._max_items(waiting)
                 is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
                 may_leave = is_due or waiting.items >= limit
@@ -331,10 +317,7 @@ class Scheduler(Generic[T]):
                 break
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
-        batch = self._take(waiting, flows, limit)
-        if models is not None and batch.items >= limit:
-            models.full_s = now_s
-        return batch
+        return self._take(waiting, flows, limit)
 
     def _urgent_tag(self, turn: tuple[int, float], now_s: float) -> float:
         """The lowest tag of the flows that may go before others; infinity for none."""
@@ -498,17 +481,16 @@ class Scheduler(Generic[T]):
         """When an idle device should ask again although nothing else happened; None for never."""
         return min((waiting.due_s for waiting in self._queues.values()), default=None)
 
-    def _serves(self, task: str, key: BatchKey, models: Served | None = None) -> bool:
-        """Whether jobs are for a kind of device, and for one of that kind."""
-        is_kind = key.task == task if task else key.task not in self.slotted
-        return is_kind and (models is None or models.serves(key.task))
+    def _serves(self, task: str, key: BatchKey) -> bool:
+        """Whether jobs are for a kind of device."""
+        return key.task == task if task else key.task not in self.slotted
 
-    def _for_device(self, task: str, models: Served | None = None) -> Collection[KeyFlows[T]]:
-        """The jobs for a kind of device, or for one that serves some, see `next_batch`."""
+    def _for_device(self, task: str) -> Collection[KeyFlows[T]]:
+        """The jobs for a kind of device, see `next_batch`."""
         queues = self._queues.values()
-        if not self.slotted and models is None:
+        if not self.slotted:
             return queues
-        return [each for each in queues if self._serves(task, each.key, models)]
+        return [each for each in queues if self._serves(task, each.key)]
 
     def _take(self, waiting: KeyFlows[T], flows: list[Flow[T]], limit: int) -> Batch[T]:
         self._shares[waiting.key.task].began(min(flow.tag for flow in flows))

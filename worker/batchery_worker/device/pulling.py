@@ -65,6 +65,7 @@ class PullingDevice(Device):
         """Imports the app, and loads the models; it connects later, as the broker may be away."""
         ready = super().start(setup, app)
         # Here, as its errors are those of a start.
+        self._intake.device.note_figures(ready)
         source = self._intake.source
         source.on_parted = lambda holder: self.tell(Parted(holder))
         source.on_refused = lambda error: self.tell(NotReady(type(error).__name__, str(error)))

@@ -88,8 +88,6 @@ class BatchClocks:
             self._watch_limit(device, dispatched)
             return
         dispatched.excused_until_s = 0.0
-        if device.models is not None:
-            device.models.end_load(dispatched.batch.jobs[0].key.task, now_s)
         dispatched.load_s, dispatched.began_s = now_s - dispatched.excused_since_s, now_s
         self._watch_limit(device, dispatched)
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
-from batchery_worker.batching.residency import DeviceModels
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
@@ -167,8 +166,6 @@ class DeviceProcess:
     jobs: int = 0
     #: What the process has reported of its models and its memory.
     reported: Mapping[str, Any] = field(default_factory=dict)
-    #: What it has of its models, if that decides which jobs it gets; see `share_models`.
-    models: DeviceModels | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
     #: As in `Ready`.
@@ -288,8 +285,6 @@ class DeviceProcess:
         self.jobs = 0
         self.reported = {}
         self.asked_s = inf
-        if self.models is not None:
-            self.models.forget()
         self.recycle_due = False
         self.link = Link(ours)
         # A child that held it open would keep the device alive when this process dies.
@@ -387,9 +382,11 @@ class DeviceProcess:
         """Notes what a message says of the device's models."""
         if figures := getattr(reply, "figures", None):
             self.reported = figures
-            if self.models is not None:
-                states = figures.get("models", {})
-                self.models.report({name: each["reload_s"] for name, each in states.items()})
+
+    def must_load(self, task: str) -> bool:
+        """Whether a task is a model that was not loaded when its device has last said so."""
+        model = self.reported.get("models", {}).get(task, {})
+        return bool(model.get("reload_s"))
 
     @property
     def has_ended(self) -> bool:
@@ -446,17 +443,6 @@ class DeviceProcess:
         for each in self._dying:
             _wait_killed(each)
         return ending
-
-
-def share_models(devices: Sequence[DeviceProcess]) -> None:
-    """Lets devices know what the others have loaded, where they do not all have the same."""
-    fleet: list[DeviceModels] = []
-    for device in devices:
-        setup = device.setup
-        # A CUDA device has a limit of its own.
-        is_limited = setup.model_memory_bytes is not None or setup.device.startswith("cuda")
-        if not setup.slots and (is_limited or setup.elsewhere):
-            device.models = DeviceModels(setup.elsewhere, fleet)
 
 
 def start_process(end: socket.socket) -> Process:

@@ -1,30 +1,17 @@
 """What a worker wants of the queues, and could give back: how much its devices can begin."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import starmap
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchery.settings import Settings
 from batchery.transport.dead_letters import find_queue
 from batchery_worker.batching.batch_times import BatchTimes
-from batchery_worker.batching.residency import Served
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.dispatch.launches import Launches
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.job import Job
-
-
-class Others(NamedTuple):
-    """The tasks that none of some devices serves."""
-
-    devices: Sequence[DeviceProcess]
-
-    def serves(self, task: str) -> bool:
-        """Whether none of the devices serves a task."""
-        return not any(device.serves(task) for device in self.devices)
 
 
 class BatchDemand:
@@ -80,21 +67,15 @@ class BatchDemand:
         now_s, name = monotonic(), self._settings.find_class(level)
         ahead = 1 + self._settings.prefetch_batches if self.times.are_short(sizes) else 1
         batches, slots = 0, dict.fromkeys(self._scheduler.slotted, 0)
-        #: Of devices that do not serve all tasks.
-        own: Counter[str] = Counter()
         for device in self._launches.devices:
             if not self._may_begin(device):
                 continue
             if device.setup.slots:
                 slots[device.setup.task] += device.free_slots or self._count_turns(device, name)
             elif self._wants_batch(device, now_s) or self._wants_urgent(device, name):
-                more = ahead if device.in_turn else 1
-                if device.setup.elsewhere:
-                    own.update({task: more for task in sizes if device.serves(task)})
-                else:
-                    batches += more
+                batches += ahead if device.in_turn else 1
         wanted = sum(
-            slots.get(task, batches + own[task]) * size - self._scheduler.count(task, name)
+            slots.get(task, batches) * size - self._scheduler.count(task, name)
             for task, size in sizes.items()
         )
         return max(0, wanted + others)
@@ -103,7 +84,7 @@ class BatchDemand:
         """When the oldest job came that waits for devices, all of them busy; None if none does."""
         if self.is_over:
             return None
-        oldest_s = starmap(self._scheduler.oldest_held_s, self._busy_kinds())
+        oldest_s = map(self._scheduler.oldest_held_s, self._busy_kinds())
         return min((each_s for each_s in oldest_s if each_s is not None), default=None)
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
@@ -115,13 +96,13 @@ class BatchDemand:
         """
         old: list[Job[TaskCall]] = []
         now_s = monotonic()
-        for task, others in self._busy_kinds():
-            held = sorted(self._scheduler.held(task, others), key=lambda job: job.arrived_s)
+        for task in self._busy_kinds():
+            held = sorted(self._scheduler.held(task), key=lambda job: job.arrived_s)
             # Devices that are almost done have their next batch here.
             devices = sum(
                 self._wants_batch(device, now_s)
                 for device in self._launches.devices
-                if not task and not device.setup.task and (others is None or device.in_turn)
+                if not task and not device.setup.task
             )
             kept = devices * max((job.limits.max_batch_size for job in held), default=0)
             old += [
@@ -175,29 +156,19 @@ class BatchDemand:
 
     def _may_begin(self, device: DeviceProcess) -> bool:
         """Whether no suspects wait or run that keep other jobs from it."""
-        if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task, device):
+        if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task):
             return False
         return not self._launches.is_reserved
 
-    def _busy_kinds(self) -> list[tuple[str, Served | None]]:
-        """The kinds of devices, see `Scheduler.next_batch`, of which none can begin a job now.
-
-        Where only those of a kind are free that do not serve all tasks, the others of its tasks.
-        """
-        devices, busy = self._launches.devices, list[tuple[str, Served | None]]()
-        for task in {device.setup.task for device in devices}:
-            free = [
-                device
-                for device in devices
-                if device.setup.task == task
-                and (device.free_slots or device.is_idle)
-                and self._may_begin(device)
-            ]
-            if not free:
-                busy.append((task, None))
-            elif all(device.setup.elsewhere for device in free):
-                busy.append((task, Others(free)))
-        return busy
+    def _busy_kinds(self) -> list[str]:
+        """The kinds of devices, see `Scheduler.next_batch`, of which none can begin a job now."""
+        devices = self._launches.devices
+        free = {
+            device.setup.task
+            for device in devices
+            if (device.free_slots or device.is_idle) and self._may_begin(device)
+        }
+        return list({device.setup.task for device in devices} - free)
 
     def waiting_by_queue(self, now_s: float) -> dict[str, dict[str, Any]]:
         """Counts the jobs of each queue that wait for a device, and says how old the oldest is.

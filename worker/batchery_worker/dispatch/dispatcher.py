@@ -82,7 +82,6 @@ class Dispatcher:
         self.is_watched = settings.max_pass_s is not None or bool(
             app.conf.worker_soft_shutdown_timeout
         )
-        self._have_models = any(device.models for device in devices)
         self.admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
@@ -234,8 +233,6 @@ class Dispatcher:
     def _dispatch_to_kind(
         self, task: str, wants: Callable[[DeviceProcess], bool], now_s: float
     ) -> None:
-        #: Devices for which nothing is there, though there may be something for others.
-        passed: list[DeviceProcess] = []
         while self._scheduler.holds_any:
             # Suspects may share the slots of their device.
             is_reserved = self._launches.is_reserved
@@ -244,7 +241,6 @@ class Dispatcher:
                 for each in self._launches.devices
                 if each.setup.task == task
                 and each.has_room
-                and each not in passed
                 and not (is_reserved and not each.cohort)
                 and wants(each)
             ]
@@ -263,14 +259,10 @@ class Dispatcher:
                 self._left_s(device, now_s) if held else 0.0,
                 task=task,
                 cohort=device.cohort if task else 0,
-                models=device.models,
             )
-            if batch is not None:
-                self._launch(device, batch)
-            elif device.models is None:
+            if batch is None:
                 return
-            else:
-                passed.append(device)
+            self._launch(device, batch)
 
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
@@ -280,7 +272,7 @@ class Dispatcher:
             elif device.takes_urgent and not self._launches.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
-                batch = self._scheduler.urgent_batch(behind, now_s, left_s, models=device.models)
+                batch = self._scheduler.urgent_batch(behind, now_s, left_s)
                 if batch is not None:
                     self._launch(device, batch, urgent=True)
 
@@ -343,8 +335,6 @@ class Dispatcher:
             for device in self._launches.devices
             if device.has_room
         ]
-        if self._have_models:
-            times_s += [each.models.wake_s for each in self._launches.devices if each.models]
         if (late_s := self._scheduler.late_s()) is not None:
             times_s.append(late_s + LATE_GRAIN_S)
         wake_s = min((time_s for time_s in times_s if time_s > now_s), default=inf)
@@ -390,7 +380,7 @@ class Dispatcher:
             urgent=urgent,
             is_timed=hard_limit_s is not None or self.is_watched,
         )
-        if device.models is not None and device.models.begin(task.name, dispatched_s):
+        if device.must_load(task.name):
             work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))
         sent = replace(batch, jobs=jobs)
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from batchery_worker.batching.cost_model import TaskCosts
-from batchery_worker.batching.residency import DeviceModels
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
@@ -207,21 +206,3 @@ def test_jobs_of_thousands_of_keys_may_be_too_late_at_once() -> None:
     # A job takes a second, and the two of a key two.
     assert scheduler.next_batch(0, False, 0.0) is None
     assert len(scheduler.take_late(0.0)) == 2400
-
-
-def test_nothing_is_urgent_whose_model_must_be_loaded_first() -> None:
-    scheduler, running = urgent_scene()
-    models = DeviceModels(cold={LABEL.task: 5.0})
-    scheduler.admit(Job("cold", LABEL, Limits(10), 1, 0.0, None, HIGH))
-    # By then it has waited for long enough that the device would load it in its turn.
-    assert scheduler.urgent_batch([running], 1000.0, models=models) is None
-    live(scheduler, "warm")
-    assert names_of(scheduler.urgent_batch([running], 1000.0, models=models)) == ["warm"]
-
-
-def test_suspects_of_other_devices_keep_nothing_from_being_urgent() -> None:
-    scheduler, running = urgent_scene()
-    models = DeviceModels(elsewhere=frozenset({LABEL.task}))
-    scheduler.quarantine(Job("suspect", LABEL, Limits(10), 1, 0.0, None, HIGH))
-    live(scheduler, "live")
-    assert names_of(scheduler.urgent_batch([running], 0.0, models=models)) == ["live"]
