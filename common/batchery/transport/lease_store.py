@@ -222,7 +222,7 @@ class LeaseStore:
 
     def ack(self, token: str) -> None:
         """Ends a lease soon, together with others; from any thread."""
-        lease = self._end(token)
+        lease = self.leases.forget(token)
         if lease is None:
             return
         if lease.dead_letter is not None:
@@ -231,6 +231,8 @@ class LeaseStore:
             self._bookkeeping.completed(token, lease.publish_tag)
         else:
             self._acks.append(token)
+        if lease.suspect is not None:
+            self._bookkeeping.cleared(lease.suspect)
 
     def flush(self) -> None:
         """Sends the acknowledgements and the bookkeeping that wait; from any thread.
@@ -238,24 +240,20 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer; they go on waiting.
         """
-        while self._acks or self._bookkeeping:
-            self._flush_some()
+        with self._flush_lock:
+            # Last, as a suspect whose message came again would be taken for a fresh job.
+            cleared = self._bookkeeping.list_cleared()
+            while self._acks or self._bookkeeping:
+                self._flush_some()
+            self._bookkeeping.send_cleared(self.client, cleared)
 
     def _flush_some(self) -> None:
-        with self._flush_lock, self.client.pipeline(transaction=False) as pipe:
-            tokens = list(itertools.islice(self._acks.copy(), MAX_TOKENS_PER_COMMAND))
-            if tokens:
-                pipe.hdel(self.lease_key, *tokens)
-            with self._bookkeeping.sent_by(pipe):
-                # If Redis refuses the other commands, the acknowledgements must still go out.
-                answers = pipe.execute(raise_on_error=False)
-            if tokens:
-                if isinstance(answers[0], Exception):
-                    raise answers[0]
-                for _ in tokens:
-                    self._acks.popleft()
-            self._bookkeeping.send_completed(self.scripts, self.lease_key)
-            self._bookkeeping.send_dead_letters(self.scripts, self.lease_key)
+        if tokens := list(itertools.islice(self._acks.copy(), MAX_TOKENS_PER_COMMAND)):
+            self.client.hdel(self.lease_key, *tokens)
+            for _ in tokens:
+                self._acks.popleft()
+        self._bookkeeping.send_completed(self.scripts, self.lease_key)
+        self._bookkeeping.send_dead_letters(self.scripts, self.lease_key)
 
     def requeue(self, tokens: Collection[str], *, first: bool) -> None:
         """Gives messages back to their queues.
@@ -274,7 +272,7 @@ class LeaseStore:
             if lease is not None and lease.suspect is not None and not first:
                 # It was settled: what comes again begins anew. Redis must know before it comes.
                 self._bookkeeping.cleared(lease.suspect)
-                self._flush_some()
+                self.flush()
         newest_first = sorted(tokens, key=int, reverse=True)
         if newest_first:
             side = "RPUSH" if first else "LPUSH"
@@ -362,10 +360,13 @@ class LeaseStore:
         Returns:
             A number for `ended`.
         """
-        cleared = self._bookkeeping.take_cleared()
-        return self.running_batches.began(
-            self.worker, jobs, alone=alone, in_slots=in_slots, cleared=cleared
-        )
+        if alone or self._bookkeeping.list_cleared():
+            try:
+                # The batch may end this process: what was settled must not come again by that.
+                self.flush()
+            except (redis.RedisError, OSError) as error:
+                logger.debug("what was settled is not told yet: %r", error)
+        return self.running_batches.began(self.worker, jobs, alone=alone, in_slots=in_slots)
 
     def ended(self, batch: int) -> None:
         """Notes that a batch is back or its device has died; deaths of devices count elsewhere."""

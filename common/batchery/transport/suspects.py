@@ -12,8 +12,8 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count, islice
 from typing import Any
 from urllib.parse import quote
@@ -65,20 +65,27 @@ class AckBookkeeping:
         self._dead_letters: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether anything is waiting to be sent."""
-        return bool(self._cleared or self._completed or self._dead_letters)
+        """Whether ends of messages are waiting to be sent."""
+        return bool(self._completed or self._dead_letters)
 
     def cleared(self, suspect: str) -> None:
-        """Clears a suspect that is settled: Redis may forget its deaths."""
+        """Clears a suspect that is settled: Redis may forget its deaths, as its message goes."""
         self._cleared += (suspect, build_delivery_field(suspect), build_expired_field(suspect))
 
-    def take_cleared(self) -> list[str]:
-        """Returns the cleared suspects that Redis does not know of; the caller must tell it."""
-        taken = []
-        with suppress(IndexError):
-            while True:
-                taken.append(self._cleared.popleft())
-        return taken
+    def list_cleared(self) -> list[str]:
+        """The fields of cleared suspects that Redis has not forgotten."""
+        return list(self._cleared)
+
+    def send_cleared(self, client: Any, fields: Sequence[str]) -> None:
+        """Lets Redis forget those, of whose messages it knows the end.
+
+        Raises:
+            redis.RedisError: Redis does not answer; they stay queued.
+        """
+        if fields:
+            client.hdel(self._keys.suspects, *fields)
+            for _ in fields:
+                self._cleared.popleft()
 
     def completed(self, token: str, publish_tag: str) -> None:
         """Queues an acknowledgement that also removes the job's dedupe keys."""
@@ -93,18 +100,6 @@ class AckBookkeeping:
         self._cleared.clear()
         self._completed.clear()
         self._dead_letters.clear()
-
-    @contextmanager
-    def sent_by(self, pipe: Any) -> Iterator[None]:
-        """Adds the cleared suspects to a pipeline that the block runs; keeps them if it fails."""
-        cleared = self.take_cleared()
-        if cleared:
-            pipe.hdel(self._keys.suspects, *cleared)
-        try:
-            yield
-        except BaseException:
-            self._cleared.extend(cleared)
-            raise
 
     def send_completed(self, scripts: RedisScripts, lease_key: str) -> None:
         """Acknowledges messages and removes their dedupe keys.
@@ -151,7 +146,6 @@ class RunningBatches:
         *,
         alone: bool,
         in_slots: bool = False,
-        cleared: Sequence[str] = (),
     ) -> int:
         """Notes a batch that is about to run; see `LeaseStore.began`.
 
@@ -160,16 +154,12 @@ class RunningBatches:
             jobs: Task id by token.
             alone: Whether no other job runs meanwhile.
             in_slots: Whether others do on this device, and are suspects together with these.
-            cleared: Suspects that were cleared. Redis must know before this batch can kill the
-                worker.
         """
         batch = next(self._numbers)
         words = ["alone" if alone else "slots" if in_slots else "shared"]
         for token, task_id in jobs.items():
             words += (token, encode_id(task_id))
         key = self._keys.running(worker)
-        if cleared:
-            self._waiting.append(("HDEL", self._keys.suspects, *cleared))
         if self._ended:
             self._waiting.append(("HDEL", key, *self._ended))
             self._ended = []

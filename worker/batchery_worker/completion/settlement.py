@@ -69,6 +69,8 @@ class Settlement:
         self._called = False
         #: Number of jobs that are being completed.
         self.pending = 0
+        #: Called when nothing is pending any more.
+        self.on_idle: Callable[[], None] = lambda: None
 
     def deliver(self, function: Callable[[], None]) -> None:
         """Calls a function on the loop's thread; from any thread."""
@@ -161,7 +163,7 @@ class Settlement:
 
     def _completed(self, jobs: Sequence[CommittedJob]) -> None:
         for job in jobs:
-            self.pending -= 1
+            self._end_one()
             self.committed(job)
 
     def committed(self, job: CommittedJob) -> None:
@@ -212,10 +214,15 @@ class Settlement:
         self._executor.stop()
         self.empty_mailbox()
 
+    def _end_one(self) -> None:
+        self.pending -= 1
+        if not self.pending:
+            self.on_idle()
+
     def _settled(self, completion: Completion, failure: str | None) -> None:
         call = completion.call
         self._in_flight.remove(call)
-        self.pending -= 1
+        self._end_one()
         if failure is not None:
             self._metrics.job_failed(call.task_name, failure)
         elif completion.succeeded:

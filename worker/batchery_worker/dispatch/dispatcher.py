@@ -103,6 +103,7 @@ class Dispatcher:
         self._in_flight = in_flight = InFlight()
         shared = self._metrics, in_flight, self._listeners, self._hub
         self._settlement = Settlement(app, settings.completion_threads, *shared)
+        self._settlement.on_idle = self._plan_dispatch
         #: What is wanted of the broker.
         self.demand = BatchDemand(
             self._scheduler, self._launches, in_flight, settings, max_batch_size
@@ -198,6 +199,9 @@ class Dispatcher:
     def _dispatch(self) -> None:
         self._dispatch_planned = False
         if self._draining:
+            return
+        if self._scheduler.has_suspects and self._settlement.pending:
+            # A suspect may end this process: what has failed before must not come again by that.
             return
         now_s = monotonic()
         if self._scheduler.slotted:
