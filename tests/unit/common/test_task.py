@@ -14,6 +14,7 @@ import pytest
 from celery import Celery, Task, shared_task, uuid
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
 from kombu.exceptions import EncodeError
+from kombu.transport import memory
 
 from batchery import (
     BatchArgumentError,
@@ -34,9 +35,9 @@ def app() -> Iterator[Celery]:
         Celery("tasks", broker="memory://", backend="cache+memory://", set_as_current=False)
     )
     # All connections of a process share the queues of the memory transport.
+    memory.Channel.queues.clear()
     app.conf.task_default_queue = f"tasks-{uuid()}"
     yield app
-    waiting(app)
     app.close()
 
 
