@@ -29,14 +29,17 @@ from batchery import (
 from batchery_worker.ipc.messages import sendable
 
 
+@pytest.fixture(autouse=True)
+def _no_queues() -> None:
+    """All connections of a process share the queues of the memory transport."""
+    memory.Channel.queues.clear()
+
+
 @pytest.fixture
 def app() -> Iterator[Celery]:
     app = install(
         Celery("tasks", broker="memory://", backend="cache+memory://", set_as_current=False)
     )
-    # All connections of a process share the queues of the memory transport.
-    memory.Channel.queues.clear()
-    app.conf.task_default_queue = f"tasks-{uuid()}"
     yield app
     app.close()
 
