@@ -129,9 +129,16 @@ def plan_handed(
     """Has Celery's consumer hand its batch jobs over."""
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.handing:hand_over"
-    devices = choose_devices(settings.devices)
-    places = find_places([task for task in tasks if isinstance(task, ModelTask)], devices)
+    places = _choose_places(tasks, settings)
     return _make_plan(worker, tasks, places, is_handed=True, in_process=is_in_test(worker))
+
+
+def _choose_places(
+    tasks: Sequence[BatchTask], settings: Settings
+) -> Mapping[str, Mapping[str, str]]:
+    """The devices, and which models each of them serves."""
+    models = [task for task in tasks if isinstance(task, ModelTask)]
+    return find_places(models, choose_devices(settings.devices))
 
 
 def _make_plan(
@@ -166,8 +173,7 @@ def plan_pull(
     kinds = kinds_by_queue(app, settings.max_batch_size)
     consumed = [str(name) for name in app.amqp.queues.consume_from]
     sizes = {task.name: task.max_batch_size or settings.max_batch_size for task in tasks}
-    devices = choose_devices(settings.devices)
-    places = find_places([task for task in tasks if isinstance(task, ModelTask)], devices)
+    places = _choose_places(tasks, settings)
     placed = frozenset(task.name for task in tasks if task.slots or is_placed(task, places))
     all_sizes = {name: size for name, size in sizes.items() if name not in placed}
     # A task without a route may come by any queue that no ordinary task has.

@@ -417,12 +417,6 @@ class Scheduler(Generic[T]):
         """The share of all flows of a key."""
         return sum(map(self._shares[waiting.key.task].weight, waiting.flows.values()))
 
-    def _find_part(self, waiting: KeyFlows[T]) -> float:
-        """The part of the time that the classes and tenants have whose jobs wait there."""
-        lanes = {lane[:2]: flow for lane, flow in waiting.flows.items()}
-        shares = self._shares[waiting.key.task]
-        return sum(map(shares.weigh_lane, lanes.values())) / shares.total
-
     def _is_late(self, task: str, now_s: float) -> Callable[[Job[T]], bool]:
         """Says of a job of a task whether it cannot make its deadline any more."""
         margin_s = self._margin_s(task)

@@ -156,12 +156,6 @@ class KeyFlows(Generic[T]):
         return min(flow.oldest_s for flow in self.flows.values())
 
     @property
-    def oldest_sent_s(self) -> float:
-        """When the oldest of its jobs was sent, as far as is known."""
-        first = (flow.first() for flow in self.flows.values())
-        return min(self.oldest_s, *(job.sent_s for job in first))
-
-    @property
     def due_s(self) -> float:
         """When an idle device stops waiting for more."""
         return self.oldest_s + self.limits.max_wait_s
@@ -312,11 +306,6 @@ class Shares:
         """The share of all flows that wait of the class and tenant of one."""
         own, tenant = self._classes[flow.lane.priority_class], flow.lane.tenant
         return own.share * own.tenants[tenant] / max(1, len(own.groups))
-
-    @property
-    def total(self) -> float:
-        """The share of all classes whose jobs wait."""
-        return sum([each.share for each in self._classes.values() if each.groups])
 
     def others(self, weight: float, names: Collection[str] = ()) -> float:
         """How many batches of others come in between two of some flows, by their shares.

@@ -29,7 +29,7 @@ from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
-from batchery_worker.device.stock_consumer import CallPool, LeaseChannel, StockConsumer
+from batchery_worker.device.stock_consumer import CallPool, StockConsumer
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
@@ -105,12 +105,9 @@ def _guarded(function: Callable[[], None]) -> None:
 class Workload:
     """What the fetch must know of the jobs that are here; see `fetcher`."""
 
-    def __init__(
-        self, feed: "Feed", sizes: dict[str, dict[str, int]], all_sizes: dict[str, int]
-    ) -> None:
+    def __init__(self, feed: "Feed", sizes: Mapping[str, Mapping[str, int]]) -> None:
         self._feed = feed
         self._sizes = sizes
-        self._all_sizes = all_sizes
 
     def count_free(self) -> int:
         """How many jobs could begin at once."""
@@ -118,13 +115,13 @@ class Workload:
 
     def find_jobs(self, queue: str) -> frozenset[str]:
         """The tasks whose jobs come by a queue."""
-        return frozenset(self._sizes.get(queue, self._all_sizes))
+        return frozenset(self._sizes[queue])
 
     def limit_for(self, queue: str, level: int) -> int:
         """How many more jobs of a queue and of the class that begins at a priority to take."""
         if self._feed.is_stopping:
             return 0
-        return self._feed.demand.limit(self._sizes.get(queue, self._all_sizes), level)
+        return self._feed.demand.limit(self._sizes[queue], level)
 
 
 class Feed:
@@ -175,13 +172,12 @@ class Feed:
         self.turns = Turns(self._wake)
         self.device = DeviceProcess(setup, _start_nothing, State.READY, resumes=resumes)
         self.device.pid = os.getpid()
-        sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
-        all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
+        sizes = (size for each in pull.sizes.values() for size in each.values())
         self.dispatcher = Dispatcher(
             app,
             settings,
             self.device,
-            max(all_sizes.values(), default=settings.max_batch_size),
+            max(sizes, default=settings.max_batch_size),
             self.turns,
             self._outgoing.append,
             tell,
@@ -235,9 +231,7 @@ class Feed:
 
     def _serve(self, pull: PullSetup) -> None:
         self._pull = pull
-        sizes = {queue: dict(each) for queue, each in pull.sizes.items()}
-        all_sizes = {task: size for each in sizes.values() for task, size in each.items()}
-        self.source.workload = Workload(self, sizes, all_sizes)
+        self.source.workload = Workload(self, pull.sizes)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
@@ -466,12 +460,9 @@ class Feed:
             else:
                 self.consumer.handle(message)
 
-    def _make_channel(self, store: LeaseStore) -> LeaseChannel:
-        return LeaseChannel(store, self.source.prepare_anew, self._accept)
-
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
-        message = self._make_channel(store).message_to_python(payload)
+        message = self.source.open_channel(self._accept, store).message_to_python(payload)
         return self._pool.make_call(self.consumer.make_request(message))
 
     def _take_in(self, answer: Any) -> None:

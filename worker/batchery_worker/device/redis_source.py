@@ -279,10 +279,13 @@ class RedisSource:
 
     # Taking
 
-    def open_channel(self, accept: Collection[str] | None) -> LeaseChannel:
-        """What the messages that are handed over need of a channel."""
-        assert self._place is not None
-        return LeaseChannel(self._place.store, self.prepare_anew, accept)
+    def open_channel(
+        self, accept: Collection[str] | None, store: LeaseStore | None = None
+    ) -> LeaseChannel:
+        """What messages with leases in a store need of a channel; by default, those of now."""
+        store = store or self.lease_store
+        assert store is not None
+        return LeaseChannel(store, self.prepare_anew, accept)
 
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""

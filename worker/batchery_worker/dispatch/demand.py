@@ -20,13 +20,13 @@ class BatchDemand:
     def __init__(
         self,
         scheduler: Scheduler[TaskCall],
-        supervisor: Launches,
+        launches: Launches,
         in_flight: InFlight,
         settings: Settings,
         max_batch_size: int,
     ) -> None:
         self._scheduler = scheduler
-        self._launches = supervisor
+        self._launches = launches
         self._in_flight = in_flight
         #: How long batches take.
         self.times = BatchTimes()
