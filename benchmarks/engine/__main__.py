@@ -1,9 +1,9 @@
-"""What is left of a model's own speed: loops that anyone could write, our device, the whole system.
+"""What is left of a model's own speed: loops that anyone could write, our engine, the whole system.
 
 The same texts and the same model in one run, every system in turn, several rounds, on one machine:
 loops over transformers and torch with nothing around them; other projects that batch in the same
-process, each in an environment of its own; our device process fed directly; and jobs in Redis, a
-Celery worker, results in Redis.
+process, each in an environment of its own; our engine in a process; and jobs in Redis, a Celery
+worker, results in Redis.
 
     python -m benchmarks.engine --rounds 5 --json engine.json
 """

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engine.child import Child, ChildSystem, options_of
-from benchmarks.engine.device import DirectDevice, OnnxDevice
 from benchmarks.engine.sample import System
 from benchmarks.engine.target import Target
 from benchmarks.engine.worker import WholeSystem
@@ -54,16 +53,17 @@ PEERS = [
     Row("infinity_emb 0.0.78", "infinity_embed", {}, INFINITY),
 ]
 
-OURS: Mapping[str, Callable[[Target], System]] = {
-    DirectDevice.name: DirectDevice,
-    OnnxDevice.name: OnnxDevice,
-    WholeSystem.name: WholeSystem,
-}
+ENGINES = [
+    Row("in process", "batchery_engine", {"engine": "torch"}),
+    Row("in process, onnx", "batchery_engine", {"engine": "onnx"}),
+]
+
+OURS: Mapping[str, Callable[[Target], System]] = {WholeSystem.name: WholeSystem}
 
 #: The loop that everybody writes first, against which the others are counted.
 NAIVE = LOOPS[0].name
 
-NAMES = (*(row.name for row in (*LOOPS, *PEERS)), *OURS)
+NAMES = (*(row.name for row in (*LOOPS, *PEERS, *ENGINES)), *OURS)
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
     with contextlib.ExitStack() as stack:
         systems: list[System] = []
         children: dict[str, Child] = {}
-        for row in (*LOOPS, *PEERS):
+        for row in (*LOOPS, *PEERS, *ENGINES):
             if row.name in chosen:
                 if row.module not in children:
                     python = python_of(row.venv, row.requirements)

@@ -42,7 +42,6 @@ class Rival:
         in_flight: int,
         alone: bool,
         now_s: float,
-        elsewhere: int = 0,
         behind: Sequence[VirtualBatch] = (),
         left_s: float = 0.0,
     ) -> VirtualBatch | None:

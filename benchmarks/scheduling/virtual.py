@@ -44,7 +44,6 @@ class Policy(Protocol):
         in_flight: int,
         alone: bool,
         now_s: float,
-        elsewhere: int = 0,
         behind: Sequence[VirtualBatch] = (),
         left_s: float = 0.0,
     ) -> VirtualBatch | None:
@@ -188,7 +187,7 @@ class Simulation:
 
     def _start(self, device: Device) -> bool:
         """Gives an idle device a batch; returns whether there was one."""
-        batch = self._policy.next_batch(0, False, self._now_s, self._elsewhere(device))
+        batch = self._policy.next_batch(0, False, self._now_s)
         if batch is not None:
             self._begin(device, batch, self._now_s)
         return batch is not None
@@ -206,14 +205,9 @@ class Simulation:
         if self._now_s < device.opens_s:
             return True
         behind = device.held if device.urgent else []
-        batch = self._policy.next_batch(
-            1, False, self._now_s, self._elsewhere(device), behind, self._left_s(device)
-        )
+        batch = self._policy.next_batch(1, False, self._now_s, behind, self._left_s(device))
         device.prepared = Sent(batch, self._now_s) if batch else None
         return batch is not None
-
-    def _elsewhere(self, device: Device) -> int:
-        return sum(len(each.held) for each in self._devices if each is not device)
 
     def _left_s(self, device: Device) -> float:
         """How long a device has to do with what it holds, as the scheduler has learned."""
@@ -228,7 +222,7 @@ class Simulation:
     def _begin(self, device: Device, batch: VirtualBatch, sent_s: float) -> None:
         device.running, device.began_s = batch, self._now_s
         ran_s = max(self._now_s, sent_s + self._fleet.prepare_s)
-        device.opens_s = self._times.next_s(str(device.number), TASK, batch.items, self._now_s)
+        device.opens_s = self._times.next_s(TASK, batch.items, self._now_s)
         if device.opens_s > self._now_s:
             self._plan(device.opens_s, lambda: None)
         self._plan(ran_s + self._fleet.seconds(batch.items), lambda: self._end(device, ran_s))
@@ -236,7 +230,7 @@ class Simulation:
     def _end(self, device: Device, ran_s: float) -> None:
         batch, had_s, found = device.running, self._now_s - device.began_s, self._run
         assert batch is not None
-        self._times.ran(str(device.number), TASK, batch.items, had_s, self._fleet.prepare_s)
+        self._times.ran(TASK, batch.items, had_s, self._fleet.prepare_s)
         self._policy.ended(batch, had_s)
         found.end_s = self._now_s
         found.busy_s += self._now_s - ran_s

@@ -9,7 +9,7 @@ from celery import Celery
 
 from batchery import BatchTask, Failed, RetryAfter, install
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.ipc.messages import CommitContext
+from batchery_worker.device.work import CommitContext
 
 app = install(Celery("commits", set_as_current=False))
 app.conf.update(worker_hijack_root_logger=False, result_extended=True, result_expires=1000)

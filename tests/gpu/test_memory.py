@@ -10,7 +10,7 @@ import torch
 from batchery import Model
 from batchery_worker.device.loading import find_memory
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Work
+from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
 from batchery_worker.models.hardware.devices import CudaMemory
 

@@ -15,7 +15,7 @@ from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
 from batchery_producer.publisher import Publisher
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.ipc.messages import CommitContext
+from batchery_worker.device.work import CommitContext
 from support.harness import Worker, wait_for
 from support.patience import patient
 from support.publishing import bulk_app

@@ -13,7 +13,7 @@ from celery.states import EXCEPTION_STATES, STARTED
 
 from batchery import BatchTask, install
 from batchery_worker.device.started import StartedStates
-from batchery_worker.ipc.messages import Work, dump_context
+from batchery_worker.device.work import Work, dump_context
 from conftest import flush
 from support.harness import open_redis, wait_for
 from support.own_redis import OwnRedis

@@ -15,7 +15,7 @@ from celery.result import AsyncResult
 
 from batchery_worker.commit import committer
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.ipc.messages import CommitContext, JobCommit
+from batchery_worker.device.work import CommitContext, JobCommit
 from support.own_redis import OwnRedis, redis_servers, server_name
 from support.patience import patient
 

@@ -18,9 +18,8 @@ from celery.worker.strategy import default
 
 from batchery.transport.leases import Deaths
 from batchery_worker.device_pool.fleet import Fleet
-from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.device_pool.process import DeviceProcess, State, WatchedBatch
 from batchery_worker.forwarding import read_raw
-from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Fate, Forget, Handed, Settled
 
 logger = logging.getLogger("batchery.pool")
@@ -187,7 +186,7 @@ class HandedJobs:
         for device in self._supervisor.devices:
             self._supervisor.order(device, Forget())
 
-    def leave(self, name: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
+    def leave(self, name: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
         """Hands on what a device had whose process has ended; see `HolderBeats.leave`."""
         jobs = [job for job in self._jobs.values() if job.device and job.device.name == name]
         if is_death:
@@ -198,18 +197,17 @@ class HandedJobs:
                 del self._jobs[job.token]
         self._assign_waiting()
 
-    def _blame(self, jobs: Sequence[HandedJob], batches: Sequence[DispatchedBatch]) -> None:
+    def _blame(self, jobs: Sequence[HandedJob], batches: Sequence[WatchedBatch]) -> None:
         """Notes what a death says of the jobs that ran; the same is in `recover.lua`."""
-        in_slots = sum(each.in_slots for each in batches)
-        for dispatched in batches:
-            ids = {job.id for job in dispatched.batch.jobs}
-            ran = [job for job in jobs if job.run[0] in ids]
-            size = in_slots if dispatched.in_slots else len(ran)
+        in_slots = sum(each.told.in_slots for each in batches)
+        for batch in batches:
+            ran = [job for job in jobs if job.run[0] in batch.told.job_ids]
+            size = in_slots if batch.told.in_slots else len(ran)
             for job in ran:
-                if dispatched.was_too_long:
-                    job.expired_s = dispatched.hard_limit_s or 0.0
+                if batch.was_too_long:
+                    job.expired_s = batch.told.hard_limit_s or 0.0
                 known, alone = job.deaths, job.deaths.alone if job.deaths else 0
-                if dispatched.batch.alone and len(batches) == 1:
+                if batch.told.is_alone and len(batches) == 1:
                     job.deaths = Deaths(alone + 1)
                 else:
                     job.deaths = Deaths(alone, size if known is None and size > 1 else 0)

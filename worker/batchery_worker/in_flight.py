@@ -9,14 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from time import monotonic
 from typing import Any
 
 from celery.worker import state as worker_state
 
 from batchery.protocol.headers import Form
-from batchery_worker.job import Batch
 from batchery_worker.request import BatchRequest, LeaseHandle
 
 
@@ -90,70 +88,6 @@ class TaskCall:
             return None
         tag: str | None = self.request.message.properties.get("publish_tag")
         return tag
-
-
-@dataclass(slots=True)
-class DispatchedBatch:
-    """A batch on a device."""
-
-    batch: Batch[TaskCall]
-    dispatched_s: float
-    #: Maximum time that it may run, in seconds; then its process is killed.
-    hard_limit_s: float | None = None
-    #: Whether it goes before what the device held already.
-    urgent: bool = False
-    #: Whether it reached the hard limit.
-    expired: bool = False
-    #: Whether all of its jobs were terminated, so that it must end soon.
-    is_unwanted: bool = False
-    #: Until when its device may be silent, and its limits do not count, as its model is loaded or
-    #: Redis may be away; 0 if neither is so.
-    excused_until_s: float = 0.0
-    #: Since when that is so.
-    excused_since_s: float = 0.0
-    #: How long the load of its model took, in seconds.
-    load_s: float = 0.0
-    #: When it began, less the time of urgent batches since then; its time limit counts from here.
-    #: A batch begins when it is the first one of its device, an urgent one when the device says so.
-    began_s: float | None = None
-    #: Whether it is one job that shares its device with others at once, each in slots of its own.
-    in_slots: bool = False
-    #: How many of its items have a slot, or will have one.
-    items_left: int = 0
-    #: Whether it made room for a job of a higher class, and waits for a slot.
-    is_aside: bool = False
-    #: Up to when its lane was charged for its slots; 0 before the first time.
-    charged_s: float = 0.0
-    #: The note of it in the broker, made by `dispatch/poison.py`.
-    note: object | None = None
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether its jobs may kill a worker, so that no other job may run."""
-        return self.batch.jobs[0].recovered
-
-    def ran_s(self, now_s: float) -> float:
-        """For how long it has run, in seconds; 0 if it has not begun."""
-        return 0.0 if self.began_s is None else max(0.0, now_s - self.began_s)
-
-    @property
-    def due_s(self) -> float:
-        """When it must have ended, or loaded its model; infinite while its time has no limit."""
-        if self.excused_until_s:
-            return self.excused_until_s
-        if self.began_s is None or self.hard_limit_s is None:
-            return inf
-        return self.began_s + self.hard_limit_s
-
-    @property
-    def was_too_long(self) -> bool:
-        """Whether its only job is to blame that it reached the hard limit."""
-        # Behind an urgent one another has begun.
-        return self.expired and len(self.batch.jobs) == 1 and not self.urgent
-
-    def interrupts(self, other: "DispatchedBatch") -> bool:
-        """Whether it runs between the passes of another batch of its device."""
-        return self.urgent and self is not other and self.began_s is not None
 
 
 logger = logging.getLogger("batchery.pool")

@@ -1,9 +1,9 @@
-"""Statistics of a worker's batches."""
+"""Statistics of a device's batches."""
 
 import logging
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from time import monotonic
 from typing import Any
@@ -19,8 +19,7 @@ from batchery.protocol.figures import (
     report,
 )
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
-from batchery_worker.in_flight import DispatchedBatch
-from batchery_worker.ipc.messages import Done, TextTimes
+from batchery_worker.device.batch import DeviceBatch
 
 logger = logging.getLogger("batchery.pool")
 
@@ -30,54 +29,50 @@ MAX_REASONS = 50
 #: Name of all others.
 OTHER_REASONS = "others"
 
+#: Fields of the sums that are kept of each device.
+SUMS = fields(BatchSums)
+
 #: Called once a job, and so it is none of Python's own functions.
 _get_status = itemgetter(0)
 
 
 @dataclass(slots=True)
 class Metrics(BatchFigures):
-    """Counts since the worker started; `celery inspect stats` shows them."""
+    """Counts since the device started; `celery inspect stats` shows them."""
 
-    #: Sums of the devices, by name.
-    devices: dict[str, BatchSums] = field(default_factory=dict)
-
-    def batch_done(self, done: Done, dispatched: DispatchedBatch, device: str, items: int) -> None:
-        """Counts one batch.
+    def batch_done(self, batch: DeviceBatch, items: int) -> None:
+        """Counts one batch, which was answered.
 
         Args:
-            done: The answer of the device.
-            dispatched: The batch.
-            device: Name of the device.
+            batch: The batch.
             items: Items of all its jobs together.
         """
-        jobs, dispatched_s = dispatched.batch.jobs, dispatched.dispatched_s
-        waits_s = [dispatched_s - job.sent_s for job in jobs]
-        task = jobs[0].key.task
-        if (own := self.devices.get(device)) is None:
-            own = self.devices[device] = BatchSums()
+        task = batch.work.task
+        waits_s = [batch.formed_s - job.sent_s for job in batch.formed.jobs]
         if (kind := self.tasks.get(task)) is None:
             kind = self.tasks[task] = TaskFigures()
-        for sums in (self, own, kind):
+        for sums in (self, kind):
             sums.batches += 1
             sums.items += items
-            sums.forward_ms += done.forward_ms
-            sums.tokens += done.tokens
-            sums.computed_tokens += done.computed_tokens
-        for reason, count in (done.failed_items or {}).items():
+            sums.forward_ms += batch.forward_ms
+            sums.tokens += batch.tokens
+            sums.computed_tokens += batch.computed_tokens
+        for reason, count in batch.failed_items.items():
             self.failed_items += count
             self._count_failure(reason, count)
-        self.jobs += len(done.jobs)
+        self.jobs += len(batch.answers)
         self.waited_ms += sum(waits_s) * 1e3
-        self.prepare_ms += done.prepare_ms
-        self.queued_ms += done.queued_ms
-        self.commit_ms += done.commit_ms
+        self.prepare_ms += batch.prepare_ms
+        self.queued_ms += batch.queued_ms
+        self.commit_ms += batch.commit_ms
         size = f"<={1 << (items - 1).bit_length()}"
         self.batch_sizes[size] += 1
         kind.batch_sizes[size] += 1
-        kind.outcomes["succeeded"] += list(map(_get_status, done.jobs)).count("committed")
-        for text in done.texts:
+        kind.outcomes["succeeded"] += list(map(_get_status, batch.answers)).count("committed")
+        if batch.reused is not None:
+            self._count_reused(task, batch.reused)
+        for times in batch.texts:
             # A job in slots is a batch of its own.
-            times = TextTimes(*text)
             texts = self.texts.setdefault(task, TextFigures())
             texts.add(*times._replace(first_token_s=waits_s[0] + times.first_token_s))
         kind.waited_s += sum(waits_s)
@@ -103,11 +98,11 @@ class Metrics(BatchFigures):
         known = reason in self.failures or len(self.failures) < MAX_REASONS
         self.failures[reason if known else OTHER_REASONS] += count
 
-    def of_device(self, device: str) -> Any:
-        """The sums of one device."""
-        return report(self.devices.get(device, BatchSums()))
+    def sums(self) -> Any:
+        """The sums that are kept of each device."""
+        return report(BatchSums(**{each.name: getattr(self, each.name) for each in SUMS}))
 
-    def reused(self, task: str, reused: Mapping[str, Any]) -> None:
+    def _count_reused(self, task: str, reused: Mapping[str, Any]) -> None:
         """Counts how the items of one batch of a task with a cache got their outcomes."""
         cache = self.caches.setdefault(task, CacheFigures())
         for name, value in reused.items():
@@ -118,9 +113,7 @@ class Metrics(BatchFigures):
 
         Two snapshots' sums give the means of the time between them.
         """
-        figures = report(self)
-        del figures["devices"]
-        return figures
+        return report(self)
 
 
 def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: float) -> None:
@@ -148,19 +141,18 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
     )
 
 
-def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:
-    """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
+def trace_batch(batch: DeviceBatch) -> None:
+    """Makes the span of a batch that was answered; if somebody traces."""
     tracing = current_tracing()
     if tracing is None:
         return
-    jobs = dispatched.batch.jobs
-    calls = [job.payload for job in jobs]
+    calls = [job.payload for job in batch.formed.jobs]
     traced = [
         TracedJob(call.message, None if call.listened is None else call.listened.context)
         for call in calls
     ]
-    duration_s = monotonic() - dispatched.dispatched_s
+    duration_s = monotonic() - batch.formed_s
     try:
-        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, info, error))
+        tracing.batch(TracedBatch(batch.work.task, traced, duration_s, batch.info))
     except Exception:
-        logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
+        logger.exception("a batch of %s cannot be traced", batch.work.task)

@@ -24,7 +24,7 @@ from redis import ResponseError
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
-from batchery_worker.ipc.messages import Work
+from batchery_worker.device.work import Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
 
 logger = logging.getLogger("batchery.device")

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from batchery.transport.leases import Deaths
-from batchery_worker.device_pool.process import State
-from batchery_worker.device_pool.supervisor import describe
+from batchery_worker.device_pool.process import State, WatchedBatch
 from batchery_worker.handing import HandedJob, HandedJobs
 from batchery_worker.ipc.messages import Fate, Forget, Handed, Running, Settled
 
@@ -107,12 +106,12 @@ def test_another_device_gets_what_a_dead_one_had_and_hears_what_had_begun(fleet:
         fleet.hand(name)
     fleet.handed()
     fleet.devices[0].state, fleet.devices[1].state = State.DEAD, State.READY
-    running = describe(Running(1, "work", ["a", "b"], None))
+    running = WatchedBatch(Running(1, "work", ["a", "b"], None))
     fleet.jobs.leave("cuda:0", [running], is_death=True)
     deaths = {each.raw["headers"]["id"]: each.deaths for _, each in fleet.handed()}
     assert deaths == {"a": Deaths(0, 2), "b": Deaths(0, 2), "c": None}
     fleet.devices[0].state = State.READY
-    alone = describe(Running(2, "work", ["a"], None, is_alone=True))
+    alone = WatchedBatch(Running(2, "work", ["a"], None, is_alone=True))
     fleet.jobs.leave("cuda:1", [alone], is_death=True)
     assert dict(enumerate(each.deaths for _, each in fleet.handed()))[0] == Deaths(1)
 
@@ -120,9 +119,9 @@ def test_another_device_gets_what_a_dead_one_had_and_hears_what_had_begun(fleet:
 def test_job_that_took_too_long_is_said_to_have(fleet: Fleet) -> None:
     fleet.hand("a")
     fleet.handed()
-    dispatched = describe(Running(1, "work", ["a"], 3.0))
-    dispatched.expired = True
-    fleet.jobs.leave("cuda:0", [dispatched], is_death=True)
+    batch = WatchedBatch(Running(1, "work", ["a"], 3.0))
+    batch.expired = True
+    fleet.jobs.leave("cuda:0", [batch], is_death=True)
     [(_, handed)] = fleet.handed()
     assert handed.expired_s == 3.0
 

@@ -2,23 +2,28 @@
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from batchery.protocol.figures import read_figures, report
-from batchery_worker.in_flight import DispatchedBatch
-from batchery_worker.ipc.messages import Done
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.work import Work
 from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.metrics import MAX_REASONS, Metrics
 
 
-def done(*, jobs: int, forward_ms: float, **more: Any) -> Done:
-    return Done(1, [("committed", ())] * jobs, forward_ms, 75, 100, 1.0, 2.0, 3.0, **more)
-
-
-def batch(items: int, *sent_ago_s: float, task: str = "shout") -> DispatchedBatch:
-    """A batch of one job, or of one for each time since it was sent; it leaves now."""
+def batch(
+    items: int,
+    *sent_ago_s: float,
+    task: str = "shout",
+    forward_ms: float = 0.0,
+    statuses: Sequence[str] = (),
+    **more: Any,
+) -> DeviceBatch:
+    """A batch of one job, or of one for each time since it was sent; it left now."""
     now_s = time.monotonic()
     jobs = tuple(
         Job(
@@ -28,13 +33,25 @@ def batch(items: int, *sent_ago_s: float, task: str = "shout") -> DispatchedBatc
         )
         for at, ago_s in enumerate(sent_ago_s or (0.02,))
     )
-    return DispatchedBatch(Batch(jobs), now_s)
+    return DeviceBatch(
+        Work(1, task, {}, (), 64, None),
+        Batch(jobs),
+        now_s,
+        prepare_ms=1.0,
+        queued_ms=2.0,
+        forward_ms=forward_ms,
+        tokens=75,
+        computed_tokens=100,
+        commit_ms=3.0,
+        answers=[(CommitStatus(each), ()) for each in statuses or ["committed"] * len(jobs)],
+        **more,
+    )
 
 
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4, 15.0, 0.5), "cpu", 4)
-    metrics.batch_done(done(jobs=4, forward_ms=30), batch(8, *[2.0] * 4), "cpu", 8)
+    metrics.batch_done(batch(4, 15.0, 0.5, forward_ms=10), 4)
+    metrics.batch_done(batch(8, *[2.0] * 4, forward_ms=30), 8)
     snapshot = metrics.snapshot()
     assert (snapshot["batches"], snapshot["jobs"], snapshot["items"]) == (2, 6, 12)
     assert snapshot["mean_batch_size"] == 6
@@ -52,7 +69,7 @@ def test_means_and_waste_follow_from_the_sums() -> None:
 def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
-        metrics.batch_done(done(jobs=1, forward_ms=0), batch(items), "cpu", items)
+        metrics.batch_done(batch(items), items)
     assert metrics.snapshot()["batch_sizes"] == {
         "<=1": 1,
         "<=2": 1,
@@ -63,12 +80,19 @@ def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     }
 
 
+def reused(task: str, **counts: Any) -> DeviceBatch:
+    return batch(1, task=task, reused=counts)
+
+
 def test_the_items_of_each_cache_are_counted_by_how_they_got_their_results() -> None:
     metrics = Metrics()
-    metrics.reused("embed", {"items": 8, "hits": 4, "deduplicated": 2, "computed": 2})
     told = {"errors": 1, "error": "no"}
-    metrics.reused("embed", {"items": 2, "hits": 1, "deduplicated": 0, "computed": 1, **told})
-    metrics.reused("mood", {"items": 0, "hits": 0, "deduplicated": 0, "computed": 0})
+    for each in (
+        reused("embed", items=8, hits=4, deduplicated=2, computed=2),
+        reused("embed", items=2, hits=1, deduplicated=0, computed=1, **told),
+        reused("mood", items=0, hits=0, deduplicated=0, computed=0),
+    ):
+        metrics.batch_done(each, 1)
     caches = metrics.snapshot()["caches"]
     assert caches["embed"] == {
         "items": 10,
@@ -81,12 +105,11 @@ def test_the_items_of_each_cache_are_counted_by_how_they_got_their_results() -> 
     assert caches["mood"]["hit_rate"] is None
 
 
-def test_each_device_has_sums_of_its_own() -> None:
+def test_sums_of_a_device_are_those_of_its_batches() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4)
-    metrics.batch_done(done(jobs=2, forward_ms=5), batch(2), "cuda:1", 2)
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cuda:0", 4)
-    assert metrics.of_device("cuda:0") == {
+    for _ in range(2):
+        metrics.batch_done(batch(4, forward_ms=10), 4)
+    assert metrics.sums() == {
         "batches": 2,
         "items": 8,
         "forward_ms": 20,
@@ -95,15 +118,13 @@ def test_each_device_has_sums_of_its_own() -> None:
         "mean_batch_size": 4,
         "padding_waste": 0.25,
     }
-    assert metrics.of_device("cuda:1")["items"] == 2
-    assert metrics.of_device("cpu")["batches"] == 0
 
 
 def test_failures_are_counted_by_class_of_their_error() -> None:
     metrics = Metrics()
     metrics.job_failed("shout", "ValueError")
     told = {"InvalidItem": 3, "ValueError": 1}
-    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), batch(9), "cpu", 9)
+    metrics.batch_done(batch(9, forward_ms=1, statuses=["committed"] * 2, failed_items=told), 9)
     snapshot = metrics.snapshot()
     assert (snapshot["failed_jobs"], snapshot["failed_items"]) == (1, 4)
     assert snapshot["failures"] == {"InvalidItem": 3, "ValueError": 2}
@@ -120,9 +141,9 @@ def test_errors_of_ever_new_classes_are_counted_together() -> None:
 
 def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4)
+    metrics.batch_done(batch(4, forward_ms=10, statuses=["committed"] * 2), 4)
     metrics.job_failed("shout", "ValueError")
-    metrics.reused("embed", {"items": 8, "hits": 4, "deduplicated": 2, "computed": 2})
+    metrics.batch_done(reused("embed", items=8, hits=4, deduplicated=2, computed=2), 1)
     answer = {"devices": {}, "clock_s": 1.0, "batches": metrics.snapshot()}
     figures = read_figures(json.loads(json.dumps(answer)))
     assert figures is not None
@@ -131,15 +152,14 @@ def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
 
 def test_each_task_has_sums_of_its_own() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), batch(4), "cpu", 4)
-    metrics.batch_done(done(jobs=1, forward_ms=5), batch(1, task="embed"), "cpu", 1)
-    mixed = Done(1, [("committed", ()), ("needs tracer", ()), ("fenced", ())], 1.0, 0, 0)
-    metrics.batch_done(mixed, batch(3), "cpu", 3)
+    metrics.batch_done(batch(4, forward_ms=10, statuses=["committed"] * 2), 4)
+    metrics.batch_done(batch(1, task="embed", forward_ms=5), 1)
+    metrics.batch_done(batch(3, forward_ms=1, statuses=["committed", "needs tracer", "fenced"]), 3)
     metrics.job_ended("shout", "succeeded")
     metrics.job_failed("shout", "ValueError")
     metrics.job_failed("shout", "DeadlineExceeded")
     shout, embed = metrics.tasks["shout"], metrics.tasks["embed"]
-    assert (shout.batches, shout.items, shout.forward_ms, shout.tokens) == (2, 7, 11, 75)
+    assert (shout.batches, shout.items, shout.forward_ms, shout.tokens) == (2, 7, 11, 150)
     assert shout.outcomes == {"succeeded": 4, "failed": 1, "shed": 1}
     assert shout.batch_sizes == {"<=4": 2}
     assert (embed.batches, embed.outcomes, embed.batch_sizes) == (1, {"succeeded": 1}, {"<=1": 1})
@@ -147,7 +167,7 @@ def test_each_task_has_sums_of_its_own() -> None:
 
 def test_waits_count_from_when_jobs_were_sent() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=3, forward_ms=1), batch(3, 0.09, 0.3, 4000.0), "cpu", 3)
+    metrics.batch_done(batch(3, 0.09, 0.3, 4000.0, forward_ms=1), 3)
     found = metrics.tasks["shout"]
     assert found.waits == {0.1: 1, 0.5: 1, float("inf"): 1}
     assert found.waited_s == pytest.approx(4000.39)

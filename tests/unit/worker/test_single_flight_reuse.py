@@ -9,7 +9,7 @@ import pytest
 from batchery import Model
 from batchery.errors import ModelLoadError
 from batchery_worker.device.loading import build_identity
-from batchery_worker.ipc.messages import CachePolicy, Work
+from batchery_worker.device.work import CachePolicy, Work
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.result_cache import SingleFlight
 

@@ -34,10 +34,10 @@ class _Times:
 
 
 class BatchTimes:
-    """The times of a worker's batches, by device, task and rough size."""
+    """The times of a device's batches, by task and rough size."""
 
     def __init__(self) -> None:
-        self._times: dict[tuple[str, str, int], _Times] = {}
+        self._times: dict[tuple[str, int], _Times] = {}
         #: Seconds that the last batches of each task took.
         self._last_s: dict[str, deque[float]] = {}
 
@@ -47,22 +47,21 @@ class BatchTimes:
             task in self._last_s and median(self._last_s[task]) < LONG_BATCH_S for task in tasks
         )
 
-    def ran(self, device: str, task: str, items: int, run_s: float, prepare_s: float) -> None:
+    def ran(self, task: str, items: int, run_s: float, prepare_s: float) -> None:
         """Adds a batch.
 
         Args:
-            device: Name of the device.
             task: Name of the task.
             items: Number of items.
             run_s: From the moment when it was the first of its device, to its end.
             prepare_s: How long it took to prepare it, which may have been before.
         """
-        times = self._times.setdefault((device, task, _size_class(items)), _Times())
+        times = self._times.setdefault((task, _size_class(items)), _Times())
         times.run_s.append(run_s)
         times.prepare_s.append(prepare_s)
         self._last_s.setdefault(task, deque(maxlen=REMEMBERED)).append(run_s)
 
-    def next_s(self, device: str, task: str, items: int, began_s: float) -> float:
+    def next_s(self, task: str, items: int, began_s: float) -> float:
         """When the batch behind a batch should be sent: it cannot go to another worker after that.
 
         Where they are short, that is at once. While nothing is known of such batches, it is when
@@ -70,12 +69,11 @@ class BatchTimes:
         before that has nothing to do.
 
         Args:
-            device: Name of the device.
             task: Task of the batch that runs.
             items: Its number of items.
             began_s: When it was the first of its device.
         """
-        times = self._find(device, task, items)
+        times = self._find(task, items)
         if times is None:
             return inf
         expected_s = min(times.run_s)
@@ -84,26 +82,25 @@ class BatchTimes:
         lead_s = max(LEAD_SHARE * expected_s, LEAD_PREPARATIONS * max(times.prepare_s))
         return began_s + max(0.0, expected_s - lead_s)
 
-    def ends_soon(self, device: str, task: str, items: int, began_s: float, now_s: float) -> bool:
+    def ends_soon(self, task: str, items: int, began_s: float, now_s: float) -> bool:
         """Whether a batch is near its end, so that the next one is wanted.
 
         Of a kind of which nothing is known, nobody can say.
 
         Args:
-            device: Name of the device.
             task: Task of the batch that runs.
             items: Its number of items.
             began_s: When it was the first of its device.
             now_s: The time.
         """
-        times = self._find(device, task, items)
+        times = self._find(task, items)
         if times is None or now_s > began_s + OVERDUE_FACTOR * max(LONG_BATCH_S, *times.run_s):
             return False
         is_short = min(times.run_s) < LONG_BATCH_S
-        return is_short or now_s >= self.next_s(device, task, items, began_s)
+        return is_short or now_s >= self.next_s(task, items, began_s)
 
-    def _find(self, device: str, task: str, items: int) -> _Times | None:
-        return self._times.get((device, task, _size_class(items)))
+    def _find(self, task: str, items: int) -> _Times | None:
+        return self._times.get((task, _size_class(items)))
 
 
 def _size_class(items: int) -> int:

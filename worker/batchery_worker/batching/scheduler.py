@@ -1,11 +1,10 @@
-"""Which jobs, when: pure policy. Time is an argument, devices are numbers, nothing here waits.
+"""Which jobs, when: pure policy of one device. Time is an argument, nothing here waits.
 
 The rules, in the order in which they are asked:
 
-1. Suspects go first, one at a time, alone on an empty device: only then can a death be blamed.
-   Those that may have killed a whole worker have this worker to themselves, with all its devices.
-   A worker that dies seldom died of its jobs, so at first they run in halves of their batch. Those
-   in slots always do: one by one they would take too long.
+1. Suspects go first, alone on an empty device: only then can a death be blamed. A process that dies
+   seldom died of its jobs, so at first they run in halves of their batch, and then one at a time.
+   Those in slots always run in halves: one by one they would take too long.
 2. An idle device takes what is there at once, unless `max_wait_ms` asks it to let the batch grow.
 3. A busy device takes a second batch only when that batch is full. Until then the batch keeps
    growing. Nothing is lost by waiting, because the device would only put the batch aside.
@@ -16,8 +15,7 @@ The rules, in the order in which they are asked:
    batch was still growing goes next, full or not, so that a busy neighbour cannot starve it.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -40,7 +38,7 @@ ONE_CLASS = {USUAL_LANE.priority_class: 1.0}
 
 
 class Scheduler(Generic[T]):
-    """Holds the jobs that wait in the worker and forms their batches as late as possible."""
+    """Holds the jobs that wait for a device and forms their batches as late as possible."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class Scheduler(Generic[T]):
         costs: TaskCosts | None = None,
         *,
         sheds_late: bool = False,
-        slotted: Collection[str] = (),
+        in_slots: bool = False,
     ) -> None:
         """Holds no jobs.
 
@@ -58,16 +56,11 @@ class Scheduler(Generic[T]):
             costs: What batches cost, learned from `ended`; of its own by default.
             sheds_late: Whether jobs that cannot make their deadline are given up, as `take_late`
                 says.
-            slotted: Tasks whose jobs run in slots, on devices of their own; each job is a batch.
+            in_slots: Whether jobs run in slots of the device; each job is a batch.
         """
-        #: Tasks whose jobs run in slots.
-        self.slotted = frozenset(slotted)
+        self._in_slots = in_slots
         self.costs = costs or TaskCosts()
-        #: By task: its own if it runs in slots, else those of all other tasks. What a lane had of
-        #: one kind of device says nothing of another.
-        common = Shares(shares, self.costs)
-        own = {task: Shares(shares, self.costs, in_slots=True) for task in self.slotted}
-        self._shares = defaultdict(lambda: common, own)
+        self._shares = Shares(shares, self.costs, in_slots=in_slots)
         self._sheds_late = sheds_late
         self._targets: dict[str, LatencyTarget] = {}
         #: Jobs that were given up and not told yet.
@@ -93,35 +86,25 @@ class Scheduler(Generic[T]):
             waiting = self._queues[job.key] = KeyFlows(job.key, job.limits)
         flow = waiting.flows.get(job.lane)
         if flow is None:
-            flow = waiting.flows[job.lane] = self._shares[job.key.task].wake(job.key, job.lane)
+            flow = waiting.flows[job.lane] = self._shares.wake(job.key, job.lane)
         flow.add(job)
 
     def quarantine(self, job: Job[T]) -> None:
-        """Takes back a job that was on a device which died; it will run alone."""
-        self._suspects.own.append(job)
-
-    def quarantine_recovered(self, job: Job[T]) -> None:
-        """Takes in a job that was on a device when an earlier worker died.
+        """Takes in a job that was on a device which died.
 
         It will run alone, or first with others of its kind: see `Job.among`.
         """
-        self._suspects.recovered.append(job)
+        self._suspects.add(job)
 
     def clear(self) -> list[Job[T]]:
-        """Forgets every job that waits but was never started; returns them.
-
-        Suspects stay: they were started, and the broker's messages are still theirs.
-        """
-        held = self.held()
-        dropped = [*held, *self._suspects.recovered]
-        self.remove(held)
-        self._suspects.recovered.clear()
+        """Forgets every job that waits; returns them."""
+        dropped = list(self)
+        self.remove(dropped)
         return dropped
 
-    def held(self, task: str | None = None) -> list[Job[T]]:
-        """Every job, or those for a kind of device, that could as well wait elsewhere."""
-        queues = self._queues.values() if task is None else self._for_device(task)
-        return [job for waiting in queues for job in waiting]
+    def held(self) -> list[Job[T]]:
+        """Every job that could as well wait elsewhere: suspects could not."""
+        return [job for waiting in self._queues.values() for job in waiting]
 
     def count(self, task: str, priority_class: str) -> int:
         """How many jobs of a task and class wait that could share a batch: those of one key."""
@@ -137,9 +120,9 @@ class Scheduler(Generic[T]):
         flows = self._find_flows(behind)
         return bool(flows) and self._ranks[priority_class] < min(map(self._rank, flows))
 
-    def oldest_held_s(self, task: str) -> float | None:
+    def oldest_held_s(self) -> float | None:
         """When the oldest of the jobs came that `held` returns; None if there is none."""
-        return min((waiting.oldest_s for waiting in self._for_device(task)), default=None)
+        return min((waiting.oldest_s for waiting in self._queues.values()), default=None)
 
     @property
     def holds_any(self) -> bool:
@@ -155,13 +138,8 @@ class Scheduler(Generic[T]):
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a job waits that must run alone."""
+        """Whether suspects wait: the device leaves all else until they have run."""
         return bool(self._suspects)
-
-    def tests(self, task: str) -> bool:
-        """Whether a device, see `next_batch`, must leave all else until suspects have run."""
-        own = (self._serves(task, job.key) for job in self._suspects.own)
-        return bool(self._suspects.recovered) or any(own)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
         """Forgets jobs that went to another worker."""
@@ -176,45 +154,36 @@ class Scheduler(Generic[T]):
         in_flight: int,
         alone: bool,
         now_s: float,
-        elsewhere: int = 0,
         behind: Sequence[Batch[T]] = (),
         left_s: float = 0.0,
         *,
-        task: str = "",
         cohort: int = 0,
     ) -> Batch[T] | None:
-        """The batch that a device should get now.
+        """The batch that the device should get now.
 
         Args:
             in_flight: Batches that the device holds already, 0 to `DEVICE_DEPTH`, or fewer than it
                 has slots; urgent ones do not count.
             alone: Whether one of them is a suspect, next to which nothing may run.
             now_s: The time, on the clock of `Job.arrived_s`.
-            elsewhere: Batches that the worker's other devices hold.
             behind: The batches of `in_flight`, where an urgent one waits before them: jobs that
                 may go before these are left to `urgent_batch`, and nothing goes before such jobs.
             left_s: How long the device has to do with what it holds, in seconds.
-            task: The task whose jobs it has in slots; empty for a device of all other tasks.
             cohort: Maximum number of suspects that may share its slots, where it runs some.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
         """
-        if alone or (in_flight >= DEVICE_DEPTH and not task):
+        if alone or (in_flight >= DEVICE_DEPTH and not self._in_slots):
             return None
         if self._suspects or cohort:
-            suspect = self._suspects.find(lambda key: self._serves(task, key))
-            if suspect is not None:
-                return self._suspects.take(suspect, task, in_flight, elsewhere, cohort)
-            if self._suspects.recovered or cohort:
-                return None
+            return self._suspects.take(in_flight, cohort, in_slots=self._in_slots)
         turn = self._find_turn(behind) if behind else None
         return self._take_next(
             lambda _, rank, tag: not _goes_before(turn, rank, tag),
             now_s,
             left_s,
-            task=task,
-            is_idle=in_flight == 0 or bool(task),
+            is_idle=in_flight == 0 or self._in_slots,
             least=inf if turn is None else self._urgent_tag(turn, now_s),
         )
 
@@ -223,8 +192,6 @@ class Scheduler(Generic[T]):
         behind: Sequence[Batch[T]],
         now_s: float,
         left_s: float = inf,
-        *,
-        task: str = "",
     ) -> Batch[T] | None:
         """A batch that should run before the rest of what a device holds.
 
@@ -236,19 +203,18 @@ class Scheduler(Generic[T]):
             behind: What the device holds.
             now_s: The time, on the clock of `Job.arrived_s`.
             left_s: How long the device has to do with that, in seconds.
-            task: As for `next_batch`.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
         """
-        if (self.has_suspects and self.tests(task)) or not self._queues:
+        if self._suspects or not self._queues:
             return None
         turn = self._find_turn(behind)
 
         def accepts(waiting: KeyFlows[T], rank: int, tag: float) -> bool:
             return _goes_before(turn, rank, tag) and self._saves(waiting, rank, left_s)
 
-        return self._take_next(accepts, now_s, 0.0, task=task)
+        return self._take_next(accepts, now_s, 0.0)
 
     def _saves(self, waiting: KeyFlows[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
@@ -285,7 +251,6 @@ class Scheduler(Generic[T]):
         now_s: float,
         left_s: float,
         *,
-        task: str = "",
         is_idle: bool = True,
         least: float = inf,
     ) -> Batch[T] | None:
@@ -295,7 +260,7 @@ class Scheduler(Generic[T]):
         """
         while True:
             best, chosen = inf, None
-            for waiting in self._for_device(task):
+            for waiting in self._queues.values():
                 limit = self._max_items(waiting)
                 is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
                 may_leave = is_due or waiting.items >= limit
@@ -323,7 +288,7 @@ class Scheduler(Generic[T]):
         """The lowest tag of the flows that may go before others; infinity for none."""
         tags = [
             flow.tag
-            for waiting in self._for_device("")
+            for waiting in self._queues.values()
             if now_s >= waiting.due_s
             for flow in waiting.flows.values()
             if _goes_before(turn, self._rank(flow), flow.tag)
@@ -357,7 +322,7 @@ class Scheduler(Generic[T]):
     def _pass_over(self, chosen: KeyFlows[T], best: float, now_s: float) -> None:
         """Notes which keys were before the chosen one, but for the size of their batches."""
         came_before = True
-        for waiting in self._for_device(""):
+        for waiting in self._queues.values():
             if waiting is chosen:
                 came_before = False
             elif now_s >= waiting.due_s:
@@ -372,7 +337,7 @@ class Scheduler(Generic[T]):
         target = self._targets.get(task)
         if target is None:
             target = self._targets[task] = LatencyTarget(limits)
-        others = self._shares[task].others(self._weigh(waiting))
+        others = self._shares.others(self._weigh(waiting))
         return target.max_items(task, self.costs, others)
 
     def take_late(self, now_s: float) -> list[Job[T]]:
@@ -415,7 +380,7 @@ class Scheduler(Generic[T]):
 
     def _weigh(self, waiting: KeyFlows[T]) -> float:
         """The share of all flows of a key."""
-        return sum(map(self._shares[waiting.key.task].weight, waiting.flows.values()))
+        return sum(map(self._shares.weight, waiting.flows.values()))
 
     def _is_late(self, task: str, now_s: float) -> Callable[[Job[T]], bool]:
         """Says of a job of a task whether it cannot make its deadline any more."""
@@ -448,7 +413,7 @@ class Scheduler(Generic[T]):
             slots: How many they have now; none while it makes room for another job.
         """
         for charge in batch.charges:
-            self._shares[charge.flow.key.task].progress(charge, had_s, slots)
+            self._shares.progress(charge, had_s, slots)
 
     def ended(self, batch: Batch[T], run_s: float | None, load_s: float = 0.0) -> None:
         """Notes that a batch of `next_batch` is back.
@@ -460,34 +425,22 @@ class Scheduler(Generic[T]):
         """
         if not batch.charges:
             return
-        shares = self._shares[batch.charges[0].flow.key.task]
-        shares.ended(batch.charges, run_s)
+        self._shares.ended(batch.charges, run_s)
         if load_s:
-            waiting = [flow for each in self._for_device("") for flow in each.flows.values()]
-            shares.loaded(batch.charges, load_s, waiting)
+            waiting = [flow for each in self._queues.values() for flow in each.flows.values()]
+            self._shares.loaded(batch.charges, load_s, waiting)
         target = self._targets.get(batch.jobs[0].key.task) if batch.jobs else None
         if target is not None and run_s is not None:
             names = {charge.flow.lane.priority_class for charge in batch.charges}
             weight = sum([charge.weight for charge in batch.charges])
-            target.ended(batch.items, run_s, shares.others(weight, names))
+            target.ended(batch.items, run_s, self._shares.others(weight, names))
 
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""
         return min((waiting.due_s for waiting in self._queues.values()), default=None)
 
-    def _serves(self, task: str, key: BatchKey) -> bool:
-        """Whether jobs are for a kind of device."""
-        return key.task == task if task else key.task not in self.slotted
-
-    def _for_device(self, task: str) -> Collection[KeyFlows[T]]:
-        """The jobs for a kind of device, see `next_batch`."""
-        queues = self._queues.values()
-        if not self.slotted:
-            return queues
-        return [each for each in queues if self._serves(task, each.key)]
-
     def _take(self, waiting: KeyFlows[T], flows: list[Flow[T]], limit: int) -> Batch[T]:
-        self._shares[waiting.key.task].began(min(flow.tag for flow in flows))
+        self._shares.began(min(flow.tag for flow in flows))
         if len(flows) == 1:
             jobs, charges = self._take_from_one(flows[0], limit)
         else:
@@ -503,7 +456,7 @@ class Scheduler(Generic[T]):
             job = flow.pop()
             items += job.items
             jobs.append(job)
-        shares = self._shares[flow.key.task]
+        shares = self._shares
         item_s = shares.charged_item_s(flow.key.task, items)
         return jobs, [shares.charge(flow, items, item_s)]
 
@@ -513,7 +466,7 @@ class Scheduler(Generic[T]):
         """Takes the jobs in the order of their tags, as if each was charged by itself."""
         task = flows[0].key.task
         # As of a full batch: most are, where several lanes wait.
-        shares = self._shares[task]
+        shares = self._shares
         item_s = shares.item_s(task, limit)
         weights = [shares.weight(flow) for flow in flows]
         turns = [(flow.tag, number) for number, flow in enumerate(flows)]
@@ -542,7 +495,7 @@ class Scheduler(Generic[T]):
         for flow in list(waiting.flows.values()):
             if not flow:
                 del waiting.flows[flow.lane]
-                self._shares[flow.key.task].sleep(flow)
+                self._shares.sleep(flow)
         if not waiting.flows:
             del self._queues[waiting.key]
 

@@ -31,7 +31,7 @@ from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.brokers import open_channel
-from batchery_worker.ipc.messages import CommitContext, JobCommit
+from batchery_worker.device.work import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
 T = TypeVar("T")

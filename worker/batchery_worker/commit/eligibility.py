@@ -18,8 +18,8 @@ from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.committer import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.commit.listeners import Listeners
+from batchery_worker.device.work import CommitContext, JobCommit
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store

@@ -1,4 +1,4 @@
-"""Settles every job: a thread completes its outcome, then Celery is told on the event loop."""
+"""Settles every job: a thread completes its outcome, then Celery is told where the lock is held."""
 
 import logging
 import queue
@@ -55,7 +55,7 @@ class Settlement:
         metrics: Metrics,
         in_flight: InFlight,
         listeners: Listeners,
-        hub: Any,
+        call_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self._app = app
         self._listeners = listeners
@@ -65,7 +65,7 @@ class Settlement:
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         #: Guards `_called`.
         self._lock = threading.Lock()
-        self._hub = hub
+        self._call_soon = call_soon
         self._called = False
         #: Number of jobs that are being completed.
         self.pending = 0
@@ -79,7 +79,7 @@ class Settlement:
         with self._lock:
             if not self._called:
                 self._called = True
-                self._hub.call_soon(self.empty_mailbox)
+                self._call_soon(self.empty_mailbox)
 
     def empty_mailbox(self) -> None:
         """Calls the functions that were delivered; on the loop's thread."""

@@ -7,9 +7,9 @@ import sys
 
 from celery.result import denied_join_result
 
-from batchery_worker.device.device import begin, run_or_die
+from batchery_worker.device.device import Device, begin, run_or_die
 from batchery_worker.device.lifetime import end_process, keep_private, leave_signals_to_parent
-from batchery_worker.device.pulling import PullingDevice
+from batchery_worker.device.orders import listen
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs
 from batchery_worker.ipc.messages import Setup, load_message
@@ -34,7 +34,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    device = PullingDevice(end)
+    device = Device(end)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
@@ -51,6 +51,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         is_ready = begin(device, setup)
         gc.set_threshold(*usual)
         if is_ready:
+            listen(end, device)
             run_or_die(device.run)
         end_process(has_app=is_ready)
 

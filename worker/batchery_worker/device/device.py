@@ -1,14 +1,13 @@
 """The device process: one per device, spawned, and the only one that imports torch.
 
-Three threads work on three batches: one reads and tokenizes the next one, the main thread runs the
-forward passes, `commit` encodes and sends the last one. A device with nothing else to do leaves all
-of that to the main thread. Between two passes the main thread
-looks whether an urgent batch has come, and runs it first. The process ends with its parent, and
-with any of its threads. The parent runs again what the process had not answered.
+Its loop takes a batch, runs it, and has it answered. Three threads work on three batches: the
+feeder takes and tokenizes the next one, the main thread runs the forward passes, `commit` encodes
+and sends the last one. A device with nothing else to do leaves all of that to the main thread.
+Between two passes the main thread looks whether an urgent batch has come, and runs it first. The
+process ends with its worker, and with any of its threads.
 """
 
 import logging
-import math
 import os
 import queue
 import socket
@@ -31,7 +30,10 @@ from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery.task import BatchTask
-from batchery_worker.commit.committer import RedisCommitter, broker_client
+from batchery_worker.commit.committer import broker_client
+from batchery_worker.device.answerer import Answerer
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.feed import Feed
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.loading import (
     build_identity,
@@ -46,73 +48,60 @@ from batchery_worker.device.loading import (
 from batchery_worker.device.model_pool import ModelPool
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reload import Reloader
-from batchery_worker.device.reply import DeviceBatch, answer, report_dropped
 from batchery_worker.device.served_model import LoadedModel
+from batchery_worker.device.slot_loop import SlotJob, SlotLoop
 from batchery_worker.device.started import StartedStates
-from batchery_worker.device.steps import SlotJob, StepLoop
+from batchery_worker.device.work import Cancel, Work
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.framing import write_frame
 from batchery_worker.ipc.logs import redirect_prints
 from batchery_worker.ipc.messages import (
     Began,
-    Cancel,
+    Ended,
     Loaded,
     Loads,
     NotReady,
+    Parted,
     Ready,
+    Reload,
     Reply,
     ResultsWait,
+    Running,
     Setup,
-    Work,
     dump_reply,
 )
 from batchery_worker.memory import Memory
-from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
+from batchery_worker.result_cache import ResultCache, SingleFlight
 
 logger = logging.getLogger("batchery.device")
-
-#: How often the parent is told how much memory the models take, in seconds.
-REPORT_S = 1.0
 
 #: From how long on a batch is worth a second thread, which prepares the next one meanwhile; to wake
 #: that thread takes 0.1 ms.
 LONG_MS = 2.0
 
-#: Exit code after the failure of a thread; the parent treats it like any other death.
+#: Exit code after the failure of a thread; the worker treats it like any other death.
 EX_SOFTWARE = 70
 
-
-@contextmanager
-def excused(work: Work, tell: Callable[[Reply], None], *, asks: bool) -> Iterator[None]:
-    """Keeps the time in which Redis is asked out of the time of a batch: Redis may be away.
-
-    Args:
-        work: The batch.
-        tell: Sends a message to the parent.
-        asks: Whether Redis may be asked for this batch.
-    """
-    if asks and work.is_timed:
-        tell(ResultsWait(work.id))
-    yield
-    if asks and work.is_timed:
-        tell(ResultsWait(work.id, is_over=True))
+#: What is said of a batch, and matters to the worker only if the time of that batch is limited.
+OF_BATCHES = (Began, Loads, Loaded, ResultsWait)
 
 
 class Device:
-    """Runs batches on one device, whoever brings them."""
+    """Runs the batches that its feed has, until its worker tells it to stop."""
 
     def __init__(self, end: socket.socket) -> None:
+        """Reads nothing yet; `end` is that of the pipe to the worker."""
         self._end = end
         #: Two threads may have something to tell at once.
         self._telling = threading.Lock()
+        #: Ids of the batches that the worker knows of.
+        self._told: set[int] = set()
         #: The batch whose function runs.
         self.current: Work | None = None
         #: How long the last batch of each task took.
         self._lasted_ms: dict[str, float] = {}
         #: Batches that the main thread has taken in, in the order in which they run.
         self._ahead: deque[DeviceBatch] = deque()
-        self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
-        self._models = ModelPool(self._load, self._estimate)
         #: By name of a task: the settings of its model, where they are not those of the app.
         self._versions: dict[str, ModelSettings] = {}
         self._reloader = Reloader(
@@ -120,32 +109,30 @@ class Device:
             self._load_version,
             self._swap,
             lambda: self._memory.release(),
-            self.tell,
+            lambda reply: self.tell(reply._replace(figures=self.figures())),
         )
-        #: Number of batches given to the commit thread, and answered by it; one thread writes each.
-        self._given = self._answered = 0
-        #: Id of the batch that is being committed.
-        self._committing = 0
-        #: What was last reported of the models, and when.
-        self._reported: dict[str, Any] = {}
-        self._reported_s = -math.inf
-        self._app: Celery
-        self._committer: RedisCommitter
-        self._pieces: PieceWriter
-        self._name = "cpu"
-        self._setup: Setup
+        #: The loop over the steps of its model, if that runs in slots.
+        self._slot_loop: SlotLoop | None = None
         self._memory = Memory()
+        self._name = "cpu"
+        self._app: Celery
+        self._setup: Setup
+        self._models: ModelPool
         self._reuse: SingleFlight
         self._started: StartedStates
-        #: The loop over the steps of its model, if that runs in slots.
-        self._steps: StepLoop | None = None
+        self._pieces: PieceWriter
+        self._answerer: Answerer
+        #: Where its batches come from.
+        self.feed: Feed
+
+    # The start
 
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:
-        """Imports the app, loads the models and warms them up.
+        """Imports the app, loads the models and warms them up; connects later.
 
         Args:
-            setup: From the parent.
-            app: The parent's own, where this is a thread of its process; None imports it.
+            setup: From the worker.
+            app: The worker's own, where this is a thread of its process; None imports it.
 
         Raises:
             BatcheryError: Says in one line what is missing.
@@ -160,10 +147,11 @@ class Device:
             self._app = app
         self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
-        connect_broker = partial(broker_client, self._app)
-        self._committer = RedisCommitter(self._app.backend, connect_broker, self._report_waiting)
-        self._pieces = PieceWriter(self._app.backend, connect_broker)
+        self._pieces = PieceWriter(self._app.backend, partial(broker_client, self._app))
         self._started = StartedStates(self._app)
+        self._answerer = Answerer(
+            *(self._app, setup.name, self._reuse, self._pieces, self.tell, self._settle)
+        )
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
             signals.worker_process_init.send(sender=None)
@@ -172,152 +160,144 @@ class Device:
         if setup.slots:
             task = cast(ModelTask, self._app.tasks[setup.task])
             model = load_model(task, setup.device, self._versions.get(task.name))
-            told = self._finish, self.tell, self._pieces, read_version(model)
-            self._steps = StepLoop(cast(StepModel, model), setup, *told)
+            self._slot_loop = SlotLoop(
+                *(cast(StepModel, model), setup, self._finish, self._free_slot, self.tell),
+                *(self._pieces, read_version(model)),
+            )
         else:
             self._models.load_first(setup.load)
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
-        resumes = self._steps is None or self._steps.resumes
-        return Ready(os.getpid(), time.monotonic() - started_s, self._figures(), resumes)
+        resumes = self._slot_loop is None or self._slot_loop.resumes
+        self.feed = Feed(self._app, setup, self._prepare, self.tell, self.figures, resumes=resumes)
+        source = self.feed.source
+        source.on_parted = lambda holder: self.tell(Parted(holder))
+        source.on_refused = lambda error: self.tell(NotReady(type(error).__name__, str(error)))
+        return Ready(os.getpid(), time.monotonic() - started_s, self.figures())
 
-    def tell(self, reply: Reply) -> None:
-        """Writes a message to the parent.
-
-        Raises:
-            OSError: The parent is gone.
-        """
-        self._write(reply)
-
-    def _write(self, reply: Reply) -> None:
-        frame = dump_reply(reply)
-        with self._telling:
-            write_frame(self._end, frame)
+    # The loop
 
     def run(self) -> None:
         """Works until no more batches come."""
-        for stage in (self._intake.run, self._commit):
+        for stage in (self.feed.run, self._answerer.run):
             threading.Thread(target=run_or_die, args=(stage,), daemon=True).start()
+        self.run_loop(EventLoop())
+        self.feed.close()
+
+    def run_loop(self, loop: EventLoop) -> None:
+        """Takes batches, and runs them, until no more come; awaits what functions return."""
         try:
-            if self._steps is not None:
-                self._steps.run(self._intake)
-            loop = EventLoop()
+            if self._slot_loop is not None:
+                self._slot_loop.run(self.feed)
             while True:
-                self._run_next(loop)
+                self._step(loop)
         except EOFError:
             # It may come from the code of a model.
-            if not self._intake.closed.is_set():
+            if not self.feed.closed.is_set():
                 raise
 
-    def _run_next(self, loop: EventLoop) -> None:
+    def _step(self, loop: EventLoop) -> None:
+        """Takes a batch, runs it, and has it answered."""
         # A function, so that an idle device holds no batch, and with it a model that was replaced.
         self._look_ahead()
-        batch = self._ahead.popleft() if self._ahead else self._intake.take()
+        batch = self._ahead.popleft() if self._ahead else self.feed.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
-            self._intake.read_ahead()
+            self.feed.read_ahead()
         with self._reloader.turn.gate:
             pass  # A thread that builds a model may hold it.
         with self._reloader.turn.running:
-            computed = self._forward(batch, loop.run)
-        self._lasted_ms[batch.work.task] = computed.forward_ms
+            self._forward(batch, loop.run)
+        self._lasted_ms[batch.work.task] = batch.forward_ms
         # With nothing else to do meanwhile: another thread would start later.
         # Nor behind a short one: both threads would wait for the interpreter.
-        is_free = not self._ahead and self._intake.is_empty
-        self._hand_over(computed, at_once=is_free or computed.forward_ms < LONG_MS)
-
-    @property
-    def _intake(self) -> Any:
-        """Brings batches: its `take` waits for one, its `take_arrived` does not."""
-        raise NotImplementedError
-
-    def prepare_step(self, message: Work | Cancel) -> SlotJob | Cancel:
-        """Makes a job of a message to a device with slots."""
-        assert self._steps is not None
-        if isinstance(message, Cancel):
-            return message
-        resumed = message.pieces and message.pieces.resumed
-        with excused(message, self.tell, asks=bool(message.contexts or resumed)):
-            self._started.store(message)
-            pieces = self._pieces.read(message)
-        return self._steps.prepare(message, pieces)
-
-    def _finish(self, batch: DeviceBatch, is_last: bool) -> None:
-        """Answers a job that has left its slots; on the commit thread, if others go on."""
-        batch.figures = self._figures()
-        self._hand_over(batch, at_once=is_last)
-
-    def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:
-        """Has a batch answered: at once if the last one was, or on the commit thread."""
-        if batch.work.is_timed:
-            # Its time must not count while it waits for Redis, or behind one that does.
-            self.tell(ResultsWait(batch.work.id))
-        if at_once and self._given == self._answered:
-            self._answer(batch)
-        else:
-            self._given += 1
-            self._computed.put(batch)
+        is_free = not self._ahead and self.feed.is_empty
+        self._hand_over(batch, at_once=is_free or batch.forward_ms < LONG_MS)
 
     def _look_ahead(self) -> None:
         """Takes all batches that have arrived; an urgent one goes to the front."""
         with suppress(queue.Empty):
             while True:
-                batch = self._intake.take_arrived()
+                batch = self.feed.take_arrived()
                 if batch.work.urgent:
                     self._ahead.appendleft(batch)
                 else:
                     self._ahead.append(batch)
 
-    def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
-        """Runs the urgent batches that have come, in the midst of another one."""
-        self._look_ahead()
-        while self._ahead and self._ahead[0].work.urgent and self._can_begin(self._ahead[0]):
-            interrupted = self.current
-            computed = self._forward(self._ahead.popleft(), resolve)
-            self.current = interrupted
-            self._hand_over(computed)
-            self._look_ahead()
+    def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:
+        self._answerer.hand_over(batch, at_once=at_once)
 
-    def _can_begin(self, batch: DeviceBatch) -> bool:
-        """Whether a batch loads no model, for which the one that it interrupts might have to go."""
-        if batch.served is not None:
-            return batch.served.is_loaded
-        return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
+    def _settle(self, batch: DeviceBatch) -> None:
+        """Settles the jobs of a batch that is answered; on whichever thread has done that."""
+        if batch.work.id in self._told:
+            self._told.discard(batch.work.id)
+            self._write(Ended(batch.work.id))
+        self.feed.end(batch)
+        self._reloader.unanswered.discard(batch.work.id)
 
-    def prepare_work(self, work: Work) -> DeviceBatch:
-        """Prepares a batch; on either of two threads, never on both at once."""
+    # Jobs in slots
+
+    def _finish(self, batch: DeviceBatch, is_last: bool) -> None:
+        """Has a job answered that has left its slots; on the commit thread, if others go on."""
+        self._hand_over(batch, at_once=is_last)
+
+    def _free_slot(self, batch_id: int) -> None:
+        self.feed.free_slot(batch_id)
+
+    # Preparing, beside what runs
+
+    def _prepare(self, batch: DeviceBatch | Cancel) -> DeviceBatch | SlotJob | Cancel:
+        """Prepares what runs next; on either of two threads, never on both at once."""
+        if isinstance(batch, Cancel):
+            return batch
+        work = batch.work
+        if self._slot_loop is not None:
+            resumed = work.pieces and work.pieces.resumed
+            with self._excused(work, asks=bool(work.contexts or resumed)):
+                self._started.store(work)
+                pieces = self._pieces.read(work)
+            return self._slot_loop.prepare(batch, pieces)
         # Before its model is chosen: that one is not freed until then.
         self._reloader.unanswered.add(work.id)
         started_s = time.perf_counter()
-        served = self._models.loaded.get(work.task)
-        items, deduped = self._choose(work, served)
+        batch.served = self._models.loaded.get(work.task)
+        self._choose_items(batch)
         # Before the function, which may set states of its own.
-        with excused(work, self.tell, asks=bool(work.contexts)):
+        with self._excused(work, asks=bool(work.contexts)):
             self._started.store(work)
-        prepared_s = time.perf_counter()
-        prepare_ms = (prepared_s - started_s) * 1e3
+        batch.ended_s = time.perf_counter()
+        batch.prepare_ms = (batch.ended_s - started_s) * 1e3
         self._pieces.open(work)
-        return DeviceBatch(work, items, served, deduped, prepare_ms, prepared_s)
+        return batch
 
-    def _choose(
-        self, work: Work, served: LoadedModel | None
-    ) -> tuple[list[Any], DedupedBatch | None]:
-        """The items that have to be computed, prepared if their model is loaded."""
+    def _choose_items(self, batch: DeviceBatch) -> None:
+        """Finds the items that have to be computed; prepares them if their model is loaded."""
+        work, served = batch.work, batch.served
         items = [item for _, part, _ in work.jobs for item in part]
-        with excused(work, self.tell, asks=work.cache is not None):
-            deduped = self._reuse.begin(work, items, served.identity if served is not None else "")
-        if deduped is not None:
-            items = [items[position] for position in deduped.positions]
-        if served is not None:
-            items = prepare(served.model, items, work.keywords)
-        return items, deduped
+        with self._excused(work, asks=work.cache is not None):
+            identity = served.identity if served is not None else ""
+            batch.deduped = self._reuse.begin(work, items, identity)
+        if batch.deduped is not None:
+            items = [items[position] for position in batch.deduped.positions]
+        batch.items = items if served is None else prepare(served.model, items, work.keywords)
 
-    def _forward(self, batch: DeviceBatch, resolve: Callable[[Any], Any]) -> DeviceBatch:
+    @contextmanager
+    def _excused(self, work: Work, *, asks: bool) -> Iterator[None]:
+        """Keeps the time in which Redis is asked out of the time of a batch: it may be away."""
+        if asks and work.is_timed:
+            self.tell(ResultsWait(work.id))
+        yield
+        if asks and work.is_timed:
+            self.tell(ResultsWait(work.id, is_over=True))
+
+    # Running
+
+    def _forward(self, batch: DeviceBatch, resolve: Callable[[Any], Any]) -> None:
+        """Fills in the outcomes of a batch."""
         work = batch.work
         if work.urgent:
             self.tell(Began(work.id))
-        started_s = time.perf_counter()
-        batch.queued_ms, batch.ended_s = (started_s - batch.ended_s) * 1e3, started_s
+        batch.queued_ms = (time.perf_counter() - batch.ended_s) * 1e3
         if batch.served is None or not batch.served.is_loaded:
             try:
                 task = find_task(self._app, work.task)
@@ -325,8 +305,9 @@ class Device:
                     self._make_ready(batch)
             except BatcheryError as error:
                 batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
-                batch.deduped = None
-                return batch
+                batch.deduped, batch.ended_s = None, time.perf_counter()
+                return
+        self.feed.note_begun(batch)
         items, served, deduped = batch.items, batch.served, batch.deduped
         started_s = time.perf_counter()
         interrupted_s = 0.0
@@ -355,23 +336,10 @@ class Device:
 
         self.current = work
         batch.outcomes = self._reuse.run(deduped, items, run)
-        self.current, batch.deduped = None, deduped
+        self.current = None
         batch.ended_s = time.perf_counter()
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
         batch.version = served.version if served is not None else ""
-        batch.figures = self._figures()
-        return batch
-
-    def _make_ready(self, batch: DeviceBatch) -> None:
-        """Loads the model of a batch, if it is not there, and prepares the items with it.
-
-        Raises:
-            BatcheryError: The model cannot be loaded.
-        """
-        served = self._serve(batch.work)
-        if served is not batch.served:
-            batch.served = served
-            batch.items, batch.deduped = self._choose(batch.work, served)
 
     def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
         outcomes = run_batch(task, work, self._name, *parts)
@@ -379,6 +347,22 @@ class Device:
             # As for models: where the context of the device is dead, this ends the process.
             self._memory.wait()
         return outcomes
+
+    def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
+        """Runs the urgent batches that have come, in the midst of another one."""
+        self._look_ahead()
+        while self._ahead and self._ahead[0].work.urgent and self._can_begin(self._ahead[0]):
+            interrupted, urgent = self.current, self._ahead.popleft()
+            self._forward(urgent, resolve)
+            self.current = interrupted
+            self._hand_over(urgent)
+            self._look_ahead()
+
+    def _can_begin(self, batch: DeviceBatch) -> bool:
+        """Whether a batch loads no model, for which the one that it interrupts might have to go."""
+        if batch.served is not None:
+            return batch.served.is_loaded
+        return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
 
     def _start_next(self) -> None:
         """Starts the first pass of the next batch, if that batch is prepared."""
@@ -393,40 +377,40 @@ class Device:
         if batch.deduped is None and not batch.work.urgent:
             batch.served.start(batch.items, batch.work)
 
-    def _commit(self) -> None:
-        while True:
-            self._answer(self._computed.get())
-            self._answered += 1
+    # Models
 
-    def _answer(self, batch: DeviceBatch) -> None:
-        self._committing = batch.work.id
-        batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
-        self._pieces.flush(batch.work)
-        if batch.dropped is not None:
-            done = report_dropped(batch, batch.dropped)
-        else:
-            done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
-        self.tell(done)
-        self._reloader.unanswered.discard(batch.work.id)
-        self._pieces.end(batch.work, [status for status, _ in done.jobs])
+    def _make_ready(self, batch: DeviceBatch) -> None:
+        """Loads the model of a batch, if it is not there, and prepares the items with it.
 
-    def _report_waiting(self) -> None:
-        self.tell(ResultsWait(self._committing))
+        Raises:
+            BatcheryError: The model cannot be loaded.
+        """
+        served = self._serve(batch)
+        if served is not batch.served:
+            batch.served = served
+            self._choose_items(batch)
 
-    def _serve(self, work: Work) -> LoadedModel:
-        """Makes the model of a batch ready; the parent must not take that for a pass that hangs."""
+    def _serve(self, batch: DeviceBatch) -> LoadedModel:
+        """Makes the model of a batch ready; the worker must not take that for a pass that hangs."""
+        work = batch.work
         if work.task in self._models.loaded:
             return self._models.loaded[work.task]
+        began_s = time.monotonic()
         self.tell(Loads(work.id, self._models.expect_load_s(work.task)))
         try:
-            return self._models.serve(work.task, work.wanted)
+            return self._models.serve(work.task, self.feed.find_wanted())
         finally:
-            self.tell(Loaded(work.id, self._figures()))
+            batch.load_s = time.monotonic() - began_s
+            self.tell(Loaded(work.id, self.figures()))
 
     def _load(self, name: str) -> LoadedModel:
         served = self._load_version(name, None)
         self._reloader.note_threads()
         return served
+
+    def reload(self, order: Reload) -> None:
+        """Loads another version of a model beside the one that serves; the worker is told."""
+        self._reloader.begin(order)
 
     def _swap(
         self, new: LoadedModel, settings: ModelSettings | None, load_s: float
@@ -452,15 +436,30 @@ class Device:
         served.version = read_version(served.model)
         return served
 
-    def _figures(self) -> dict[str, Any] | None:
-        """Figures for the parent; None if it got the same a moment ago."""
-        models = self._models.figures() if self._models.records else {}
-        if self._steps is not None:
-            models[self._setup.task].update(state="loaded", **self._steps.figures())
-        now_s = time.monotonic()
-        if models == self._reported and now_s - self._reported_s < REPORT_S:
-            return None
-        self._reported, self._reported_s = models, now_s
+    # What the worker is told
+
+    def tell(self, reply: Reply) -> None:
+        """Tells the worker; of batches only those whose time is limited, or that must end.
+
+        Raises:
+            OSError: The worker is gone.
+        """
+        if isinstance(reply, Running):
+            self._told.add(reply.id)
+        elif isinstance(reply, OF_BATCHES) and reply.id not in self._told:
+            return
+        self._write(reply)
+
+    def _write(self, reply: Reply) -> None:
+        frame = dump_reply(reply)
+        with self._telling:
+            write_frame(self._end, frame)
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of its models and its memory; from any thread."""
+        models = self._models.figures()
+        if self._slot_loop is not None:
+            models[self._setup.task].update(state="loaded", **self._slot_loop.figures())
         return {"models": models, "memory": self._memory.figures()}
 
 
@@ -474,13 +473,13 @@ def run_or_die(stage: Callable[[], None]) -> None:
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
-    """Starts a device, and reports that to its parent; see `Device.start`.
+    """Starts a device, and reports that to its worker; see `Device.start`.
 
     Returns:
         Whether it is ready.
 
     Raises:
-        OSError: The parent is gone.
+        OSError: The worker is gone.
     """
     try:
         ready = device.start(setup, app)

@@ -1,16 +1,17 @@
-"""What a device takes from Redis, or was handed over: read, admitted, and formed into batches.
+"""The batches of a device, of what it takes from Redis or was handed over.
 
-The main thread drives it while it has nothing else to do. While that computes something long, the
-feeder thread drives it: the next batch is taken and prepared meanwhile, and what is urgent.
+One turn takes messages, reads them, admits their jobs, and forms the next batch. The main thread
+drives it while it has nothing else to do. While that computes something long, the feeder thread
+drives it: the next batch is taken and prepared meanwhile, and what is urgent.
 """
 
 import logging
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from time import monotonic, time
 from typing import Any
 
@@ -26,23 +27,17 @@ from batchery.task import BatchTask
 from batchery.transport.codec import reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
+from batchery_worker.device.batch import DeviceBatch
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, StockConsumer
-from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.device.work import Cancel
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import (
-    Done,
-    Fate,
-    Joined,
-    PullSetup,
-    Reply,
-    Setup,
-)
+from batchery_worker.ipc.messages import Fate, Joined, PullSetup, Reply, Setup
 
 logger = logging.getLogger("batchery.device")
 
@@ -57,7 +52,7 @@ DESCRIBE_S = 1.0
 
 
 class Turns:
-    """What is to be done in the next turn of the feed, or at a time: the dispatcher's loop."""
+    """What is to be done in the next turn of the feed, or at a time."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.timer: Any = Timer(max_interval=LOOK_S)
@@ -65,9 +60,9 @@ class Turns:
         self._soon: deque[Callable[[], None]] = deque()
         self._wake = wake
 
-    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+    def call_soon(self, function: Callable[[], None]) -> None:
         """Calls a function in the next turn; from any thread."""
-        self._soon.append(partial(function, *args))
+        self._soon.append(function)
         self._wake()
 
     def call_later(self, delay_s: float, function: Callable[..., None], *args: Any) -> Any:
@@ -91,9 +86,6 @@ class Turns:
         """Whether something is to be done in the next turn."""
         return bool(self._soon)
 
-    def close(self) -> None:
-        """Does nothing; event loops have it."""
-
 
 def _guarded(function: Callable[[], None]) -> None:
     try:
@@ -111,7 +103,7 @@ class Workload:
 
     def count_free(self) -> int:
         """How many jobs could begin at once."""
-        return 0 if self._feed.is_stopping else self._feed.demand.free()
+        return self._feed.dispatcher.count_free()
 
     def find_jobs(self, queue: str) -> frozenset[str]:
         """The tasks whose jobs come by a queue."""
@@ -119,21 +111,19 @@ class Workload:
 
     def limit_for(self, queue: str, level: int) -> int:
         """How many more jobs of a queue and of the class that begins at a priority to take."""
-        if self._feed.is_stopping:
-            return 0
-        return self._feed.demand.limit(self._sizes[queue], level)
+        return self._feed.dispatcher.count_wanted(self._sizes[queue], level)
 
 
 class Feed:
-    """Takes jobs for one device, and settles them."""
+    """Takes jobs for one device, forms their batches, and settles them."""
 
     def __init__(
         self,
         app: Celery,
         setup: Setup,
-        pull: PullSetup,
-        prepare: Callable[[Any], Any],
+        prepare: Callable[[DeviceBatch | Cancel], Any],
         tell: Callable[[Reply], None],
+        figures: Callable[[], dict[str, Any]],
         *,
         resumes: bool,
     ) -> None:
@@ -142,18 +132,21 @@ class Feed:
         Args:
             app: The device's.
             setup: What the device was told.
-            pull: The same, of its queues.
-            prepare: Makes what runs of a `Work` or a `Cancel`; for whoever drives.
+            prepare: Makes what runs of a batch, or of an order for one; for whoever drives.
             tell: Sends a message to the worker.
-            resumes: As in `Ready`.
+            figures: Finds those of the device's models and memory.
+            resumes: As of `HeldBatches`.
         """
+        pull = setup.pull
+        assert pull is not None
         if setup.app:
             # As in Celery's worker, before tracers are made. A test's process is left alone.
             trace.setup_worker_optimizations(app, pull.hostname)
-        fail_callers(app)
         self._app = app
+        self._setup = setup
         self._prepare = prepare
         self._tell = tell
+        self._find_figures = figures
         #: Guards all that is known of jobs; held for moments.
         self.lock = threading.RLock()
         #: Held by the thread that takes.
@@ -163,26 +156,21 @@ class Feed:
         self._busy_since_s: float | None = None
         #: Whether a batch has ended since Redis was asked: jobs may have come while it ran.
         self._is_behind = False
+        #: Whether something has happened since the next batch was asked for; and when to ask for it
+        #: although nothing has, on the clock of `time.monotonic`.
+        self._has_news, self._due_s = False, inf
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outgoing: deque[Any] = deque()
         self.is_stopping = False
         #: Set when the main thread has seen that nothing more comes.
         self.closed = threading.Event()
         settings = get_installation(app).settings
         self.turns = Turns(self._wake)
-        self.device = DeviceProcess(setup, _start_nothing, State.READY, resumes=resumes)
-        self.device.pid = os.getpid()
         sizes = (size for each in pull.sizes.values() for size in each.values())
         self.dispatcher = Dispatcher(
-            app,
-            settings,
-            self.device,
-            max(sizes, default=settings.max_batch_size),
-            self.turns,
-            self._outgoing.append,
-            tell,
+            *(app, settings, setup, max(sizes, default=settings.max_batch_size)),
+            *(self.turns.call_soon, tell),
+            resumes=resumes,
         )
-        self.demand = self.dispatcher.demand
         # The worker cannot look into Redis to see what a dead device had begun.
         self.dispatcher.is_watched |= pull.is_handed
         self.eventer = self._make_eventer(pull)
@@ -193,7 +181,7 @@ class Feed:
             is_its = name == setup.task if task.slots else name not in setup.elsewhere
             return is_its or pull.is_handed
 
-        pool = CallPool(app, self.dispatcher.admit, self.dispatcher.cancel, pull.limits)
+        pool = CallPool(app, self.dispatcher.admit, self._cancel, pull.limits)
         self.consumer = StockConsumer(
             *(app, pull.hostname, pool, self.turns.timer, self.eventer),
             self._find_list,
@@ -272,8 +260,8 @@ class Feed:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no other batch is there."""
-        return self._ready.empty() and not self._outgoing
+        """Whether no other batch is prepared."""
+        return self._ready.empty()
 
     def take(self) -> Any:
         """Takes the next batch; waits for it.
@@ -292,9 +280,8 @@ class Feed:
             while True:
                 if not self._ready.empty():
                     return self._ready.get()
-                work = self._drive()
-                if work is not None and (batch := self._prepare(work)) is not None:
-                    return batch
+                if (batch := self._drive()) is not None:
+                    return self._prepare(batch)
         except EOFError:
             self.closed.set()
             raise
@@ -308,15 +295,13 @@ class Feed:
         Raises:
             queue.Empty: It is not.
         """
-        if self._ready.empty() and self._driver.acquire(blocking=False):
+        if self._ready.empty() and self._is_due and self._driver.acquire(blocking=False):
             try:
                 with self.lock:
-                    if self._asks_first:
-                        raise queue.Empty
                     self.turns.run()
-                    work = self._outgoing.popleft() if self._outgoing else None
-                if work is not None and (batch := self._prepare(work)) is not None:
-                    return batch
+                    batch = self._form()
+                if batch is not None:
+                    return self._prepare(batch)
             finally:
                 self._driver.release()
         return self._ready.get_nowait()
@@ -336,29 +321,28 @@ class Feed:
             with self._driver:
                 while not self._wants_driver and self._busy_since_s is not None:
                     try:
-                        work = self._drive()
+                        batch = self._drive()
                     except EOFError:
                         self._go.clear()
                         break
-                    if work is not None and (batch := self._prepare(work)) is not None:
-                        self._ready.put(batch)
+                    if batch is not None:
+                        self._ready.put(self._prepare(batch))
 
     # Driving
 
-    def _drive(self) -> Any:
+    def _drive(self) -> DeviceBatch | Cancel | None:
         """One turn: what is due is done, messages are taken; what is to be run next, if anything.
 
         Raises:
             EOFError: The device must end, and nothing is left here.
         """
         source = self.source
-        next_s: float | None = 0.0
         with self.lock:
-            if not self._asks_first:
-                next_s = self.turns.run()
-            if self._outgoing:
-                return self._outgoing.popleft()
-            if self.is_stopping and self._is_done:
+            next_s = self.turns.run()
+            asks_first = self._asks_first
+            if not asks_first and (batch := self._form()) is not None:
+                return batch
+            if self.is_stopping and self.dispatcher.is_done:
                 raise EOFError
         is_there = not self.is_stopping and source.connect()
         with self.lock:
@@ -368,12 +352,21 @@ class Feed:
             if answer := source.read():
                 with self.lock:
                     self._take_in(answer)
-                return None
+                asks_first = True
             if source.may_have_more:
-                return None
-        source.flush()
-        source.wait(next_s, self._is_due)
+                asks_first = True
+        if not asks_first:
+            source.flush()
+            due_s = self._due_s - monotonic()
+            source.wait(due_s if next_s is None else min(due_s, next_s), lambda: self._is_due)
         return None
+
+    def _form(self) -> DeviceBatch | Cancel | None:
+        """The next batch, or an order for one; None if the device gets nothing now."""
+        self._has_news = False
+        batch = self.dispatcher.next()
+        self._due_s = self.dispatcher.find_due_s() if batch is None else 0.0
+        return batch
 
     @property
     def _asks_first(self) -> bool:
@@ -382,20 +375,24 @@ class Feed:
         Nothing is taken while a short batch runs. What was left over from the fetch before it would
         go alone, and what has come meanwhile would wait behind.
         """
-        is_behind = self._is_behind and not self._outgoing and self.demand.holds_part
+        is_behind = self._is_behind and self.dispatcher.holds_part
         return is_behind and self.source.is_connected and not self.is_stopping
 
-    def _is_due(self) -> bool:
-        return bool(self._outgoing or self.turns.has_work or self._wants_driver)
-
     @property
-    def _is_done(self) -> bool:
-        return not self.device.batches and not self.dispatcher.pending
+    def _is_due(self) -> bool:
+        """Whether there is something to do without waiting."""
+        is_told = self._has_news or self._wants_driver or self.turns.has_work
+        return is_told or monotonic() >= self._due_s
 
     def _wake(self) -> None:
         source = getattr(self, "source", None)
         if source is not None:
             source.wake()
+
+    def _tell_news(self) -> None:
+        """Has the next batch asked for; from any thread."""
+        self._has_news = True
+        self._wake()
 
     # Jobs
 
@@ -446,6 +443,10 @@ class Feed:
     def _on_left(self, store: LeaseStore) -> None:
         with self.lock:
             store.lost(set(store.leases) - self._find_running(store))
+
+    def _cancel(self, job_id: str) -> None:
+        self.dispatcher.cancel(job_id)
+        self._tell_news()
 
     def _deliver(self, payload: Any) -> None:
         channel = self.source.open_channel(self._accept)
@@ -513,19 +514,38 @@ class Feed:
             leases = [call.lease for call in self.dispatcher.list_begun()]
         return {each.token for each in leases if each is not None and each.store is store}
 
-    def receive(self, reply: Reply) -> None:
-        """Notes what the device says of its batches."""
+    # What the device says of its batches
+
+    def note_begun(self, batch: DeviceBatch) -> None:
+        """Notes that a batch begins now."""
+        batch.began_s = monotonic()
+        if batch.work.urgent:
+            # The next urgent one can be prepared meanwhile.
+            self._tell_news()
+
+    def free_slot(self, batch_id: int) -> None:
+        """Notes that an item of a batch has left its slot, and others of its job go on."""
         with self.lock:
-            self.device.note_figures(reply)
-            self.dispatcher.receive(self.device, reply)
-            self._is_behind |= isinstance(reply, Done)
-        self._wake()
+            self.dispatcher.held.free_slot(batch_id)
+        self._tell_news()
+
+    def end(self, batch: DeviceBatch) -> None:
+        """Settles the jobs of a batch that is answered."""
+        with self.lock:
+            self.dispatcher.end(batch)
+            self._is_behind = True
+        self._tell_news()
+
+    def find_wanted(self) -> frozenset[str]:
+        """The tasks whose jobs wait here."""
+        with self.lock:
+            return self.dispatcher.find_wanted()
 
     def _give(self) -> None:
         """Gives jobs back that were held for long, if other devices wait for work."""
         self._giving = self.turns.call_later(HELD_S, self._give)
         before_s = monotonic() - HELD_S
-        oldest_s = self.demand.oldest_s()
+        oldest_s = self.dispatcher.find_oldest_s()
         source, store = self.source, self.source.lease_store
         if oldest_s is None or oldest_s > before_s or self.is_stopping:
             return
@@ -533,7 +553,7 @@ class Feed:
             return
         try:
             if store.others_wait():
-                self.demand.offer(before_s, partial(self._give_to_waiting, store))
+                self.dispatcher.offer(before_s, partial(self._give_to_waiting, store))
         except (redis.RedisError, OSError) as error:
             # Nobody knows what went back.
             source.prepare_anew()
@@ -563,11 +583,13 @@ class Feed:
 
     def figures(self) -> dict[str, Any]:
         """What the worker is told of this device."""
+        found = self.dispatcher.figures()
+        found["devices"][self._setup.name] |= self._find_figures()
         return {
-            **self.dispatcher.info(),
+            **found,
             "leases": self.source.figures(),
             # A thread of the worker's process counts with it.
-            "total": worker_state.total_count if self.device.setup.app else {},
+            "total": worker_state.total_count if self._setup.app else {},
         }
 
     @property
@@ -581,9 +603,9 @@ class Feed:
     def stop(self) -> None:
         """Takes nothing more; what waits goes back, what is on the device is finished."""
         with self.lock:
-            self.is_stopping = self.demand.is_over = True
-            self.dispatcher.stop_taking()
-        self._wake()
+            self.is_stopping = True
+            self.dispatcher.stop()
+        self._tell_news()
 
     def close(self) -> None:
         """Gives back what is left, and leaves Redis."""
@@ -591,7 +613,3 @@ class Feed:
             self.dispatcher.finish()
         self.eventer.close()
         self.source.close()
-
-
-def _start_nothing(*_: Any) -> Any:
-    raise NotImplementedError

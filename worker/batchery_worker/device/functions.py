@@ -17,7 +17,7 @@ from batchery.execution.batch import Receive, run_function
 from batchery.outcomes import Partial
 from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
-from batchery_worker.ipc.messages import Work, load_context
+from batchery_worker.device.work import Work, load_context
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class ModelRecord:
 
 
 class ModelPool:
-    """Loads models at demand; for the main thread, but for `loaded`, which any thread may read."""
+    """Loads models at demand; for the main thread, but for `loaded` and `figures`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ModelPool:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What `batchery stats` shows of each model."""
-        return {name: self._describe(name, record) for name, record in self.records.items()}
+        return {name: self._describe(name, record) for name, record in [*self.records.items()]}
 
     def _describe(self, name: str, record: ModelRecord) -> dict[str, Any]:
         why = self._why.get(name, FIRST_DEMAND)

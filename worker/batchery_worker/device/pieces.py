@@ -39,7 +39,7 @@ from batchery_worker.commit.committer import (
     RetryingRedis,
     make_results_client,
 )
-from batchery_worker.ipc.messages import PieceContext, Work
+from batchery_worker.device.work import PieceContext, Work
 from batchery_worker.ipc.values import is_plain, plain_json
 
 logger = logging.getLogger("batchery.device")

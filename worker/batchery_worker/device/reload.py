@@ -16,7 +16,7 @@ from batchery.errors import BatcheryError, ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
 from batchery.settings import ModelSettings
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Reload, Reloaded, Reply
+from batchery_worker.ipc.messages import Reload, Reloaded
 
 #: How often the thread looks whether batches of the old version are answered, in seconds.
 LOOK_S = 0.01
@@ -59,7 +59,7 @@ class Reloader:
         load: LoadVersion,
         swap: SwapVersion,
         release_memory: Callable[[], None],
-        tell: Callable[[Reply], None],
+        tell: Callable[[Reloaded], None],
     ) -> None:
         """Starts no thread yet.
 

@@ -20,7 +20,7 @@ from batchery_worker.batching.planner import (
     plan,
 )
 from batchery_worker.batching.token_budget import TokenBudget
-from batchery_worker.ipc.messages import Work
+from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
 
 logger = logging.getLogger("batchery.device")

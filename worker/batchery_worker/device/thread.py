@@ -12,33 +12,26 @@ from contextlib import closing, suppress
 
 from celery import Celery
 
-from batchery_worker.device.device import begin
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.device import Device, begin
 from batchery_worker.device.functions import EventLoop, close_connections
-from batchery_worker.device.pulling import PullingDevice
-from batchery_worker.device.reply import DeviceBatch
+from batchery_worker.device.orders import listen
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import Reply, load_message
 
 logger = logging.getLogger("batchery.device")
 
 
-class ThreadedDevice(PullingDevice):
+class ThreadedDevice(Device):
     """Takes, runs and answers batches on one thread, until its worker closes the pipe."""
 
     def run(self) -> None:
         """Works until the worker has told it to stop, or has given it up."""
-        threading.Thread(target=self._listen, daemon=True, name="batchery-control").start()
         try:
-            if self._steps is not None:
-                self._steps.run(self._intake)
             with closing(EventLoop()) as loop:
-                while True:
-                    self._run_next(loop)
-        except EOFError:
-            if not self._intake.closed.is_set():
-                raise
+                self.run_loop(loop)
         finally:
-            self._intake.close()
+            self.feed.close()
 
     def _write(self, reply: Reply) -> None:
         # Nobody hears a device that was given up.
@@ -48,9 +41,10 @@ class ThreadedDevice(PullingDevice):
     def _hand_over(self, batch: DeviceBatch, *, at_once: bool = False) -> None:  # noqa: ARG002
         super()._hand_over(batch, at_once=True)
 
-    def _leave(self) -> None:
-        """Lets a function that runs go on to its end: nobody can end a thread."""
-        self._intake.abandon()
+
+def _abandon(device: Device) -> None:
+    """Lets a function that runs go on to its end: nobody can end a thread."""
+    device.feed.abandon()
 
 
 class DeviceThread:
@@ -94,6 +88,7 @@ class DeviceThread:
         device = ThreadedDevice(self._end)
         try:
             if begin(device, load_message(read_frame(self._end)), app):
+                listen(self._end, device, _abandon)
                 device.run()
         except (EOFError, OSError):
             logger.debug("the parent has closed the pipe", exc_info=True)

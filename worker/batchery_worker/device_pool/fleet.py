@@ -43,9 +43,9 @@ from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
     State,
+    WatchedBatch,
 )
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     Answer,
     Fenced,
@@ -98,7 +98,7 @@ class Holding(Protocol):
     def start(self) -> None:
         """Begins to keep them."""
 
-    def leave(self, device: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
+    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
         """Gives back what a device had; see `HolderBeats.leave`."""
 
     def stop(self) -> None:
@@ -224,7 +224,7 @@ class Fleet:
         self.call(tell)
 
     def _on_end(
-        self, device: DeviceProcess, batches: Sequence[DispatchedBatch], is_death: bool
+        self, device: DeviceProcess, batches: Sequence[WatchedBatch], is_death: bool
     ) -> None:
         self.restarts += is_death
         if known := self._known.pop(device.name, None):
@@ -383,7 +383,7 @@ class HolderBeats:
     def _on_parted(self, device: DeviceProcess, reply: Parted) -> None:
         self.part(device.name, reply.holder)
 
-    def leave(self, device: str, batches: Sequence[DispatchedBatch], *, is_death: bool) -> None:
+    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
         """Gives back what a device held whose process has ended.
 
         Args:
@@ -392,7 +392,7 @@ class HolderBeats:
             is_death: Whether what it ran may have killed it.
         """
         expired = [
-            (each.batch.jobs[0].id, each.hard_limit_s) for each in batches if each.was_too_long
+            (each.told.job_ids[0], each.told.hard_limit_s) for each in batches if each.was_too_long
         ]
         with self._lock:
             holders = self._holders.pop(device, {})

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,19 +15,16 @@ from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.devstack.guarded_process import python_command
-from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
 from batchery_worker.ipc.messages import (
-    Done,
-    Left,
     Reply,
+    Running,
     Setup,
     Stepped,
     dump_message,
     load_reply,
 )
-from batchery_worker.job import DEVICE_DEPTH
 
 logger = logging.getLogger("batchery.pool")
 
@@ -115,6 +111,54 @@ class Process(Protocol):
 StartProcess = Callable[[socket.socket], Process]
 
 
+@dataclass(slots=True)
+class WatchedBatch:
+    """A batch on a device, of which that has told."""
+
+    told: Running
+    #: Maximum time that it may run, in seconds; then its process is killed.
+    hard_limit_s: float | None = None
+    #: Whether it reached the hard limit.
+    expired: bool = False
+    #: Whether all of its jobs were terminated, so that it must end soon.
+    is_unwanted: bool = False
+    #: Until when its device may be silent, and its limits do not count, as its model is loaded or
+    #: Redis may be away; 0 if neither is so.
+    excused_until_s: float = 0.0
+    #: Since when that is so.
+    excused_since_s: float = 0.0
+    #: When it began, less the time of urgent batches since then; its time limit counts from here.
+    #: A batch begins when it is the first one of its device, an urgent one when the device says so.
+    began_s: float | None = None
+
+    def __str__(self) -> str:
+        first, others = self.told.job_ids[0], len(self.told.job_ids) - 1
+        return f"{self.told.task}[{first}]" + (f" and {others} of its batch" if others else "")
+
+    def ran_s(self, now_s: float) -> float:
+        """For how long it has run, in seconds; 0 if it has not begun."""
+        return 0.0 if self.began_s is None else max(0.0, now_s - self.began_s)
+
+    @property
+    def due_s(self) -> float:
+        """When it must have ended, or loaded its model; infinite while its time has no limit."""
+        if self.excused_until_s:
+            return self.excused_until_s
+        if self.began_s is None or self.hard_limit_s is None:
+            return inf
+        return self.began_s + self.hard_limit_s
+
+    @property
+    def was_too_long(self) -> bool:
+        """Whether its only job is to blame that it reached the hard limit."""
+        # Behind an urgent one another has begun.
+        return self.expired and len(self.told.job_ids) == 1 and not self.told.is_urgent
+
+    def interrupts(self, other: "WatchedBatch") -> bool:
+        """Whether it runs between the passes of another batch of its device."""
+        return self.told.is_urgent and self is not other and self.began_s is not None
+
+
 class State(Enum):
     """The state of a device process."""
 
@@ -135,11 +179,8 @@ class DeviceProcess:
     #: Called with the other end of the pipe.
     start: StartProcess
     state: State = State.DEAD
-    batches: dict[int, DispatchedBatch] = field(default_factory=dict)
-    #: Those of them that run one after the other; an urgent one comes in between.
-    in_turn: list[DispatchedBatch] = field(default_factory=list)
-    #: Those that made room for others, and wait for a slot, in the order in which they go on.
-    aside: deque[DispatchedBatch] = field(default_factory=deque)
+    #: The batches of which it has told.
+    batches: dict[int, WatchedBatch] = field(default_factory=dict)
     #: Number of deaths in a row, without a finished batch between them. Ends by order, such as that
     #: of a time limit, do not count.
     deaths: int = 0
@@ -168,10 +209,6 @@ class DeviceProcess:
     reported: Mapping[str, Any] = field(default_factory=dict)
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
-    #: As in `Ready`.
-    resumes: bool = True
-    #: Number of slots that its jobs have, or will have next.
-    taken: int = 0
     link: Link | None = None
     _process: Process | None = None
     #: Why it was killed from here, for people; empty if it was not.
@@ -187,53 +224,6 @@ class DeviceProcess:
     def serves(self, task: str) -> bool:
         """Whether jobs of a task, which has no slots, may come to it."""
         return task not in self.setup.elsewhere
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the device is ready and has nothing to do."""
-        return self.state is State.READY and not self.batches
-
-    @property
-    def alone(self) -> bool:
-        """Whether the device runs a suspect, which must run alone."""
-        return bool(self.in_turn) and self.in_turn[0].batch.alone
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the device can take one more batch."""
-        is_open = self.state is State.READY and not self.alone
-        if self.setup.slots:
-            return is_open and self.taken < self.setup.slots
-        return is_open and len(self.in_turn) < DEVICE_DEPTH
-
-    @property
-    def cohort(self) -> int:
-        """Maximum number of suspects that may share its slots; 0 while it runs none."""
-        return min((each.batch.cohort for each in self.in_turn), default=0)
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots for jobs that are no suspects."""
-        is_open = self.state is State.READY and not self.cohort
-        return max(0, self.setup.slots - self.taken) if is_open else 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all of its slots are taken, and none by a suspect."""
-        return self.state is State.READY and not self.cohort and self.taken >= self.setup.slots
-
-    @property
-    def takes_urgent(self) -> bool:
-        """Whether the device runs batches, and no urgent one waits there to begin."""
-        is_open = self.state is State.READY and not self.alone and not self.setup.slots
-        return is_open and bool(self.in_turn) and not self.holds_urgent
-
-    @property
-    def holds_urgent(self) -> bool:
-        """Whether an urgent batch is there that has not begun."""
-        return len(self.batches) > len(self.in_turn) and any(
-            each.urgent and each.began_s is None for each in self.batches.values()
-        )
 
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, or was asked, in seconds; else 0."""
@@ -292,69 +282,22 @@ class DeviceProcess:
         self.link.send(dump_message(self.setup))
         self.state = State.STARTING
 
-    def hold(self, work_id: int, dispatched: DispatchedBatch) -> None:
+    def hold(self, batch_id: int, batch: WatchedBatch) -> None:
         """Notes that the process has a batch."""
         if not self.batches:
             self.heard_s = monotonic()
-        self.batches[work_id] = dispatched
-        if not dispatched.urgent:
-            self.in_turn.append(dispatched)
-        if dispatched.in_slots:
-            dispatched.items_left = dispatched.batch.items
-            self.taken += dispatched.items_left
+        self.batches[batch_id] = batch
 
-    def free_slot(self, left: Left) -> None:
-        """Notes that an item has left its slot, and others of its job go on."""
-        self.batches[left.id].items_left -= 1
-        self.taken -= 1
-        self._note_resumed()
+    def release(self, batch_id: int) -> WatchedBatch | None:
+        """Takes back a batch that has ended; None if it is not known."""
+        if (batch := self.batches.pop(batch_id, None)) is not None:
+            self.deaths = self.hangs = 0
+        return batch
 
-    def put_aside(self, work_id: int) -> None:
-        """Notes that a job makes room for another one."""
-        self.batches[work_id].is_aside = True
-        self.aside.append(self.batches[work_id])
-
-    def _note_resumed(self) -> None:
-        """Notes which jobs have slots again: the process gives them those that are free."""
-        waiting = sum(each.items_left for each in self.aside)
-        while self.aside:
-            waiting -= self.aside[0].items_left
-            if self.taken - waiting > self.setup.slots:
-                return
-            self.aside.popleft().is_aside = False
-
-    def take_reply(self, done: Done) -> DispatchedBatch:
-        """Takes back a batch that the process has answered.
-
-        Raises:
-            LookupError: The process has no such batch.
-            ValueError: There are more or fewer answers than jobs in the batch.
-        """
-        dispatched = self.batches[done.id]
-        if len(done.jobs) != len(dispatched.batch.jobs):
-            raise ValueError(f"{len(done.jobs)} answers for {len(dispatched.batch.jobs)} jobs")
-        self.jobs += len(done.jobs)
-        return self.release(done.id)
-
-    def release(self, work_id: int) -> DispatchedBatch:
-        """Takes back a batch that has ended."""
-        dispatched = self.batches.pop(work_id)
-        if not dispatched.urgent:
-            self.in_turn.remove(dispatched)
-        self.taken -= dispatched.items_left
-        if dispatched.is_aside:
-            self.aside.remove(dispatched)
-        self._note_resumed()
-        self.deaths = self.hangs = 0
-        return dispatched
-
-    def take_batches(self) -> list[DispatchedBatch]:
+    def take_batches(self) -> list[WatchedBatch]:
         """Takes back all batches, because the process is gone."""
         batches = list(self.batches.values())
         self.batches.clear()
-        self.in_turn.clear()
-        self.aside.clear()
-        self.taken = 0
         return batches
 
     def kill(self, why: str = "") -> None:
@@ -375,18 +318,9 @@ class DeviceProcess:
         if came:
             self.heard_s = monotonic()
         for reply in replies:
-            self.note_figures(reply)
+            if figures := getattr(reply, "figures", None):
+                self.reported = figures
         return replies
-
-    def note_figures(self, reply: Reply) -> None:
-        """Notes what a message says of the device's models."""
-        if figures := getattr(reply, "figures", None):
-            self.reported = figures
-
-    def must_load(self, task: str) -> bool:
-        """Whether a task is a model that was not loaded when its device has last said so."""
-        model = self.reported.get("models", {}).get(task, {})
-        return bool(model.get("reload_s"))
 
     @property
     def has_ended(self) -> bool:

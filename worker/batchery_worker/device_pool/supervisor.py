@@ -8,20 +8,18 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import ModelLoadError, counted
-from batchery_worker.device_pool.clocks import MAX_STEP_S, BatchClocks
 from batchery_worker.device_pool.first_start import FirstStart
-from batchery_worker.device_pool.process import (
-    DeviceProcess,
-    State,
-)
+from batchery_worker.device_pool.process import DeviceProcess, State, WatchedBatch
 from batchery_worker.event_loop import begin_next_turn
-from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import (
     SIGN,
+    Began,
     Ended,
     Fenced,
     Forget,
     Handed,
+    Loaded,
+    Loads,
     NotReady,
     Order,
     Ready,
@@ -29,11 +27,11 @@ from batchery_worker.ipc.messages import (
     Reload,
     Reloaded,
     Reply,
+    ResultsWait,
     Running,
     Stop,
     dump_message,
 )
-from batchery_worker.job import Batch, BatchKey, Job, Limits
 
 logger = logging.getLogger("batchery.pool")
 
@@ -48,7 +46,12 @@ MAX_HANGS = 5
 MAX_LOOK_PAUSE_S = 1.0
 
 
-class DeviceSupervisor(BatchClocks):
+#: After so much time a job that had to leave its slots has its process killed, in seconds, as has a
+#: batch whose jobs were all terminated: it may hang. Most end by themselves, which costs no load.
+MAX_STEP_S = 10.0
+
+
+class DeviceSupervisor:
     """Device processes on an event loop; every callback runs on the loop's thread.
 
     They take their batches themselves, and tell of those whose time is limited.
@@ -59,7 +62,7 @@ class DeviceSupervisor(BatchClocks):
         devices: Sequence[DeviceProcess],
         max_pass_s: float | None = None,
         *,
-        on_end: Callable[[DeviceProcess, Sequence[DispatchedBatch], bool], None],
+        on_end: Callable[[DeviceProcess, Sequence[WatchedBatch], bool], None],
         on_busy: Callable[[], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -75,8 +78,12 @@ class DeviceSupervisor(BatchClocks):
             on_lost: Called when every device is given up, or one hangs again and again, with the
                 reason, for people.
         """
-        super().__init__(devices, lambda: None)
+        self.devices = list(devices)
+        #: Called when a device can take jobs.
+        self.on_ready: Callable[[], None] = lambda: None
         self._max_pass_s = max_pass_s
+        #: How long a load may take, or a device to start, in seconds; 0 while the worker starts.
+        self._start_timeout_s = 0.0
         #: Devices that were given up. Their last processes must still be waited for.
         self.given_up: list[DeviceProcess] = []
         self._on_end = on_end
@@ -89,12 +96,17 @@ class DeviceSupervisor(BatchClocks):
         #: Called when a device is ready, is not, or has reloaded a model; with None when its
         #: process has died.
         self.on_change: Callable[[DeviceProcess, Reply | None], None] = lambda *_: None
-        self.handlers |= {
+        #: What handles a message of a device, by its kind.
+        self.handlers: dict[type[Any], Callable[[DeviceProcess, Any], None]] = {
             Ready: self._on_readiness,
             NotReady: self._on_refusal,
             Reloaded: self.change,
             Running: self._on_running,
             Ended: self._on_ended,
+            Began: self._on_begin,
+            Loads: self._on_load,
+            Loaded: self._on_load,
+            ResultsWait: self._on_wait,
             RecycleDue: self._on_recycle_due,
         }
 
@@ -163,29 +175,81 @@ class DeviceSupervisor(BatchClocks):
     # What devices say of their batches
 
     def _on_running(self, device: DeviceProcess, reply: Running) -> None:
-        dispatched = device.batches.get(reply.id)
-        if dispatched is None:
-            dispatched = describe(reply)
-            device.hold(reply.id, dispatched)
-            if dispatched.in_slots or device.in_turn == [dispatched]:
-                self._begin(device, dispatched)
-        self._on_busy()
-        if reply.is_unwanted:
-            self._limit_unwanted(device, dispatched)
-
-    def _on_ended(self, device: DeviceProcess, reply: Ended) -> None:
-        dispatched = device.release(reply.id)
-        self._give_time_back(device, dispatched)
-        if not dispatched.in_slots:
+        batch = device.batches.get(reply.id)
+        if batch is None:
+            limit_s = reply.hard_limit_s
+            if reply.in_slots and limit_s is not None:
+                # The device minds it itself, between two steps.
+                limit_s += MAX_STEP_S
+            batch = WatchedBatch(reply, limit_s)
+            device.hold(reply.id, batch)
             self._watch(device)
         self._on_busy()
+        if reply.is_unwanted:
+            self._limit_unwanted(device, batch)
 
-    def _limit_unwanted(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
-        dispatched.is_unwanted = True
-        ran_s = dispatched.ran_s(monotonic())
-        end_s = ran_s + MAX_STEP_S
-        dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
-        self._watch_limit(device, dispatched)
+    def _on_ended(self, device: DeviceProcess, reply: Ended) -> None:
+        if (ended := device.release(reply.id)) is not None:
+            self._give_time_back(device, ended)
+        self._watch(device)
+        self._on_busy()
+
+    def _limit_unwanted(self, device: DeviceProcess, batch: WatchedBatch) -> None:
+        batch.is_unwanted = True
+        end_s = batch.ran_s(monotonic()) + MAX_STEP_S
+        batch.hard_limit_s = min(end_s, batch.hard_limit_s or end_s)
+        self._watch_limit(device, batch)
+
+    # The clocks of batches: when each began, and how much of its time counts
+
+    def _watch(self, device: DeviceProcess) -> None:
+        """Starts the clocks of jobs in slots, and of the first batch: those behind have not begun.
+
+        That of an urgent one runs only once the device has said so.
+        """
+        is_first = True
+        for batch in device.batches.values():
+            if batch.told.in_slots or (is_first and not batch.told.is_urgent):
+                self._begin(device, batch)
+            is_first = is_first and batch.told.is_urgent
+
+    def _begin(self, device: DeviceProcess, batch: WatchedBatch) -> None:
+        if batch.began_s is None:
+            batch.began_s = monotonic()
+        self._watch_limit(device, batch)
+
+    def _on_begin(self, device: DeviceProcess, reply: Began) -> None:
+        self._begin(device, device.batches[reply.id])
+
+    def _on_load(self, device: DeviceProcess, reply: Loads | Loaded) -> None:
+        """Keeps the time of a load out of the time of its batch, which begins after that."""
+        batch, now_s = device.batches[reply.id], monotonic()
+        if isinstance(reply, Loads):
+            # A load has as much time as a start.
+            batch.excused_until_s = now_s + self._start_timeout_s
+            batch.began_s = now_s + reply.expected_s
+        else:
+            batch.excused_until_s, batch.began_s = 0.0, now_s
+        self._watch_limit(device, batch)
+
+    def _on_wait(self, device: DeviceProcess, reply: ResultsWait) -> None:
+        """Keeps the time in which Redis may be away out of the time of a batch."""
+        batch, now_s = device.batches[reply.id], monotonic()
+        if not reply.is_over:
+            batch.excused_until_s, batch.excused_since_s = inf, now_s
+            return
+        batch.excused_until_s = 0.0
+        if batch.began_s is not None:
+            batch.began_s += now_s - max(batch.began_s, batch.excused_since_s)
+            self._watch_limit(device, batch)
+
+    def _give_time_back(self, device: DeviceProcess, ended: WatchedBatch) -> None:
+        """The time of an urgent batch does not count for the batch that it has interrupted."""
+        if not ended.told.is_urgent or ended.began_s is None:
+            return
+        for batch in device.batches.values():
+            if batch.began_s is not None and not batch.told.is_urgent:
+                batch.began_s += monotonic() - max(ended.began_s, batch.began_s)
 
     def tell(self, device: DeviceProcess, message: Reload, on_late: Callable[[], None]) -> None:
         """Has a model loaded anew; calls `on_late` when even a start would be too late."""
@@ -311,11 +375,11 @@ class DeviceSupervisor(BatchClocks):
 
         return guarded
 
-    def _watch_limit(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
+    def _watch_limit(self, device: DeviceProcess, batch: WatchedBatch) -> None:
         """Plans a look for when a batch is due, unless one is planned that comes before."""
         # One for each batch would stay with the loop for as long as the limit of the batch.
-        if dispatched.due_s < device.look_s:
-            device.look_s = due_s = dispatched.due_s
+        if batch.due_s < device.look_s:
+            device.look_s = due_s = batch.due_s
             self._hub.call_later(max(0.0, due_s - monotonic()), self._look, device, due_s)
 
     def _look(self, device: DeviceProcess, due_s: float) -> None:
@@ -323,31 +387,31 @@ class DeviceSupervisor(BatchClocks):
         self.read()
         if device.look_s == due_s:
             device.look_s = inf
-            for work_id, dispatched in list(device.batches.items()):
+            for work_id, batch in list(device.batches.items()):
                 if work_id in device.batches:
-                    self._expire(device, dispatched)
+                    self._expire(device, batch)
 
-    def _expire(self, device: DeviceProcess, dispatched: DispatchedBatch) -> None:
-        if dispatched.due_s > monotonic():
-            self._watch_limit(device, dispatched)
+    def _expire(self, device: DeviceProcess, batch: WatchedBatch) -> None:
+        if batch.due_s > monotonic():
+            self._watch_limit(device, batch)
             return
-        if dispatched.excused_until_s:
+        if batch.excused_until_s:
             device.kill("as it did not load a model within device_start_timeout_s")
             # At once, as for one that hangs.
             self._on_process_death(device)
             return
         batches = device.batches.values()
-        if dispatched.expired or any(each.interrupts(dispatched) for each in batches):
+        if batch.expired or any(each.interrupts(batch) for each in batches):
             # The rest of the time counts after the urgent batch: then this is planned anew.
             return
-        if dispatched.is_unwanted:
+        if batch.is_unwanted:
             why = "as its jobs were revoked"
             logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
         else:
-            why, limit_s = "as its batch took too long", dispatched.hard_limit_s
+            why, limit_s = "as its batch took too long", batch.hard_limit_s
             # Celery's words, so that who looks for them finds these, too.
-            logger.error("Hard time limit (%ss) exceeded for %s", limit_s, dispatched.batch)
-        dispatched.expired = True
+            logger.error("Hard time limit (%ss) exceeded for %s", limit_s, batch)
+        batch.expired = True
         device.kill(why)
 
     def _plan_look_for_hangs(self) -> None:
@@ -395,7 +459,8 @@ class DeviceSupervisor(BatchClocks):
             end(device)
             return
         for reply in replies:
-            self.receive(device, reply)
+            if (handle := self.handlers.get(type(reply))) is not None:
+                handle(device, reply)
 
     def _on_readiness(self, device: DeviceProcess, reply: Ready) -> None:
         if device.state is State.LEAVING:
@@ -403,7 +468,6 @@ class DeviceSupervisor(BatchClocks):
             return
         device.state = State.READY
         device.load_s, device.ready_s = reply.load_s, monotonic()
-        device.resumes = reply.resumes
         device.failed_starts = 0
         device.is_hung = False
         self._refusals.pop(device.name, None)
@@ -482,19 +546,6 @@ class DeviceSupervisor(BatchClocks):
         if not others or models - {name for each in others for name in each.setup.models}:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
-
-
-def describe(running: Running) -> DispatchedBatch:
-    """A batch of which the worker knows no more than it was told."""
-    key, limits = BatchKey(running.task), Limits(1)
-    jobs: Any = tuple(Job(each, key, limits, 1, 0.0, None) for each in running.job_ids)
-    return DispatchedBatch(
-        Batch(jobs, alone=running.is_alone),
-        monotonic(),
-        running.hard_limit_s,
-        running.is_urgent,
-        in_slots=running.in_slots,
-    )
 
 
 def warn_if_short(device: DeviceProcess) -> None:

@@ -11,8 +11,8 @@ from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, read_deadline, read_sent_at, read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
+from batchery_worker.device.work import CachePolicy, dump_context
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import CachePolicy, dump_context
 from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
 

@@ -1,4 +1,4 @@
-"""Takes jobs to the device and their outcomes back: the heart of the feed.
+"""What waits for a device, what it has, and what becomes of each job: the heart of the feed.
 
 Whoever calls this holds the lock of the feed, and nothing here blocks: the device computes,
 completion threads store.
@@ -7,138 +7,149 @@ completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from celery import Celery
 
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport.dead_letters import find_queue
+from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.work import NO_LIMITS, Cancel, Work
+from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
-from batchery_worker.dispatch.demand import BatchDemand
-from batchery_worker.dispatch.launches import Launches
+from batchery_worker.dispatch.held import HeldBatches
 from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims
-from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
-from batchery_worker.ipc.messages import Cancel, Done, Reply, Work, batch_info
+from batchery_worker.in_flight import InFlight, TaskCall
+from batchery_worker.ipc.messages import RecycleDue, Reply, Running, Setup
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.metrics import Metrics, log_batch, trace_batch
 
 logger = logging.getLogger("batchery.pool")
 
-#: How long listeners may hold up the event loop before the log says so, in seconds.
+#: How long listeners may hold up the device before the log says so, in seconds.
 MAX_HELD_UP_S = 1.0
 
 #: How much later than it could be known a job is found to be too late, in seconds; then those are
 #: found with it that come next.
 LATE_GRAIN_S = 0.005
 
-#: Why a worker cannot run a job that came by another queue than that of its task.
+#: Why a device cannot run a job that came by another queue than that of its task.
 NO_DEVICE = (
     "this worker serves only models with slots, and not this task; send its jobs to their own queue"
 )
 
 
+class Turn(NamedTuple):
+    """A batch whose turn it is."""
+
+    formed: Batch[TaskCall]
+    #: Whether it goes before what the device has.
+    urgent: bool = False
+    #: Ids of the batches one of which makes room for it.
+    instead_of: Sequence[int] = ()
+
+
 class Dispatcher:
-    """Admits jobs, forms batches when a device has room, settles each job exactly once."""
+    """Admits jobs, forms the batch that the device gets next, settles each job exactly once."""
 
     def __init__(
         self,
         app: Celery,
         settings: Settings,
-        device: DeviceProcess,
+        setup: Setup,
         max_batch_size: int,
-        hub: Any,
-        out: Callable[[Work | Cancel], None],
-        inform: Callable[[Reply], None],
+        call_soon: Callable[[Callable[[], None]], None],
+        tell: Callable[[Reply], None],
+        *,
+        resumes: bool,
     ) -> None:
         """Has no jobs.
 
         Args:
             app: The app of the tasks.
             settings: Of the worker.
-            device: Takes the batches.
+            setup: Of the device.
             max_batch_size: The largest of all tasks.
-            hub: Calls back in its turns, and at times.
-            out: As of `Launches`.
-            inform: The same.
+            call_soon: Calls a function where the lock is held; from any thread.
+            tell: Sends a message to the worker.
+            resumes: As of `HeldBatches`.
         """
-        devices = [device]
         self._app = app
         self._settings = settings
-        #: The kinds of devices, see `Scheduler.next_batch`.
-        self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
-        #: Whether whoever supervises must know of each batch.
+        self._setup = setup
+        self._max_batch_size = max_batch_size
+        self._tell = tell
+        #: Whether the worker must know of each batch, which kills a device whose batch hangs.
         self.is_watched = settings.max_pass_s is not None or bool(
             app.conf.worker_soft_shutdown_timeout
         )
         self.admission = Admission(settings)
+        self.held = HeldBatches(setup.slots, resumes=resumes)
+        self._scheduler: Scheduler[TaskCall] = Scheduler(
+            settings.shares, sheds_late=settings.shed_late, in_slots=bool(setup.slots)
+        )
+        self._times = BatchTimes()
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
-        self._scheduler: Scheduler[TaskCall] = Scheduler(
-            settings.shares,
-            sheds_late=settings.shed_late,
-            slotted=[device.setup.task for device in devices if device.setup.task],
-        )
-        self._launches = Launches(
-            device,
-            RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
-            *(out, inform),
-            on_ready=self._plan_dispatch,
-            on_done=self._on_done,
+        self._metrics = Metrics()
+        self._in_flight = InFlight()
+        shared = self._metrics, self._in_flight, self._listeners, call_soon
+        self._settlement = Settlement(app, settings.completion_threads, *shared)
+        self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
+        self._recycling = RecyclingLimits(
+            settings.device_max_jobs, settings.device_max_memory_bytes
         )
         self._batch_ids = itertools.count(1)
-        self._hub = hub
-        self._metrics = Metrics()
-        self._in_flight = in_flight = InFlight()
-        shared = self._metrics, in_flight, self._listeners, self._hub
-        self._settlement = Settlement(app, settings.completion_threads, *shared)
-        self._settlement.on_idle = self._plan_dispatch
-        #: What is wanted of the broker.
-        self.demand = BatchDemand(
-            self._scheduler, self._launches, in_flight, settings, max_batch_size
-        )
-        self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = self._draining = False
-        self._wake_planned_s = float("inf")
-        #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
+        self._cancels: deque[Cancel] = deque()
+        #: Whether nothing more is begun.
+        self._is_over = False
+        #: Number of jobs that were answered, and whether the worker knows that they are enough.
+        self._jobs, self._recycle_due = 0, False
+        #: Tasks whose listeners have held up the device, and that cannot keep their target.
         self._told_slow, self._told_target = set[str](), set[str]()
+
+    # Jobs that come
 
     def admit(self, call: TaskCall, task: BatchTask, limits: TimeLimits) -> None:
         """Takes a job in; settles it at once if it can never be in a batch."""
         if self._in_flight.takes(call):
             return
-        if task.slots and not self._dispatch_planned:
+        if task.slots:
             # What others had before it came is no credit of it.
-            charge_slots(self._scheduler, self._launches.devices, monotonic())
+            charge_slots(self._scheduler, self.held, monotonic())
         try:
             job = self.admission.job(call, task, limits, monotonic())
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
             known = isinstance(error, BatcheryError)
-            self._in_flight.add(call, os.getpid())
             problem = f"the message cannot be understood: {type(error).__name__}: {error}"
-            self._settlement.fail(call, error if known else InvalidItem(problem))
+            self._refuse(call, error if known else InvalidItem(problem))
             return
-        if "" not in self._kinds and task.name not in self._kinds:
-            self._in_flight.add(call, os.getpid())
-            self._settlement.fail(call, InvalidItem(f"{task.name}: {NO_DEVICE}"))
+        if self._setup.task not in ("", task.name):
+            self._refuse(call, InvalidItem(f"{task.name}: {NO_DEVICE}"))
             return
         self.take_in(job)
 
     def take_in(self, job: Job[TaskCall]) -> None:
         """Takes a job in that was read."""
         self._poison.admit(job)
-        self._plan_dispatch()
+
+    def _refuse(self, call: TaskCall, error: Exception) -> None:
+        self._in_flight.add(call, os.getpid())
+        self._settlement.fail(call, error)
 
     def list_calls(self) -> list[TaskCall]:
         """The calls of all jobs that are here."""
@@ -149,74 +160,212 @@ class Dispatcher:
         return [*self._in_flight]
 
     def forget_waiting(self) -> None:
-        """Drops every job that was not accepted: the broker will deliver it again."""
+        """Drops every job that has not begun: the broker will deliver it again."""
         self._scheduler.clear()
+
+    def find_wanted(self) -> frozenset[str]:
+        """The tasks whose jobs wait."""
+        return frozenset(job.key.task for job in self._scheduler)
+
+    # What is wanted of the broker
 
     @property
-    def pending(self) -> int:
-        """How many jobs are being completed."""
-        return self._settlement.pending
+    def holds_part(self) -> bool:
+        """Whether the device has nothing to do, and what waits for it is no full batch."""
+        return not self.held.batches and self._scheduler.holds_part
 
-    def stop_taking(self) -> None:
-        """Drops what waits, which goes back to its queue; what is on a device is finished."""
-        self._draining = self.demand.is_over = True
-        self._scheduler.clear()
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether suspects wait or run that keep other jobs from the device."""
+        return self._scheduler.has_suspects or self.held.is_reserved
 
-    def finish(self) -> None:
-        """Ends the threads that complete jobs."""
-        self._settlement.stop()
+    def count_free(self) -> int:
+        """How many more jobs could begin at once."""
+        if self._is_over or self._is_blocked:
+            return 0
+        idle_size = 0 if self.held.batches else self._max_batch_size
+        free = self.held.free_slots if self.held.slots else idle_size
+        return max(0, free - len(self._scheduler))
 
-    def info(self) -> dict[str, Any]:
-        """What `celery inspect stats` and `celery inspect batchery` show of the pool."""
-        now_s = monotonic()
-        oldest_s = min((job.sent_s for job in self._scheduler), default=None)
-        return {
-            "devices": {
-                device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
-                for device in self._launches.devices
-            },
-            "costs": self._scheduler.costs.figures(),
-            "clock_s": round(now_s, 3),
-            "waiting": len(self._scheduler),
-            "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
-            "waiting_by_queue": self.demand.waiting_by_queue(now_s),
-            "batches": self._metrics.snapshot(),
-        }
+    def count_wanted(self, sizes: Mapping[str, int], level: int) -> int:
+        """How many more jobs to take: a batch if the device is idle, or soon will be.
 
-    # Out to the devices
+        While short batches run it is some batches more, as to ask for each one would be felt.
 
-    def _plan_dispatch(self) -> None:
-        # Not at once: first all messages of this turn are read.
-        if not self._dispatch_planned:
-            self._dispatch_planned = True
-            self._hub.call_soon(self._dispatch_planned_jobs)
+        Args:
+            sizes: Maximum batch size of each task whose jobs count, by its name.
+            level: First priority of the class.
+        """
+        if self._is_over or self._is_blocked:
+            return 0
+        held, name = self.held, self._settings.find_class(level)
+        if held.slots:
+            batches = held.free_slots or self._count_turns(name)
+        elif self._wants_batch(monotonic()) or self._wants_urgent(name):
+            is_ahead = held.in_turn and self._times.are_short(sizes)
+            batches = 1 + self._settings.prefetch_batches * bool(is_ahead)
+        else:
+            return 0
+        count = self._scheduler.count
+        return max(0, sum(batches * size - count(task, name) for task, size in sizes.items()))
 
-    def _dispatch_planned_jobs(self) -> None:
-        # What was planned may have been done in the meantime.
-        if self._dispatch_planned:
-            self._dispatch()
+    def find_oldest_s(self) -> float | None:
+        """When the oldest job came that cannot begin now; None if there is none."""
+        may_begin = not self._is_blocked and (self.held.free_slots or not self.held.batches)
+        return None if self._is_over or may_begin else self._scheduler.oldest_held_s()
 
-    def _dispatch(self) -> None:
-        self._dispatch_planned = False
-        if self._draining:
-            return
+    def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> None:
+        """Offers the jobs that came before a time to other devices.
+
+        Args:
+            before_s: The time, on the clock of `find_oldest_s`.
+            give: Gives jobs away, by their calls; returns those that went.
+        """
+        held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
+        # A device that is almost done has its next batch here.
+        is_kept = not self.held.slots and self._wants_batch(monotonic())
+        kept = is_kept * max((job.limits.max_batch_size for job in held), default=0)
+        old = [
+            job
+            for job in held[kept:]
+            if job.arrived_s <= before_s and job.payload.lease is not None
+        ]
+        given = give([job.payload for job in old]) if old else ()
+        self._scheduler.remove(job for job in old if job.payload in given)
+
+    def _wants_batch(self, now_s: float) -> bool:
+        """Whether the device is idle, or will soon need a batch that is not there yet."""
+        if not (in_turn := self.held.in_turn):
+            return not self.held.batches
+        first = in_turn[0]
+        if len(in_turn) > 1 and not self._times.are_short([first.work.task]):
+            return False
+        about = first.work.task, first.formed.items, first.runs_since_s
+        return self._times.ends_soon(*about, now_s)
+
+    def _wants_urgent(self, priority_class: str) -> bool:
+        """Whether jobs of a class could run between the passes of what the device runs."""
+        return self.held.takes_urgent and self._scheduler.goes_before(
+            priority_class, [each.formed for each in self.held.in_turn]
+        )
+
+    def _count_turns(self, priority_class: str) -> int:
+        """How many jobs of a class may have their turn while all slots are taken.
+
+        Those of lower classes would make room. Beside higher ones a job must be here before a slot
+        is free: otherwise the slot goes to those that are here, whoever's turn it is.
+        """
+        if not self.held.is_full:
+            return 0
+        own = self._scheduler.rank(priority_class)
+        ranks = [self._rank(each) for each in self.held.in_turn if not each.is_aside]
+        return sum(each > own for each in ranks) or int(min(ranks, default=own) < own)
+
+    def _rank(self, batch: DeviceBatch) -> int:
+        """The place of a batch's class; 0 is the highest."""
+        return self._scheduler.rank(batch.formed.jobs[0].lane.priority_class)
+
+    # Out to the device
+
+    def next(self) -> DeviceBatch | Cancel | None:
+        """What the device gets now: a batch, or an order for one that it has; None for nothing."""
+        if self._cancels:
+            return self._cancels.popleft()
+        if self._is_over or not self._scheduler.holds_any:
+            return None
         if self._scheduler.has_suspects and self._settlement.pending:
             # A suspect may end this process: what has failed before must not come again by that.
-            return
+            return None
         now_s = monotonic()
-        if self._scheduler.slotted:
-            charge_slots(self._scheduler, self._launches.devices, now_s)
+        if self.held.slots:
+            charge_slots(self._scheduler, self.held, now_s)
         self._give_up_late(now_s)
-        # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
-        self._dispatch_to(lambda device: not device.batches, now_s)
-        # A batch that has just left may be so short that the next one is due.
-        now_s = monotonic()
-        if self._scheduler.holds_any:
-            self._dispatch_urgent(now_s)
-            self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
+        while (turn := self._take_urgent(now_s) or self._take_next(now_s)) is not None:
+            if (batch := self._send(turn)) is not None:
+                return batch
         # Those too that a batch would have answered too late, if no other job waits.
         self._give_up_late(now_s)
-        self._plan_wake(now_s)
+        return None
+
+    def find_due_s(self) -> float:
+        """When to ask for the next batch although nothing else has happened; infinity for never.
+
+        That is when the oldest job has waited long enough for an idle device, when a busy one
+        should get its next batch, or when a job can no longer make its deadline.
+
+        A job that has waited long enough by now waits for something else, such as the end of a job
+        that must run alone. Coming back for it would mean coming back at once, for ever.
+        """
+        if not self._scheduler.holds_any:
+            return inf
+        now_s, times_s = monotonic(), []
+        if self.held.has_room:
+            in_turn, wake_s = self.held.in_turn, self._scheduler.wake_s()
+            times_s.append(self._find_next_s() if in_turn else inf if wake_s is None else wake_s)
+        if (late_s := self._scheduler.late_s()) is not None:
+            times_s.append(late_s + LATE_GRAIN_S)
+        return min((time_s for time_s in times_s if time_s > now_s), default=inf)
+
+    def _take_next(self, now_s: float) -> Turn | None:
+        """The batch whose turn it is, if the device should have it by now."""
+        held = self.held
+        if not held.has_room or self._find_next_s() > now_s:
+            return None
+        in_turn = [each.formed for each in held.in_turn]
+        batch = self._scheduler.next_batch(
+            *(len(in_turn), held.is_alone, now_s),
+            # Otherwise what is urgent has been sent by now.
+            behind=in_turn if held.holds_urgent else (),
+            left_s=self._find_left_s(now_s),
+            cohort=held.cohort,
+        )
+        return None if batch is None else Turn(batch)
+
+    def _take_urgent(self, now_s: float) -> Turn | None:
+        """A batch that goes before what the device has."""
+        held = self.held
+        if held.slots:
+            return self._take_instead(now_s) if held.resumes else None
+        if not held.takes_urgent:
+            return None
+        behind = [each.formed for each in held.in_turn]
+        batch = self._scheduler.urgent_batch(behind, now_s, self._find_left_s(now_s))
+        return None if batch is None else Turn(batch, urgent=True)
+
+    def _take_instead(self, now_s: float) -> Turn | None:
+        """A job of a higher class that has the slot of another one, which goes on later."""
+        held = self.held
+        # Nearly always nobody waits who could take a slot, and there may be hundreds of slots.
+        if not held.is_full or held.is_reserved:
+            return None
+        ranks = {number: self._rank(each) for number, each in held.batches.items()}
+        victims = list_victims(held.batches, ranks)
+        victim = held.batches[victims[0]]
+        if victim.is_aside:
+            return None
+        batch = self._scheduler.urgent_batch([victim.formed], now_s)
+        if batch is None:
+            return None
+        own = self._scheduler.rank(batch.jobs[0].lane.priority_class)
+        return Turn(batch, instead_of=[number for number in victims if ranks[number] > own])
+
+    def _find_left_s(self, now_s: float) -> float:
+        """How long the device has to do with what it holds, in seconds, as far as that is known."""
+        left_s, costs = 0.0, self._scheduler.costs
+        for batch in () if self.held.slots else self.held.in_turn:
+            task = batch.work.task
+            if not costs.knows(task):
+                return inf
+            ran_s = 0.0 if batch.began_s is None else now_s - batch.began_s
+            left_s += max(0.0, costs.expected_s(task, batch.formed.items) - ran_s)
+        return left_s
+
+    def _find_next_s(self) -> float:
+        """When the device should get its next batch: as late as possible, but in time."""
+        if self.held.slots or not self.held.in_turn:
+            return 0.0
+        first = self.held.in_turn[0]
+        return self._times.next_s(first.work.task, first.formed.items, first.runs_since_s)
 
     def _give_up_late(self, now_s: float) -> None:
         """Fails the jobs that cannot make their deadline, before they cost anything."""
@@ -224,152 +373,44 @@ class Dispatcher:
             self._metrics.shed_jobs += 1
             call = job.payload
             if self._in_flight.wants(call):
-                self._in_flight.add(call, os.getpid())
                 late_s = now_s - job.deadline_s
                 when = f"was {late_s:.3f} s ago" if late_s >= 0 else f"is in only {-late_s:.3f} s"
                 text = f"{job.key.task}[{job.id}] was not begun: its deadline {when}"
-                self._settlement.fail(call, DeadlineExceeded(text))
+                self._refuse(call, DeadlineExceeded(text))
 
-    def _dispatch_to(self, wants: Callable[[DeviceProcess], bool], now_s: float) -> None:
-        for task in self._kinds:
-            self._dispatch_to_kind(task, wants, now_s)
-
-    def _dispatch_to_kind(
-        self, task: str, wants: Callable[[DeviceProcess], bool], now_s: float
-    ) -> None:
-        while self._scheduler.holds_any:
-            # Suspects may share the slots of their device.
-            is_reserved = self._launches.is_reserved
-            devices = [
-                each
-                for each in self._launches.devices
-                if each.setup.task == task
-                and each.has_room
-                and not (is_reserved and not each.cohort)
-                and wants(each)
-            ]
-            if not devices:
-                return
-            device = devices[0] if len(devices) == 1 else min(devices, key=_began)
-            held = [dispatched.batch for dispatched in device.in_turn]
-            elsewhere = self._launches.dispatched - len(device.batches)
-            batch = self._scheduler.next_batch(
-                len(held),
-                device.alone,
-                now_s,
-                elsewhere,
-                # Otherwise what is urgent has been sent by now.
-                held if device.holds_urgent else (),
-                self._left_s(device, now_s) if held else 0.0,
-                task=task,
-                cohort=device.cohort if task else 0,
-            )
-            if batch is None:
-                return
-            self._launch(device, batch)
-
-    def _dispatch_urgent(self, now_s: float) -> None:
-        """Sends what is urgent to devices that are busy with something else."""
-        for device in self._launches.devices:
-            if device.setup.slots and device.resumes:
-                self._preempt(device, now_s)
-            elif device.takes_urgent and not self._launches.is_reserved:
-                behind = [dispatched.batch for dispatched in device.in_turn]
-                left_s = self._left_s(device, now_s)
-                batch = self._scheduler.urgent_batch(behind, now_s, left_s)
-                if batch is not None:
-                    self._launch(device, batch, urgent=True)
-
-    def _preempt(self, device: DeviceProcess, now_s: float) -> None:
-        """Lets jobs of a higher class have the slots of others, which go on when some are free."""
-        task, rank = device.setup.task, self._scheduler.rank
-        # Nearly always nobody waits who could take a slot, and there may be hundreds of slots.
-        while device.is_full and self._scheduler.holds_any and not self._launches.is_reserved:
-            classes = {
-                number: rank(each.batch.jobs[0].lane.priority_class)
-                for number, each in device.batches.items()
-            }
-            victims = list_victims(device.batches, classes)
-            victim = device.batches[victims[0]]
-            if victim.is_aside:
-                return
-            batch = self._scheduler.urgent_batch([victim.batch], now_s, task=task)
-            if batch is None:
-                return
-            own = rank(batch.jobs[0].lane.priority_class)
-            lower = [number for number in victims if classes[number] > own]
-            self._launch(device, batch, instead_of=lower)
-
-    def _left_s(self, device: DeviceProcess, now_s: float) -> float:
-        """How long a device has to do with what it holds, in seconds, as far as that is known."""
-        left_s, costs = 0.0, self._scheduler.costs
-        if device.setup.slots:
-            return left_s
-        for dispatched in device.in_turn:
-            task = dispatched.batch.jobs[0].key.task
-            if not costs.knows(task):
-                return inf
-            ran_s = 0.0 if dispatched.began_s is None else now_s - dispatched.began_s
-            left_s += max(0.0, costs.expected_s(task, dispatched.batch.items) - ran_s)
-        return left_s
-
-    def _next_batch_s(self, device: DeviceProcess) -> float:
-        """When a device should get its next batch: as late as possible, but in time."""
-        for dispatched in () if device.setup.slots else device.in_turn:
-            batch = dispatched.batch
-            began_s = dispatched.began_s or dispatched.dispatched_s
-            return self.demand.times.next_s(
-                device.name, batch.jobs[0].key.task, batch.items, began_s
-            )
-        return 0.0
-
-    def _plan_wake(self, now_s: float) -> None:
-        """Plans to come back when the oldest waiting job has waited long enough for an idle device.
-
-        Or when a busy device should get its next batch, which may have to be fetched; when an idle
-        one may load a model; or when a job can no longer make its deadline.
-
-        A job that has waited long enough by now waits for something else, such as the end of a job
-        that must run alone. Coming back for it would mean coming back at once, for ever.
-        """
-        due_s = self._scheduler.wake_s()
-        idle_s = inf if due_s is None else due_s
-        times_s = [
-            self._next_batch_s(device) if device.in_turn else idle_s
-            for device in self._launches.devices
-            if device.has_room
-        ]
-        if (late_s := self._scheduler.late_s()) is not None:
-            times_s.append(late_s + LATE_GRAIN_S)
-        wake_s = min((time_s for time_s in times_s if time_s > now_s), default=inf)
-        if wake_s < self._wake_planned_s:
-            self._wake_planned_s = wake_s
-            self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
-
-    def _wake(self) -> None:
-        self._wake_planned_s = float("inf")
-        self._dispatch()
-
-    def _launch(
-        self,
-        device: DeviceProcess,
-        batch: Batch[TaskCall],
-        *,
-        urgent: bool = False,
-        instead_of: Sequence[int] = (),
-    ) -> None:
-        jobs = tuple(job for job in batch.jobs if self._may_begin(job.payload))
-        task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
+    def _send(self, turn: Turn) -> DeviceBatch | None:
+        """Makes a batch for the device; None if nobody wants one of its jobs any more."""
+        formed = turn.formed
+        jobs = tuple(job for job in formed.jobs if self._may_begin(job.payload))
+        task = cast(BatchTask, self._app.tasks[formed.jobs[0].key.task])
         if jobs and self._listeners.of(task).before:
-            jobs = self._begin(task, jobs, device.pid)
+            jobs = self._call_before(task, jobs)
         if not jobs:
-            self._scheduler.ended(batch, run_s=0.0)
-            return
+            self._scheduler.ended(formed, run_s=0.0)
+            return None
+        work = self._make_work(task, jobs, turn)
+        batch = DeviceBatch(work, replace(formed, jobs=jobs))
+        if turn.instead_of:
+            victim = self.held.batches[turn.instead_of[0]]
+            self.held.put_aside(victim)
+            self._scheduler.progress(victim.formed, 0.0, 0)
+        # Before the batch: on a busy machine a job may have killed this process by the time that it
+        # goes on.
+        batch.note = note_begin(jobs, alone=formed.alone, in_slots=bool(self.held.slots))
+        if work.is_timed:
+            self._tell(self._describe(batch))
+        self.held.add(batch)
+        for job in jobs:
+            self._in_flight.add(job.payload, os.getpid())
+        return batch
+
+    def _make_work(self, task: BatchTask, jobs: Sequence[Job[TaskCall]], turn: Turn) -> Work:
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
-        options = self.admission.options(task)
-        dispatched_s = monotonic()
-        in_slots = bool(device.setup.slots)
-        work = Work(
+        options, settings = self.admission.options(task), self._settings
+        limits = NO_LIMITS
+        if self.held.slots:
+            limits = limit_in_slots(jobs[0], sheds_late=settings.shed_late)
+        return Work(
             id=next(self._batch_ids),
             task=task.name,
             keywords=jobs[0].payload.keywords,
@@ -378,31 +419,17 @@ class Dispatcher:
             max_batch_tokens=options.max_batch_tokens,
             soft_time_limit_s=soft_limit_s,
             contexts=[job.payload.context for job in jobs] if options.needs_context else (),
-            commit=self._eligibility.context(task, jobs, dispatched_s),
-            pieces=piece_context(jobs, self._settings),
+            commit=self._eligibility.context(task, jobs, monotonic()),
+            pieces=piece_context(jobs, settings),
             cache=options.cache,
-            urgent=urgent,
+            urgent=turn.urgent,
             is_timed=hard_limit_s is not None or self.is_watched,
+            slot_limits=limits,
+            instead_of=turn.instead_of,
         )
-        if device.must_load(task.name):
-            work = replace(work, wanted=frozenset(job.key.task for job in self._scheduler))
-        sent = replace(batch, jobs=jobs)
-        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)
-        if in_slots:
-            work = limit_in_slots(work, jobs[0], dispatched, sheds_late=self._settings.shed_late)
-        if instead_of:
-            device.put_aside(instead_of[0])
-            self._scheduler.progress(device.batches[instead_of[0]].batch, 0.0, 0)
-            work = replace(work, instead_of=instead_of)
-        # Before the batch: on a busy machine a job may have killed this worker by the time that it
-        # goes on.
-        dispatched.note = note_begin(jobs, alone=batch.alone, in_slots=in_slots)
-        self._launches.send(device, work, dispatched)
-        for job in jobs:
-            self._in_flight.add(job.payload, device.pid)
 
     def _may_begin(self, call: TaskCall) -> bool:
-        """Whether a job is wanted, and no other worker has it by now."""
+        """Whether a job is wanted, and no other device has it by now."""
         if not self._in_flight.wants(call):
             return False
         lease = call.lease
@@ -411,17 +438,8 @@ class Dispatcher:
         self._settlement.fenced(call)
         return False
 
-    def cancel(self, job_id: str) -> None:
-        """Ends the batch of a job that was terminated, unless it has jobs that were not."""
-        for device in self._launches.devices:
-            for work_id, dispatched in device.batches.items():
-                jobs = dispatched.batch.jobs
-                is_its = any(job.id == job_id for job in jobs)
-                if is_its and not any(self._in_flight.wants(job.payload) for job in jobs):
-                    self._launches.cancel(work_id, dispatched)
-
-    def _begin(
-        self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int
+    def _call_before(
+        self, task: BatchTask, jobs: Sequence[Job[TaskCall]]
     ) -> tuple[Job[TaskCall], ...]:
         """Calls what listens before the task; settles the jobs that `before_start` ends.
 
@@ -433,7 +451,7 @@ class Dispatcher:
         with Stacks(task) as stacks:
             for job in jobs:
                 call = job.payload
-                self._in_flight.add(call, pid)
+                self._in_flight.add(call, os.getpid())
                 self._listeners.before(task, call, stacks)
                 if call.listened.error is None:
                     left.append(job)
@@ -444,55 +462,62 @@ class Dispatcher:
             self._told_slow.add(task.name)
             logger.warning(
                 "task %s: before_start and the receivers of task_prerun took %.1f s for %d jobs;"
-                " the worker reads no messages meanwhile, so do less there",
-                task.name,
-                took_s,
-                len(jobs),
+                " the device reads no messages meanwhile, so do less there",
+                *(task.name, took_s, len(jobs)),
             )
         return tuple(left)
 
-    # Back from the devices
-
-    def receive(self, device: DeviceProcess, reply: Reply) -> None:
-        """Notes what the device says of its batches."""
-        self._launches.receive(device, reply)
-
-    def _on_done(self, dispatched: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
-        note_end(dispatched)
-        jobs = dispatched.batch.jobs
-        items = dispatched.batch.items
-        run_s = None if dispatched.began_s is None else monotonic() - dispatched.began_s
-        if dispatched.in_slots:
-            run_s = done.forward_ms / 1e3
-        self._scheduler.ended(dispatched.batch, run_s, dispatched.load_s)
-        if run_s is not None:
-            task = jobs[0].key.task
-            self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
-            self._check_target(task, jobs[0].limits.target_s)
-        waited_ms = [(dispatched.dispatched_s - job.sent_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(done, dispatched, device.name, items)
-        if done.reused is not None:
-            self._metrics.reused(jobs[0].key.task, done.reused)
-        info = batch_info(
-            batch_id=done.id,
-            device=device.name,
-            size=items,
-            prepare_ms=done.prepare_ms,
-            queued_ms=done.queued_ms,
-            forward_ms=done.forward_ms,
-            tokens=done.tokens,
-            computed_tokens=done.computed_tokens,
-            version=done.version,
+    def _describe(self, batch: DeviceBatch, *, is_unwanted: bool = False) -> Running:
+        """What the worker must know of a batch whose time is limited, or that must end."""
+        jobs, work = batch.formed.jobs, batch.work
+        return Running(
+            work.id,
+            work.task,
+            [job.id for job in jobs],
+            jobs[0].key.time_limits[1],
+            is_urgent=work.urgent,
+            in_slots=bool(self.held.slots),
+            is_alone=batch.formed.alone,
+            is_unwanted=is_unwanted,
         )
-        log_batch(jobs[0].key.task, info, tokens=done.tokens, waited_ms=max(waited_ms))
-        trace_batch(dispatched, info)
+
+    def cancel(self, job_id: str) -> None:
+        """Ends the batch of a job that was terminated, unless it has jobs that were not."""
+        for batch in self.held.batches.values():
+            jobs = batch.formed.jobs
+            is_its = any(job.id == job_id for job in jobs)
+            if is_its and not any(self._in_flight.wants(job.payload) for job in jobs):
+                if self.held.slots:
+                    self._cancels.append(Cancel(batch.work.id))
+                # The worker kills the process if that takes long.
+                self._tell(self._describe(batch, is_unwanted=True))
+
+    # Back from the device
+
+    def end(self, batch: DeviceBatch) -> None:
+        """Settles the jobs of a batch that the device has answered."""
+        note_end(batch)
+        self.held.remove(batch)
+        self._count_jobs(len(batch.answers))
+        jobs, items, task = batch.formed.jobs, batch.formed.items, batch.work.task
+        run_s = batch.forward_ms / 1e3
+        self._scheduler.ended(batch.formed, run_s, batch.load_s)
+        self._times.ran(task, items, run_s, batch.prepare_ms / 1e3)
+        self._check_target(task, jobs[0].limits.target_s)
+        waited_ms = [(batch.formed_s - job.sent_s) * 1e3 for job in jobs]
+        self._metrics.batch_done(batch, items)
+        log_batch(task, batch.info, tokens=batch.tokens, waited_ms=max(waited_ms))
+        trace_batch(batch)
         self._settlement.settle_batch(
-            (job.payload, status, rest, {**info, "waited_ms": round(waited, 3)})
-            for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
+            (job.payload, status, rest, {**batch.info, "waited_ms": round(waited, 3)})
+            for job, waited, (status, rest) in zip(jobs, waited_ms, batch.answers, strict=True)
         )
-        if self._scheduler.holds_any or device.in_turn:
-            # What waits may go, and the batch that begins now has a time when the next one is due.
-            self._plan_dispatch()
+
+    def _count_jobs(self, count: int) -> None:
+        self._jobs += count
+        if not self._recycle_due and self._recycling.reached(self._jobs, os.getpid()):
+            self._recycle_due = True
+            self._tell(RecycleDue(self._jobs))
 
     def _check_target(self, task: str, target_s: float | None) -> None:
         """Says once that no batch of a task can keep its target, if that can be believed."""
@@ -508,9 +533,57 @@ class Dispatcher:
                 *(task, target_s * 1e3, alone_s * 1e3),
             )
 
+    # The end
 
-def _began(device: DeviceProcess) -> tuple[int, float]:
-    """Devices with less to do come first, then those whose batch began before."""
-    return len(device.in_turn), min(
-        (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
-    )
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is on the device, and nothing is being completed."""
+        return not self.held.batches and not self._settlement.pending
+
+    def stop(self) -> None:
+        """Drops what waits, which goes back to its queue; what is on the device is finished."""
+        self._is_over = True
+        self._scheduler.clear()
+
+    def finish(self) -> None:
+        """Ends the threads that complete jobs."""
+        self._settlement.stop()
+
+    def figures(self) -> dict[str, Any]:
+        """What `celery inspect stats` and `celery inspect batchery` show of the device."""
+        now_s = monotonic()
+        oldest_s = min((job.sent_s for job in self._scheduler), default=None)
+        device = {
+            "state": "ready",
+            "pid": os.getpid(),
+            "batches_in_flight": len(self.held.batches),
+            "oldest_batch_s": round(self.held.oldest_batch_s(now_s), 3),
+            "done": self._metrics.sums(),
+        }
+        return {
+            "devices": {self._setup.name: device},
+            "costs": self._scheduler.costs.figures(),
+            "clock_s": round(now_s, 3),
+            "waiting": len(self._scheduler),
+            "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
+            "waiting_by_queue": self._count_by_queue(now_s),
+            "batches": self._metrics.snapshot(),
+        }
+
+    def _count_by_queue(self, now_s: float) -> dict[str, dict[str, Any]]:
+        """`jobs` and `oldest_s` of each queue whose jobs wait for the device."""
+        found: dict[str, dict[str, Any]] = {}
+        for job in self._scheduler:
+            queue = found.setdefault(_find_queue(job.payload), {"jobs": 0, "oldest_s": 0.0})
+            queue["jobs"] += 1
+            queue["oldest_s"] = max(queue["oldest_s"], round(now_s - job.sent_s, 3))
+        return found
+
+
+def _find_queue(call: TaskCall) -> str:
+    lease = call.lease
+    key = lease.store.get_key(lease.token) if lease is not None else None
+    if lease is not None and key is not None:
+        return find_queue(key, lease.store.keys.prefix)
+    # Another transport: the name of the queue, if nobody has given it another key.
+    return str((call.message.get("delivery_info") or {}).get("routing_key") or "")

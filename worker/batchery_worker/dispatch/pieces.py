@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from batchery.protocol.headers import HEADER, is_streamed
 from batchery.settings import Settings
+from batchery_worker.device.work import PieceContext
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import PieceContext
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
 

@@ -1,4 +1,4 @@
-"""Poison detection: which job killed its device or its worker, and what becomes of it.
+"""Poison detection: which job killed its device, and what becomes of it.
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
 they run in halves of their batch, then alone. A job that kills twice while alone becomes a dead
@@ -18,8 +18,9 @@ from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device.batch import DeviceBatch
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
-from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
+from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import HISTORY, Handed
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
@@ -48,7 +49,7 @@ class PoisonDetector:
         self._in_flight = in_flight
 
     def admit(self, job: Job[TaskCall]) -> None:
-        """Takes in a job, which may have been on a device when an earlier worker died."""
+        """Takes in a job, which may have been on a device that died."""
         if job.payload.is_plain:
             self._scheduler.admit(job)
             return
@@ -61,7 +62,7 @@ class PoisonDetector:
         elif deaths.alone < MAX_DEATHS:
             among = max(1, deaths.group_size // 2)
             job = replace(job, deaths=deaths.alone, recovered=True, among=among)
-            self._scheduler.quarantine_recovered(job)
+            self._scheduler.quarantine(job)
         else:
             self._in_flight.add(job.payload, os.getpid())
             self._end(replace(job, deaths=deaths.alone), "its device or worker died")
@@ -116,7 +117,7 @@ def note_begin(
     return RunningNote(store, store.began(held, alone=alone, in_slots=in_slots))
 
 
-def note_end(dispatched: DispatchedBatch) -> None:
-    """Notes that a batch is back, or its device died; the broker hears it with the next batch."""
-    if isinstance(dispatched.note, RunningNote):
-        dispatched.note.store.ended(dispatched.note.batch)
+def note_end(batch: DeviceBatch) -> None:
+    """Notes that a batch is answered; the broker hears it with the next batch."""
+    if isinstance(batch.note, RunningNote):
+        batch.note.store.ended(batch.note.batch)

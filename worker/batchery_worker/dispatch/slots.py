@@ -1,64 +1,52 @@
 """What is different for jobs in slots: their limits, and who makes room for whom."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import datetime
 from math import inf
+from time import monotonic
 
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.device_pool.clocks import MAX_STEP_S
-from batchery_worker.device_pool.process import DeviceProcess
-from batchery_worker.in_flight import DispatchedBatch, TaskCall
-from batchery_worker.ipc.messages import SlotLimits, Work
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.work import SlotLimits
+from batchery_worker.dispatch.held import HeldBatches
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import Job
 
 
-def limit_in_slots(
-    work: Work, job: Job[TaskCall], dispatched: DispatchedBatch, *, sheds_late: bool
-) -> Work:
-    """A job on its way to slots, where the device minds its limits between two steps.
+def limit_in_slots(job: Job[TaskCall], *, sheds_late: bool) -> SlotLimits:
+    """The limits of a job on its way to slots, which are minded between two steps.
 
     Args:
-        work: The job.
-        job: The same, as the scheduler has it.
-        dispatched: The same; its process is killed only some time after the hard limit.
+        job: It goes now.
         sheds_late: Whether jobs are given up that cannot make their deadline.
     """
-    hard_s, call = dispatched.hard_limit_s, job.payload
+    call = job.payload
     request = None if call.is_plain else call.request
-    if hard_s is not None:
-        dispatched.hard_limit_s = hard_s + MAX_STEP_S
-    deadline_s = job.deadline_s - dispatched.dispatched_s if sheds_late else inf
+    deadline_s = job.deadline_s - monotonic() if sheds_late else inf
     expires = None if request is None else request.expires
-    return replace(
-        work,
-        slot_limits=SlotLimits(
-            hard_s,
-            None if deadline_s == inf else deadline_s,
-            expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
-        ),
+    return SlotLimits(
+        job.key.time_limits[1],
+        None if deadline_s == inf else deadline_s,
+        expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
     )
 
 
-def charge_slots(
-    scheduler: Scheduler[TaskCall], devices: Iterable[DeviceProcess], now_s: float
-) -> None:
+def charge_slots(scheduler: Scheduler[TaskCall], held: HeldBatches, now_s: float) -> None:
     """Charges lanes for what their jobs had of slots since the last call.
 
     Args:
         scheduler: Knows the lanes.
-        devices: All of them.
-        now_s: The time, on the clock of `DispatchedBatch.dispatched_s`.
+        held: What the device has.
+        now_s: The time, on the clock of `time.monotonic`.
     """
-    for device in devices:
-        for each in device.batches.values() if device.setup.slots else ():
-            slots = 0 if each.is_aside else each.items_left
-            had_s = slots * (now_s - (each.charged_s or each.dispatched_s))
-            each.charged_s = now_s
-            scheduler.progress(each.batch, had_s, slots)
+    for each in held.batches.values():
+        slots = 0 if each.is_aside else each.items_left
+        had_s = slots * (now_s - (each.charged_s or each.formed_s))
+        each.charged_s = now_s
+        scheduler.progress(each.formed, had_s, slots)
 
 
-def list_victims(batches: Mapping[int, DispatchedBatch], ranks: Mapping[int, int]) -> list[int]:
+def list_victims(batches: Mapping[int, DeviceBatch], ranks: Mapping[int, int]) -> list[int]:
     """Who makes room first: jobs of the lowest class, and of these the one that came last.
 
     So those before it get on. It does, too, as others only have their share.

@@ -19,8 +19,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from batchery.fork_gate import fork_gate
+from batchery_worker.device.work import Work
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import is_plain
 
 #: Loggers of ours: what they say is not said by the function of the batch.

@@ -1,8 +1,8 @@
-"""The messages between a worker and its device processes, and within a device.
+"""The messages between a worker and its device processes.
 
 Messages to the device are pickled: a header of a job may be anything that brokers have. Messages
 from the device are marshalled: marshal carries only plain data, so nothing of a model can make the
-main process import torch. `Work` and `Done` stay in the device.
+main process import torch.
 """
 
 import marshal
@@ -18,7 +18,6 @@ import batchery.errors
 from batchery.errors import ItemFailed, StartError, UnserialisableResult
 from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-from batchery.protocol.headers import Form
 from batchery.settings import ModelSettings
 from batchery.tracebacks import error_text
 from batchery.transport.leases import Deaths
@@ -29,65 +28,6 @@ from batchery_worker.ipc.exceptions import (
     read_exception,
 )
 from batchery_worker.ipc.values import Encoded, is_plain
-
-#: Headers that the function does not see: it has their values already, or has no use for them.
-_UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
-
-#: The context of one job: token of its lease; how long it waited, in ms; further fields of the
-#: stored result, None if no result is stored. None for a job that needs the tracer.
-JobCommit = tuple[str, float, Mapping[str, Any] | None] | None
-
-
-class CachePolicy(NamedTuple):
-    """How a device caches the results of a task."""
-
-    #: Version of the results: the option `cache` of the task.
-    version: str
-    #: How long a result is kept, in seconds.
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommitContext:
-    """The context of a batch. Each job has a plain tuple, because it is pickled."""
-
-    #: Id by which this worker holds leases.
-    worker: str
-    #: ZSET of all workers, in the broker's database.
-    workers_key: str
-    #: HASH of this worker's leases, in the broker's database.
-    lease_key: str
-    #: Number of the broker's database.
-    broker_db: int
-    jobs: Sequence[JobCommit]
-    #: Maximum length of a result's text in events and the log, in characters; None if nobody reads
-    #: it.
-    text_chars: int | None = None
-    #: Whether the main process needs the results, because something listens to successes.
-    is_listened: bool = False
-    #: Name of a completion stream -> index of each job that asks for it.
-    completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: Index of a job -> how long its result is kept, in seconds; only of jobs that say it.
-    keep_s: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PieceContext:
-    """How the partial results of a batch reach their readers."""
-
-    #: Index of each job that is streamed -> token of its lease; empty if it has none.
-    tokens: Mapping[int, str]
-    #: Ids of those that may have run before.
-    resumed: Sequence[str]
-    #: Maximum number of pieces of a job that are kept.
-    max_pieces: int
-    #: How long a job goes on without a reader, in seconds.
-    grace_s: float
-    #: As in `CommitContext`; empty where there are no leases.
-    worker: str = ""
-    workers_key: str = ""
-    lease_key: str = ""
-    broker_db: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,65 +106,6 @@ class Setup:
     def name(self) -> str:
         """Name of the process: `cuda:0`, or `cuda:0/chat` if it serves only one task."""
         return f"{self.device}/{self.task}" if self.task else self.device
-
-
-class SlotLimits(NamedTuple):
-    """What ends a job in slots before its time, in seconds from its arrival on the device."""
-
-    hard_s: float | None = None
-    #: Until its deadline, where jobs are given up that cannot make theirs.
-    deadline_s: float | None = None
-    #: Until it expires.
-    expires_s: float | None = None
-
-
-NO_LIMITS = SlotLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A batch that a device is to run."""
-
-    id: int
-    task: str
-    keywords: Mapping[str, Any]
-    #: Of each job: task id, items, and whether it is a multi-item job, and of which form.
-    jobs: Sequence[tuple[str, Sequence[Any], Form]]
-    max_batch_size: int
-    max_batch_tokens: int | None
-    #: Limit of each call of the function, which may catch `SoftTimeLimitExceeded`.
-    soft_time_limit_s: float | None = None
-    #: The headers of each job's message, written by `dump_context`; empty if neither the function
-    #: sees them, nor the state STARTED is stored.
-    contexts: Sequence[bytes] = ()
-    #: For the commit of the results; None if Celery's tracer must complete all jobs.
-    commit: CommitContext | None = None
-    #: None if nobody streams one of the jobs.
-    pieces: PieceContext | None = None
-    #: None for a task without a cache.
-    cache: CachePolicy | None = None
-    #: Whether it goes before the rest of what the device holds, between two forward passes.
-    urgent: bool = False
-    #: Whether its time is limited, so that the device must say `ResultsWait`.
-    is_timed: bool = False
-    #: For a device with slots, where all batches have one job.
-    slot_limits: SlotLimits = NO_LIMITS
-    #: Ids of batches: the job of the first one that has a slot makes room for this one, and goes on
-    #: when slots are free.
-    instead_of: Sequence[int] = ()
-    #: Where its model must be loaded: other models that jobs wait for.
-    wanted: frozenset[str] = frozenset()
-
-    @property
-    def streams(self) -> bool:
-        """Whether somebody may stream the pieces of one of its jobs."""
-        return self.pieces is not None
-
-
-class Cancel(NamedTuple):
-    """Nobody wants the job of a batch any more, which a device has in slots."""
-
-    id: int
 
 
 class Stop(NamedTuple):
@@ -345,14 +226,8 @@ class Loaded(NamedTuple):
     """The load has ended: the batch begins, or fails because the model could not be loaded."""
 
     id: int
-    #: As in `Done`.
+    #: As in `Ready`.
     figures: Mapping[str, Any] | None = None
-
-
-class Left(NamedTuple):
-    """An item of a job has left its slot, and others of the job go on."""
-
-    id: int
 
 
 class Stepped(NamedTuple):
@@ -400,7 +275,6 @@ class Running(NamedTuple):
     hard_limit_s: float | None
     is_urgent: bool = False
     in_slots: bool = False
-    items: int = 1
     is_unwanted: bool = False
     #: As in `Batch`.
     is_alone: bool = False
@@ -426,48 +300,8 @@ class Answer(NamedTuple):
     value: str
 
 
-class Done(NamedTuple):
-    """A batch that a device has finished."""
-
-    id: int
-    #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`. Of a
-    #: committed job, the text of its result, if anybody reads it, and the outcome, if something
-    #: listens.
-    jobs: Sequence[tuple[str, tuple[Any, ...]]]
-    forward_ms: float
-    #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
-    tokens: int
-    computed_tokens: int
-    #: Times of the other stages; `queued_ms` is the time between stages, waiting for a thread.
-    prepare_ms: float = 0.0
-    queued_ms: float = 0.0
-    commit_ms: float = 0.0
-    #: Figures of the device's models and memory; None if nothing is new.
-    figures: Mapping[str, Any] | None = None
-    #: Counts of how the items got their outcomes; None for a task without a cache.
-    reused: Mapping[str, Any] | None = None
-    #: Number of failed items of multi-item jobs, by class of the error; None if none failed.
-    failed_items: Mapping[str, int] | None = None
-    #: That of the model; empty if it has none.
-    version: str = ""
-    #: `TextTimes` of each text that a model with slots has written for it.
-    texts: Sequence[tuple[Any, ...]] = ()
-
-
-class TextTimes(NamedTuple):
-    """How long a text took."""
-
-    #: From the arrival of its job at the device to its first token, in seconds.
-    first_token_s: float
-    #: Mean time between two tokens, in seconds; None for a text of one token.
-    pause_s: float | None
-    #: Tokens of the prompt and of the text; 0 where a server does not say.
-    tokens_in: int
-    tokens_out: int
-
-
 _KINDS = (
-    *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Left, Stepped, Done),
+    *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Stepped),
     *(Joined, Parted, Running, Ended, RecycleDue, Answer, Settled),
 )
 Reply = (
@@ -478,9 +312,7 @@ Reply = (
     | Began
     | Loads
     | Loaded
-    | Left
     | Stepped
-    | Done
     | Joined
     | Parted
     | Running
@@ -502,23 +334,6 @@ def dump_message(
 def load_message(frame: bytes) -> Any:
     """Decodes a message in the device."""
     return pickle.loads(frame)
-
-
-def dump_context(message: Mapping[str, Any]) -> bytes:
-    """Encodes what a device may need of a job's message: ids, retries, headers.
-
-    It returns bytes, so that a device pays only for those that the function looks at.
-    """
-    seen = {
-        name: value for name, value in message.items() if value is not None and name not in _UNSEEN
-    }
-    return pickle.dumps(seen, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def load_context(context: bytes) -> dict[str, Any]:
-    """Decodes in the device what `dump_context` wrote."""
-    seen: dict[str, Any] = pickle.loads(context)
-    return seen
 
 
 def dump_reply(reply: Reply) -> bytes:
@@ -619,40 +434,3 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
     if kind == "ignore":
         return Ignore(content)
     return Failed(read_chain(content, spelled[2], backend), spelled[2])
-
-
-def batch_info(
-    *,
-    batch_id: int,
-    device: str,
-    size: int,
-    prepare_ms: float,
-    queued_ms: float,
-    forward_ms: float,
-    tokens: int,
-    computed_tokens: int,
-    version: str = "",
-) -> dict[str, Any]:
-    """Facts that all jobs of a batch share; each job's `waited_ms` is added later.
-
-    Args:
-        batch_id: Number of the batch in its worker.
-        device: Name of the device, as torch spells it.
-        size: Number of items in the batch.
-        prepare_ms: Time to read, validate and tokenize the batch.
-        queued_ms: Time that the batch waited on the device for a thread.
-        forward_ms: Time of the computation.
-        tokens: Tokens of the items; 0 if the task counts none.
-        computed_tokens: Tokens that were computed, with padding.
-        version: That of the model; left out if it has none.
-    """
-    return {
-        "id": f"b{batch_id}",
-        "size": size,
-        "padding": round(1 - tokens / computed_tokens, 4) if computed_tokens else 0.0,
-        "prepare_ms": round(prepare_ms, 3),
-        "queued_ms": round(queued_ms, 3),
-        "forward_ms": round(forward_ms, 3),
-        "device": device,
-        **({"version": version} if version else {}),
-    }

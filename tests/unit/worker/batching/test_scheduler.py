@@ -83,22 +83,21 @@ def recovered(number: int) -> Job[None]:
     return replace(job(number), recovered=True)
 
 
-def test_job_recovered_from_dead_worker_runs_alone_on_empty_devices() -> None:
+def test_job_recovered_from_dead_worker_runs_alone_on_an_empty_device() -> None:
     scheduler = admitted(job(1), job(2))
-    scheduler.quarantine_recovered(recovered(8))
+    scheduler.quarantine(recovered(8))
     assert len(scheduler) == 3
     assert scheduler.next_batch(1, False, 0.0) is None
-    assert scheduler.next_batch(0, False, 0.0, elsewhere=1) is None
     batch = scheduler.next_batch(0, False, 0.0)
     assert (ids(batch), batch and batch.alone) == (["8"], True)
-    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=1)) == ["1", "2"]
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["1", "2"]
 
 
 def test_jobs_recovered_from_dead_worker_run_in_halves_of_their_batch() -> None:
     scheduler = admitted(job(1))
     for number in range(2, 7):
-        scheduler.quarantine_recovered(replace(recovered(number), among=2))
-    scheduler.quarantine_recovered(recovered(7))
+        scheduler.quarantine(replace(recovered(number), among=2))
+    scheduler.quarantine(recovered(7))
     batches = [scheduler.next_batch(0, False, 0.0) for _ in range(5)]
     assert [ids(batch) for batch in batches] == [["2", "3"], ["4", "5"], ["6"], ["7"], ["1"]]
     assert [batch.alone for batch in batches if batch] == [False, False, True, True, False]
@@ -107,65 +106,40 @@ def test_jobs_recovered_from_dead_worker_run_in_halves_of_their_batch() -> None:
 def test_halves_share_key_and_maximum_size() -> None:
     scheduler: Scheduler[None] = Scheduler()
     for each in (job(1), job(2, KEYS[1]), job(3, KEYS[1], items=4), job(4, KEYS[1], items=1)):
-        scheduler.quarantine_recovered(replace(each, recovered=True, among=4))
+        scheduler.quarantine(replace(each, recovered=True, among=4))
     batches = [scheduler.next_batch(0, False, 0.0) for _ in range(3)]
     assert [ids(batch) for batch in batches] == [["1"], ["2"], ["3"]]
 
 
-def test_suspect_of_dead_device_runs_while_other_devices_work() -> None:
-    scheduler = admitted()
-    scheduler.quarantine(job(8))
-    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=2)) == ["8"]
-
-
-def test_all_devices_wait_for_a_job_recovered_from_dead_worker_whatever_they_serve() -> None:
-    scheduler: Scheduler[None] = Scheduler(slotted={"embed"})
-    scheduler.admit(job(1, KEYS[2]))
-    scheduler.quarantine_recovered(recovered(8))
-    assert scheduler.next_batch(0, False, 0.0, task="embed") is None
-    assert ids(scheduler.next_batch(0, False, 0.0)) == ["8"]
-    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["1"]
-
-
 def test_suspects_share_slots_with_their_cohort_alone() -> None:
-    scheduler: Scheduler[None] = Scheduler(slotted={"embed"})
+    scheduler: Scheduler[None] = Scheduler(in_slots=True)
     scheduler.admit(job(1, KEYS[2]))
     for number in (2, 3, 4):
         scheduler.quarantine(replace(job(number, KEYS[2]), among=2))
-    first = scheduler.next_batch(0, False, 0.0, task="embed")
+    first = scheduler.next_batch(0, False, 0.0)
     assert (ids(first), first and first.cohort) == (["2"], 2)
-    assert ids(scheduler.next_batch(1, False, 0.0, task="embed", cohort=2)) == ["3"]
-    assert scheduler.next_batch(2, False, 0.0, task="embed", cohort=2) is None
-    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["4"]
-    assert scheduler.next_batch(1, False, 0.0, task="embed", cohort=2) is None
-    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["1"]
+    assert ids(scheduler.next_batch(1, False, 0.0, cohort=2)) == ["3"]
+    assert scheduler.next_batch(2, False, 0.0, cohort=2) is None
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["4"]
+    assert scheduler.next_batch(1, False, 0.0, cohort=2) is None
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["1"]
 
 
-def test_device_with_slots_gets_the_jobs_of_its_own_task_alone() -> None:
-    scheduler: Scheduler[None] = Scheduler(slotted={"shout", "embed"})
-    scheduler.admit(job(1))
-    scheduler.admit(job(2, KEYS[2]))
-    assert scheduler.next_batch(0, False, 0.0) is None
-    assert ids(scheduler.next_batch(0, False, 0.0, task="embed")) == ["2"]
-    assert ids(scheduler.next_batch(0, False, 0.0, task="shout")) == ["1"]
-
-
-def test_clear_drops_recovered_jobs_that_were_not_started_here() -> None:
+def test_clear_drops_all_that_waits() -> None:
     scheduler = admitted(job(1))
-    scheduler.quarantine_recovered(recovered(2))
-    scheduler.quarantine(recovered(3))
-    assert [each.id for each in scheduler.clear()] == ["1", "2"]
-    assert [each.id for each in scheduler] == ["3"]
+    scheduler.quarantine(recovered(2))
+    assert [each.id for each in scheduler.clear()] == ["2", "1"]
+    assert not scheduler.holds_any
 
 
 def test_jobs_that_went_to_another_worker_are_forgotten() -> None:
     waiting = [job(1, arrived_s=2.0), job(2), job(3, key=KEYS[1]), job(2)]
     scheduler = admitted(*waiting)
     scheduler.quarantine(suspect := job(9))
-    scheduler.quarantine_recovered(recovered(8))
+    scheduler.quarantine(recovered(8))
     assert scheduler.has_suspects
     assert sorted(each.id for each in scheduler.held()) == ["1", "2", "2", "3"]
-    assert scheduler.oldest_held_s("") == 0.0
+    assert scheduler.oldest_held_s() == 0.0
     # Two messages with one id are two jobs.
     scheduler.remove([waiting[1], waiting[2]])
     assert [each.id for each in scheduler.held()] == ["1", "2"]
@@ -173,7 +147,7 @@ def test_jobs_that_went_to_another_worker_are_forgotten() -> None:
     scheduler.remove([suspect])
     assert [each.id for each in scheduler] == ["8", "1", "2"]
     scheduler.remove([waiting[0], waiting[3]])
-    assert scheduler.oldest_held_s("") is None
+    assert scheduler.oldest_held_s() is None
     assert len(scheduler) == 1
 
 
@@ -329,8 +303,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reconnect(self) -> None:
         dropped = [each.id for each in self.scheduler.clear()]
         waiting = [each.id for jobs in self.waiting.values() for each in jobs]
-        assert sorted(dropped) == sorted(waiting)
+        assert sorted(dropped) == sorted([*waiting, *(each.id for each in self.suspects)])
         self.waiting.clear()
+        self.suspects.clear()
         self.overtaken.clear()
         self.done += dropped
 

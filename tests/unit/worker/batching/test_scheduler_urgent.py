@@ -50,9 +50,9 @@ def test_nothing_is_prepared_before_what_waits_to_be_urgent() -> None:
     scheduler, running = urgent_scene()
     live(scheduler, "live")
     # An urgent batch is on the device, so this one waits for its turn; low must not overtake it.
-    assert scheduler.next_batch(1, False, 0.0, 0, [running]) is None
+    assert scheduler.next_batch(1, False, 0.0, [running]) is None
     assert names_of(scheduler.urgent_batch([running], 0.0)) == ["live"]
-    assert len(names_of(scheduler.next_batch(1, False, 0.0, 0, [running]))) == 10
+    assert len(names_of(scheduler.next_batch(1, False, 0.0, [running]))) == 10
 
 
 def test_classes_that_share_no_batches_have_their_shares_of_a_device_that_is_interrupted() -> None:
@@ -69,7 +69,7 @@ def test_classes_that_share_no_batches_have_their_shares_of_a_device_that_is_int
         # As a device does: what is urgent first, then the batches in turn, one behind the other.
         batch = scheduler.urgent_batch(held, 0.0) if held else None
         if batch is None and len(held) < 2:
-            batch = scheduler.next_batch(len(held), False, 0.0, 0, ())
+            batch = scheduler.next_batch(len(held), False, 0.0)
             if batch is not None:
                 held.append(batch)
                 continue
@@ -171,7 +171,7 @@ def test_device_that_waits_for_nothing_is_asked_for_nothing() -> None:
     assert not scheduler.holds_any
     assert not scheduler.has_suspects
     assert scheduler.urgent_batch([], 0.0) is None
-    for admit in (scheduler.quarantine, scheduler.quarantine_recovered, scheduler.admit):
+    for admit in (scheduler.quarantine, scheduler.admit):
         held: Scheduler[None] = Scheduler(SHARES)
         getattr(held, admit.__name__)(Job("a", EMBED, Limits(10), 1, 0.0, None, LOW))
         assert held.holds_any

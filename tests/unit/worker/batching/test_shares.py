@@ -251,9 +251,9 @@ def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
         stream.run(20)
         # They are forgotten when those that wait have had as much, by their shares: up to five
         # times as many come meanwhile, and one of a slow task stays while many of fast ones go.
-        assert len(device.scheduler._shares[""]) <= 10 * (waiting + max_batch_size)
-        assert len(device.scheduler._shares[""]._owing) <= 10 * (waiting + max_batch_size)
-        classes = device.scheduler._shares[""]._classes.values()
+        assert len(device.scheduler._shares) <= 10 * (waiting + max_batch_size)
+        assert len(device.scheduler._shares._owing) <= 10 * (waiting + max_batch_size)
+        classes = device.scheduler._shares._classes.values()
         assert sum(len(each.tenants) for each in classes) <= 10 * (waiting + max_batch_size)
 
 
@@ -264,7 +264,7 @@ def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:
         job = Job(str(number), EMBED, Limits(1), 1, 0.0, None, Lane("high", str(number)))
         scheduler.admit(job)
         scheduler.remove([job])
-    assert len(scheduler._shares[""]) == 0
+    assert len(scheduler._shares) == 0
 
 
 @pytest.mark.parametrize("name", list(SHARES))
@@ -363,32 +363,6 @@ def test_newcomers_of_one_tenant_have_one_share_together_however_many_keys_they_
     assert shares.charge(other, 1, 1.0).newcomers == pytest.approx(17.5)
 
 
-def test_what_runs_in_slots_says_nothing_of_who_had_how_much_of_other_devices() -> None:
-    scheduler: Scheduler[None] = Scheduler(SHARES, slotted=["chat"])
-    limits, ids = Limits(1), iter(range(1000))
-
-    def admit(task: str, lane: Lane, count: int = 1) -> None:
-        for _ in range(count):
-            job = Job(str(next(ids)), BatchKey(task), limits, 1, 0.0, None, lane)
-            scheduler.admit(job)
-
-    def run(task: str, run_s: float) -> str:
-        batch = scheduler.next_batch(0, False, 0.0, task=task)
-        assert batch is not None
-        scheduler.ended(batch, run_s)
-        return batch.jobs[0].lane.tenant
-
-    one, other = Lane("high", "one"), Lane("high", "other")
-    admit("embed", one, 20)
-    run("embed", 0.01)
-    admit("chat", one, 5)
-    for _ in range(5):
-        run("chat", 100.0)
-    # A text took minutes; still the newcomer has its turn at once.
-    admit("embed", other, 3)
-    assert "other" in [run("embed", 0.01) for _ in range(2)]
-
-
 class LoadingDevice(Device):
     """The same, where each batch has to load its model first, if its class is high."""
 
@@ -465,7 +439,7 @@ def test_who_comes_after_the_loads_of_its_tenant_pays_for_them_too() -> None:
     # 10 s of a share of 50 are 4 s of one of 20.
     assert order.index(Lane("high", "acme")) <= 1
     assert order.index(HIGH) == pytest.approx(41, abs=2)
-    assert not scheduler._shares[""]._asleep.keys() - {(LABEL, LOW), (BatchKey("new"), HIGH)}
+    assert not scheduler._shares._asleep.keys() - {(LABEL, LOW), (BatchKey("new"), HIGH)}
 
 
 def test_what_is_remembered_of_tenants_that_have_loaded_is_bounded() -> None:
@@ -474,5 +448,5 @@ def test_what_is_remembered_of_tenants_that_have_loaded_is_bounded() -> None:
     device.send(EMBED, LOW, 4000)
     for _ in range(40):
         stream.run(50)
-        shares = device.scheduler._shares[""]
+        shares = device.scheduler._shares
         assert max(len(shares), len(shares._owing), len(shares._loaded)) <= 300

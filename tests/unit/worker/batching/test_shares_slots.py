@@ -102,7 +102,7 @@ class Slots:
     """A device with 16 slots, as the dispatcher has one."""
 
     def __init__(self) -> None:
-        self.scheduler: Scheduler[None] = Scheduler(SHARES, slotted=["chat"])
+        self.scheduler: Scheduler[None] = Scheduler(SHARES, in_slots=True)
         self.running: list[Batch[None]] = []
         self.aside: list[Batch[None]] = []
         self._numbers = itertools.count()
@@ -113,13 +113,13 @@ class Slots:
 
     def fill(self) -> None:
         while len(self.running) < 16:
-            batch = self.scheduler.next_batch(len(self.running), False, 0.0, task="chat")
+            batch = self.scheduler.next_batch(len(self.running), False, 0.0)
             if batch is None:
                 return
             self.running.append(batch)
         while True:
             victim = next(b for b in self.running[::-1] if b.jobs[0].lane == LOW)
-            batch = self.scheduler.urgent_batch([victim], 0.0, task="chat")
+            batch = self.scheduler.urgent_batch([victim], 0.0)
             if batch is None:
                 return
             self.running.remove(victim)

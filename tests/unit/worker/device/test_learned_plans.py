@@ -14,7 +14,7 @@ from batchery_worker.batching.cost_model import Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.device import served_model
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Work
+from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
 
 #: Of passes; wide enough that more than one plan is worth a thought.

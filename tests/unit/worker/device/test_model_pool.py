@@ -10,7 +10,8 @@ from batchery import Model
 from batchery.errors import ModelLoadError
 from batchery_worker.device.model_pool import FIRST_DEMAND, ModelPool
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Setup, Work
+from batchery_worker.device.work import Work
+from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from batchery import Failed, Model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.device.loading import find_memory
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Work
+from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
 
 #: Tokens of the passes that fit.

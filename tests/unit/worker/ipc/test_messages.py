@@ -23,13 +23,11 @@ from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import isolate
 from batchery.transport.leases import Deaths
 from batchery_worker.ipc.messages import (
-    Done,
     Handed,
     NotReady,
     Ready,
     Reply,
     Setup,
-    batch_info,
     decode_outcome,
     dump_message,
     dump_reply,
@@ -74,11 +72,8 @@ class Colour(enum.StrEnum):
 
 
 def trip(outcome: Any) -> Any:
-    """There and back, over the real encoding of a reply."""
-    done = Done(1, [("needs tracer", encode_outcome(outcome, backend))], 1.0, 0, 0)
-    reply = load_reply(dump_reply(done))
-    assert isinstance(reply, Done)
-    return decode_outcome(reply.jobs[0][1], backend)
+    """There and back."""
+    return decode_outcome(encode_outcome(outcome, backend), backend)
 
 
 @given(value=Plain)
@@ -241,7 +236,6 @@ def test_ignore_and_reject_arrive() -> None:
     [
         Ready(pid=7, load_s=0.5),
         NotReady("ModelLoadError", "not there"),
-        Done(3, [("needs tracer", ("value", [1.0]))], 12.5, 10, 16),
     ],
 )
 def test_replies_arrive(reply: Reply) -> None:
@@ -294,23 +288,3 @@ def test_outcome_whose_own_code_raises_is_a_failure_that_says_so(
 
 def functions(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "computed", "padding"), [(75, 100, 0.25), (0, 0, 0.0), (100, 100, 0.0)]
-)
-def test_padding_is_the_part_of_the_computed_tokens_that_carried_nothing(
-    tokens: int, computed: int, padding: float
-) -> None:
-    facts = batch_info(
-        batch_id=7,
-        device="cpu",
-        size=3,
-        prepare_ms=0.12345,
-        queued_ms=0.0,
-        forward_ms=1.5,
-        tokens=tokens,
-        computed_tokens=computed,
-    )
-    assert (facts["id"], facts["padding"], facts["prepare_ms"]) == ("b7", padding, 0.123)
-    assert "version" not in facts

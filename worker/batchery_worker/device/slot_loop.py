@@ -21,19 +21,12 @@ from batchery.execution.steps import SlotItem, Slots
 from batchery.model import GOES_ON, StepModel
 from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.device.batch import DeviceBatch, TextTimes
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.reply import DeviceBatch
-from batchery_worker.ipc.messages import (
-    Cancel,
-    Left,
-    Reply,
-    Setup,
-    Stepped,
-    TextTimes,
-    Work,
-)
+from batchery_worker.device.work import Cancel, Work
+from batchery_worker.ipc.messages import Reply, Setup, Stepped
 
-#: How often the parent is told that there are steps, in seconds.
+#: How often the worker is told that there are steps, in seconds.
 SIGN_PAUSE_S = 1.0
 
 #: What `batchery.GenerationTimings` says, in milliseconds.
@@ -64,7 +57,7 @@ class SlotJob:
     came_s: float
 
 
-class StepLoop:
+class SlotLoop:
     """Runs jobs in the slots of a model; for one thread, but for `prepare`."""
 
     def __init__(
@@ -72,6 +65,7 @@ class StepLoop:
         model: StepModel,
         setup: Setup,
         finish: Callable[[DeviceBatch, bool], None],
+        free_slot: Callable[[int], None],
         tell: Callable[[Reply], None],
         pieces: PieceWriter,
         version: str = "",
@@ -82,7 +76,8 @@ class StepLoop:
             model: Loaded and warmed up.
             setup: Of the device.
             finish: Answers a job that has left its slots; is told whether no other one goes on.
-            tell: Sends a message to the parent.
+            free_slot: Called with the id of a batch of which an item has left, and others go on.
+            tell: Sends a message to the worker.
             pieces: Writes partial results.
             version: That of the model.
         """
@@ -93,6 +88,7 @@ class StepLoop:
         self._setup = setup
         self._slots: Slots[ItemId] = Slots(model, setup.slots)
         self._finish = finish
+        self._free_slot = free_slot
         self._tell = tell
         self._jobs: dict[int, SlotJob] = {}
         self._pieces = pieces
@@ -100,19 +96,15 @@ class StepLoop:
         self._steps_s = 0.0
         self._told_s = -inf
 
-    def prepare(self, work: Work, pieces: Sequence[Any] = ()) -> SlotJob:
-        """Makes a job of a message, and of the pieces that were sent before."""
-        started_s = time.perf_counter()
+    def prepare(self, batch: DeviceBatch, pieces: Sequence[Any] = ()) -> SlotJob:
+        """Prepares a batch of one job, of which these pieces were sent before."""
+        started_s, work = time.perf_counter(), batch.work
         (_, items, _) = work.jobs[0]
-        prepared = prepare(self._model, items, work.keywords)
-        ended_s = time.perf_counter()
-        batch = DeviceBatch(
-            *(work, prepared),
-            prepare_ms=(ended_s - started_s) * 1e3,
-            ended_s=ended_s,
-            version=self._version,
-        )
-        outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in prepared]
+        batch.items = prepare(self._model, items, work.keywords)
+        batch.ended_s = time.perf_counter()
+        batch.prepare_ms = (batch.ended_s - started_s) * 1e3
+        batch.version = self._version
+        outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in batch.items]
         left = outcomes.count(GOES_ON)
         return SlotJob(batch, outcomes, left, pieces, *_find_end(work), started_s)
 
@@ -149,7 +141,7 @@ class StepLoop:
 
     def _take_in(self, message: SlotJob | Cancel) -> None:
         if isinstance(message, Cancel):
-            # Its parent has revoked the job, and drops whatever it is told of it.
+            # The job was revoked: what becomes of it is dropped.
             self._drop({message.id: CommitStatus.FENCED})
             return
         batch, work = message.batch, message.batch.work
@@ -201,7 +193,7 @@ class StepLoop:
             job.outcomes[at] = outcome
             job.left -= 1
             if job.left:
-                self._tell(Left(work_id))
+                self._free_slot(work_id)
             else:
                 self._end(job)
 
@@ -239,7 +231,7 @@ class StepLoop:
         self._finish(batch, not self._jobs)
 
 
-def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[tuple[Any, ...]]:
+def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[TextTimes]:
     """What `batchery.Generation` says of the texts among some outcomes.
 
     Args:
@@ -248,14 +240,14 @@ def _time_texts(outcomes: Sequence[Any], took_s: float) -> Iterator[tuple[Any, .
     """
     for outcome in outcomes:
         with suppress(Exception):
-            # The message to the parent takes no numbers of numpy.
+            # They may be of numpy, and figures leave as JSON.
             first_s, total_s = (float(outcome["timings"][name] / 1e3) for name in _TIMINGS)
             tokens_in, tokens_out = (
                 int(outcome[name] or 0) for name in ("tokens_in", "tokens_out")
             )
             has_pauses = tokens_out > 1 and "choices" not in outcome
             pause_s = (total_s - first_s) / (tokens_out - 1) if has_pauses else None
-            yield tuple(TextTimes(took_s - total_s + first_s, pause_s, tokens_in, tokens_out))
+            yield TextTimes(took_s - total_s + first_s, pause_s, tokens_in, tokens_out)
 
 
 def _find_end(work: Work) -> tuple[float, Verdict]:

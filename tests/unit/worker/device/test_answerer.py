@@ -1,8 +1,9 @@
-"""What a device says of a batch: as much as the main process still has to do."""
+"""What becomes of the jobs of a batch: their results, and what Celery still has to do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 from celery import Celery
 from celery.utils.saferepr import saferepr
 from hypothesis import given
@@ -10,12 +11,19 @@ from hypothesis import strategies as st
 
 from batchery import Failed
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.device.reply import DeviceBatch, answer, format_result
-from batchery_worker.ipc.messages import CachePolicy, CommitContext, Work, decode_outcome
+from batchery_worker.device.answerer import answer, describe, format_result
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.work import CachePolicy, CommitContext, Work
+from batchery_worker.ipc.messages import decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
-from batchery_worker.result_cache import DedupedBatch, SingleFlight
+from batchery_worker.job import Batch
+from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
+
+#: What the scheduler knows of the jobs, which is not asked for.
+NO_JOBS: Batch[Any] = Batch(())
 
 backend = Celery("answers", broker="memory://", set_as_current=False).backend
+NO_CACHE = SingleFlight(ResultCache(backend))
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
 
 
@@ -36,8 +44,7 @@ class Judge(RedisCommitter):
 def computed(context: CommitContext | None, *outcomes: Any) -> DeviceBatch:
     work = Work(5, "task", {}, JOBS, 8, None, commit=context)
     return DeviceBatch(
-        work,
-        [],
+        *(work, NO_JOBS),
         prepare_ms=0.5,
         outcomes=outcomes,
         forward_ms=1.5,
@@ -103,33 +110,33 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> D
     deduped = DedupedBatch([item.encode() for item in items], found)
     chosen = [items[place] for place in deduped.positions]
     computed = deduped.run(chosen, {}, lambda part: [outcomes[item] for item in part])
-    return DeviceBatch(work, [], deduped=deduped, outcomes=computed)
+    return DeviceBatch(work, NO_JOBS, deduped=deduped, outcomes=computed)
 
 
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
     judge, memory = Judge(*[CommitStatus.COMMITTED] * 3), Memory()
     batch = deduplicated({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
-    done = answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
+    answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
     ((jobs, _, _),) = judge.asked
     assert [job.spelled for job in jobs] == [
         ("encoded", b'{"x":1}'),
         ("encoded", b'[{"ok":{"x":1}},{"ok":[2.5]}]'),
         ("encoded", b'"stored"'),
     ]
-    assert [rest[0] for _, rest in done.jobs] == [
+    assert [rest[0] for _, rest in batch.answers] == [
         "{'x': 1}",
         "[{'ok': {'x': 1}}, {'ok': [2.5]}]",
         "'stored'",
     ]
     assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
-    assert done.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2}
+    assert batch.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2}
 
 
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
     judge, memory = Judge(*[CommitStatus.NEEDS_TRACER] * 3), Memory()
     batch = deduplicated({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
-    done = answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
-    assert [decode_outcome(rest, backend) for _, rest in done.jobs] == [
+    answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
+    assert [decode_outcome(rest, backend) for _, rest in batch.answers] == [
         "A",
         [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],
         {"y": None},
@@ -139,10 +146,12 @@ def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
 
 def test_failed_items_of_multi_item_jobs_are_counted_by_class_of_their_error() -> None:
     good = computed(None, Failed("not in a multi-item job"), 2, 3, 4)
-    assert answer(good, "cpu", Judge(), backend).failed_items is None
+    answer(good, "cpu", Judge(), backend, NO_CACHE)
+    assert good.failed_items == {}
     # A set is no JSON, so it becomes a failure.
     batch = computed(None, 1, Failed(LookupError("b")), {3}, 4)
-    assert answer(batch, "cpu", Judge(), backend).failed_items == {
+    answer(batch, "cpu", Judge(), backend, NO_CACHE)
+    assert batch.failed_items == {
         "LookupError": 1,
         "UnserialisableResult": 1,
     }
@@ -154,17 +163,33 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
         Encoded(plain_json(value)) if data.draw(st.booleans()) else value for value in values
     ]
     work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
-    done = answer(DeviceBatch(work, [], outcomes=outcomes), "cpu", Judge(), backend)
-    [(_, spelled)] = done.jobs
+    batch = DeviceBatch(work, NO_JOBS, outcomes=outcomes)
+    answer(batch, "cpu", Judge(), backend, NO_CACHE)
+    [(_, spelled)] = batch.answers
     assert decode_outcome(spelled, backend) == values
-    assert done.failed_items is None
+    assert batch.failed_items == {}
 
 
 def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
     work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
     outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
-    done = answer(DeviceBatch(work, [], outcomes=outcomes), "cpu", Judge(), backend)
-    [(_, spelled)] = done.jobs
+    batch = DeviceBatch(work, NO_JOBS, outcomes=outcomes)
+    answer(batch, "cpu", Judge(), backend, NO_CACHE)
+    [(_, spelled)] = batch.answers
     failed = decode_outcome(spelled, backend)
     assert (type(failed.exception), str(failed.exception)) == (LookupError, "b")
-    assert done.failed_items is None
+    assert batch.failed_items == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed_tokens", "padding"), [(75, 100, 0.25), (0, 0, 0.0), (100, 100, 0.0)]
+)
+def test_padding_is_the_part_of_the_computed_tokens_that_carried_nothing(
+    tokens: int, computed_tokens: int, padding: float
+) -> None:
+    batch = computed(None)
+    batch.tokens, batch.computed_tokens, batch.prepare_ms = tokens, computed_tokens, 0.12345
+    facts = describe(batch, "cpu")
+    assert (facts["id"], facts["size"]) == ("b5", 4)
+    assert (facts["padding"], facts["prepare_ms"]) == (padding, 0.123)
+    assert "version" not in facts

@@ -1,0 +1,247 @@
+"""From the outcomes of a batch to what becomes of each job, by way of the commit."""
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from celery import Celery
+from celery.utils.saferepr import saferepr
+
+from batchery.protocol import headers as multi_item
+from batchery_worker.commit.committer import (
+    CommitStatus,
+    EncodedOutcome,
+    RedisCommitter,
+    broker_client,
+)
+from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.device.pieces import PieceWriter
+from batchery_worker.device.work import Work
+from batchery_worker.ipc.messages import Reply, ResultsWait, encode_outcome, sendable
+from batchery_worker.ipc.values import Encoded, encoded, joined
+from batchery_worker.result_cache import SingleFlight
+
+
+class Answerer:
+    """Has the batches of a device answered: at once, or on the commit thread."""
+
+    def __init__(
+        self,
+        app: Celery,
+        device: str,
+        reuse: SingleFlight,
+        pieces: PieceWriter,
+        tell: Callable[[Reply], None],
+        end: Callable[[DeviceBatch], None],
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            app: The device's; results go to its backend.
+            device: Name of the device.
+            reuse: Keeps results that other jobs may share.
+            pieces: Writes partial results.
+            tell: Sends a message to the worker.
+            end: Settles the jobs of a batch that is answered; on any thread.
+        """
+        self._app = app
+        self._device = device
+        self._reuse = reuse
+        self._pieces = pieces
+        self._tell = tell
+        self._end = end
+        connect = partial(broker_client, app)
+        self._committer = RedisCommitter(app.backend, connect, self._say_waiting)
+        self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
+        #: Number of batches given to the commit thread, and answered by it; one thread writes each.
+        self._given = self._answered = 0
+        #: Id of the batch that is being committed.
+        self._committing = 0
+
+    def hand_over(self, batch: DeviceBatch, *, at_once: bool) -> None:
+        """Takes a batch that was computed.
+
+        Args:
+            batch: The batch.
+            at_once: Whether this thread answers it, if none is before it.
+        """
+        if batch.work.is_timed:
+            # Its time must not count while it waits for Redis, or behind one that does.
+            self._tell(ResultsWait(batch.work.id))
+        if at_once and self._given == self._answered:
+            self._answer(batch)
+        else:
+            self._given += 1
+            self._computed.put(batch)
+
+    def run(self) -> None:
+        """The commit thread's work."""
+        while True:
+            self._answer(self._computed.get())
+            self._answered += 1
+
+    def _answer(self, batch: DeviceBatch) -> None:
+        self._committing = batch.work.id
+        batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
+        self._pieces.flush(batch.work)
+        answer(batch, self._device, self._committer, self._app.backend, self._reuse)
+        self._end(batch)
+        self._pieces.end(batch.work, [status for status, _ in batch.answers])
+
+    def _say_waiting(self) -> None:
+        self._tell(ResultsWait(self._committing))
+
+
+def answer(
+    batch: DeviceBatch, device: str, committer: RedisCommitter, backend: Any, reuse: SingleFlight
+) -> None:
+    """Commits what can be committed, and notes what became of each job.
+
+    Args:
+        batch: The batch, computed, or dropped.
+        device: Its name, as torch spells it.
+        committer: Used if the batch has a commit context.
+        backend: Knows how exceptions are stored.
+        reuse: Caches the results of a batch whose items share results.
+    """
+    started_s = time.perf_counter()
+    batch.info = describe(batch, device)
+    if batch.dropped is not None:
+        batch.answers = [(batch.dropped, ())] * len(batch.work.jobs)
+        return
+    work, context = batch.work, batch.work.commit
+    if batch.deduped is not None:
+        batch.outcomes = batch.deduped.encode()
+    outcomes = list(_by_job(batch))
+    settled = [
+        EncodedOutcome(task_id, encode_outcome(outcome, backend))
+        for (task_id, _, _), outcome in zip(work.jobs, outcomes, strict=True)
+    ]
+    statuses: Sequence[CommitStatus] = [CommitStatus.NEEDS_TRACER] * len(settled)
+    chars, is_listened = None, False
+    if context is not None:
+        chars, is_listened = context.text_chars, context.is_listened
+        statuses = committer.commit(settled, context, batch.info)
+    # The callers came first: they wait.
+    if batch.deduped is not None:
+        batch.reused = reuse.keep(batch.deduped, work)
+    batch.answers = [
+        (status, _rest(status, job, outcome, chars, is_listened=is_listened))
+        for status, job, outcome in zip(statuses, settled, outcomes, strict=True)
+    ]
+    batch.failed_items = _failed_items(work, outcomes)
+    batch.commit_ms = (time.perf_counter() - started_s) * 1e3
+
+
+def describe(batch: DeviceBatch, device: str) -> dict[str, Any]:
+    """Facts of a batch, which are stored with each result."""
+    tokens, computed = batch.tokens, batch.computed_tokens
+    return {
+        "id": f"b{batch.work.id}",
+        "size": sum(len(items) for _, items, _ in batch.work.jobs),
+        "padding": round(1 - tokens / computed, 4) if computed else 0.0,
+        "prepare_ms": round(batch.prepare_ms, 3),
+        "queued_ms": round(batch.queued_ms, 3),
+        "forward_ms": round(batch.forward_ms, 3),
+        "device": device,
+        **({"version": batch.version} if batch.version else {}),
+    }
+
+
+def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int]:
+    """Counts failed items of multi-item jobs, by class of the error."""
+    failed: Counter[str] = Counter()
+    for (_, _, form), outcome in zip(work.jobs, outcomes, strict=True):
+        if form is not True:
+            continue
+        if type(outcome) is Encoded:
+            # To look for the key costs little; to decode the vectors would cost much.
+            entries = outcome.value if b'{"error":' in outcome.json else ()
+        else:
+            entries = outcome
+        failed.update(entry["error"]["type"] for entry in entries if "error" in entry)
+    return dict(failed)
+
+
+def _rest(
+    status: CommitStatus,
+    job: EncodedOutcome,
+    outcome: Any,
+    chars: int | None,
+    *,
+    is_listened: bool,
+) -> tuple[Any, ...]:
+    """What is still needed of a job's outcome."""
+    if status is CommitStatus.NEEDS_TRACER:
+        return tuple(job.spelled)
+    if status is not CommitStatus.COMMITTED:
+        return ()
+    text = None if chars is None else format_result(outcome, chars)
+    if is_listened:
+        return (text, *job.spelled)
+    return () if text is None else (text,)
+
+
+def format_result(outcome: Any, chars: int) -> str:
+    """What Celery shows of a result, in roughly so many characters.
+
+    Celery's `saferepr` reads a whole list to show its head, so here it gets only the head.
+    """
+    if isinstance(outcome, Encoded):
+        try:
+            outcome = outcome.head(chars)
+        except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
+            return str(outcome.json[:chars], errors="replace")
+    # One more element than can be shown: each takes a digit, a comma and a space at least.
+    shown = chars // 3 + 2
+    if type(outcome) is dict:
+        return saferepr({key: _head(value, shown) for key, value in outcome.items()}, chars)
+    return saferepr(_head(outcome, shown), chars)
+
+
+def _head(value: Any, count: int) -> Any:
+    return value[:count] if type(value) is list else value
+
+
+def _by_job(batch: DeviceBatch) -> Iterator[Any]:
+    """Groups the outcomes of the items by the jobs that carried them."""
+    start = 0
+    for _, items, form in batch.work.jobs:
+        part = batch.outcomes[start : start + len(items)]
+        yield (
+            _collect_values(part)
+            if form == "values"
+            else _multi_item_outcome(part)
+            if form
+            else part[0]
+        )
+        start += len(items)
+
+
+def _collect_values(outcomes: Sequence[Any]) -> Any:
+    """The outcome of a multi-item job whose result is the list of the values."""
+    if all(type(each) is Encoded for each in outcomes):
+        return joined(outcomes)
+    decoded = [each.value if type(each) is Encoded else each for each in outcomes]
+    return multi_item.build_outcome(decoded, "values")
+
+
+def _multi_item_outcome(outcomes: Sequence[Any]) -> Any:
+    """The outcome of a multi-item job, made of the outcomes of its items."""
+    if not any(type(each) is Encoded for each in outcomes):
+        return multi_item.build_result(list(map(sendable, outcomes)))
+    entries = [_entry(each) for each in outcomes]
+    if None not in entries:
+        return joined([entry for entry in entries if entry is not None])
+    return _multi_item_outcome([each.value if type(each) is Encoded else each for each in outcomes])
+
+
+def _entry(outcome: Any) -> Encoded | None:
+    """The outcome of one item of a multi-item job, encoded; None if Celery must encode it."""
+    if type(outcome) is Encoded:
+        return Encoded(b'{"ok":%b}' % outcome.json)
+    (entry,) = multi_item.build_result([sendable(outcome)])
+    return encoded(entry)
