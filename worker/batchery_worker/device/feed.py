@@ -299,7 +299,7 @@ class Feed:
             try:
                 with self.lock:
                     self.turns.run()
-                    batch = self._form()
+                    batch = None if self._asks_first else self._form()
                 if batch is not None:
                     return self._prepare(batch)
             finally:
