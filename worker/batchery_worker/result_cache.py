@@ -24,7 +24,7 @@ from redis import ResponseError
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
-from batchery_worker.device.work import Work
+from batchery_worker.device.work import CachePolicy, Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
 
 logger = logging.getLogger("batchery.device")
@@ -262,20 +262,18 @@ class SingleFlight:
         #: batches, and stores their results before it answers.
         self._before: Mapping[Any, Any] = {}
 
-    def begin(self, work: Work, items: Sequence[Any], identity: str) -> DedupedBatch | None:
+    def begin(
+        self, work: Work, policy: CachePolicy, items: Sequence[Any], identity: str
+    ) -> DedupedBatch:
         """Finds the items of a batch that must be computed; the previous batch may still run.
 
         Args:
             work: The batch.
+            policy: That of its task.
             items: The items of all its jobs, in order.
             identity: That of the model; empty for a function.
-
-        Returns:
-            None for a task without a cache.
         """
-        if work.cache is None:
-            return None
-        version = (work.task, work.cache.version, identity)
+        version = (work.task, policy.version, identity)
         keys = digests(version, work.keywords, items)
         missing = list(dict.fromkeys(key for key in keys if key is not None))
         return DedupedBatch(keys, self._cache.get(work.task, missing))

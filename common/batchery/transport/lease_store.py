@@ -240,10 +240,12 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer; they go on waiting.
         """
+        if not self._acks and not self._bookkeeping:
+            return
         with self._flush_lock:
             # Last, as a suspect whose message came again would be taken for a fresh job.
             cleared = self._bookkeeping.list_cleared()
-            while self._acks or self._bookkeeping:
+            while self._acks or self._bookkeeping.holds_ends:
                 self._flush_some()
             self._bookkeeping.send_cleared(self.client, cleared)
 

@@ -65,7 +65,12 @@ class AckBookkeeping:
         self._dead_letters: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether ends of messages are waiting to be sent."""
+        """Whether anything waits to be sent."""
+        return bool(self._completed or self._dead_letters or self._cleared)
+
+    @property
+    def holds_ends(self) -> bool:
+        """Whether ends of messages wait to be sent."""
         return bool(self._completed or self._dead_letters)
 
     def cleared(self, suspect: str) -> None:

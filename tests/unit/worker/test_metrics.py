@@ -34,6 +34,7 @@ def batch(
         for at, ago_s in enumerate(sent_ago_s or (0.02,))
     )
     return DeviceBatch(
+        cast(Any, None),
         Work(1, task, {}, (), 64, None),
         Batch(jobs),
         now_s,

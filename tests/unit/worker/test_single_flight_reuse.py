@@ -47,7 +47,7 @@ class Device:
         cache = CachePolicy(version, 60) if version else None
         jobs = [(str(number), [item], False) for number, item in enumerate(items)]
         work = Work(1, "task", keywords, jobs, 64, None, cache=cache)
-        return work, items, self.reuse.begin(work, items, identity)
+        return work, items, cache and self.reuse.begin(work, cache, items, identity)
 
     def forward(self, batch: Any) -> list[Any]:
         _, items, deduped = batch

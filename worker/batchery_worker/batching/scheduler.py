@@ -15,6 +15,7 @@ The rules, in the order in which they are asked:
    batch was still growing goes next, full or not, so that a busy neighbour cannot starve it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
@@ -26,7 +27,6 @@ from typing import Generic
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
 from batchery_worker.batching.shares import Charge, Flow, KeyFlows, Shares
-from batchery_worker.batching.suspects import Suspects
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
 #: Jobs of a higher class have a batch of their own if it saves them so many times its own time to
@@ -67,7 +67,8 @@ class Scheduler(Generic[T]):
         self._late: list[Job[T]] = []
         self._ranks = {name: rank for rank, name in enumerate(shares)}
         self._queues: dict[BatchKey, KeyFlows[T]] = {}
-        self._suspects = Suspects[T]()
+        #: Jobs that may have killed a device, in the order in which they run.
+        self._suspects: deque[Job[T]] = deque()
 
     def __len__(self) -> int:
         """How many jobs wait, suspects included."""
@@ -94,7 +95,7 @@ class Scheduler(Generic[T]):
 
         It will run alone, or first with others of its kind: see `Job.among`.
         """
-        self._suspects.add(job)
+        self._suspects.append(job)
 
     def clear(self) -> list[Job[T]]:
         """Forgets every job that waits; returns them."""
@@ -145,7 +146,7 @@ class Scheduler(Generic[T]):
         """Forgets jobs that went to another worker."""
         # Two messages may have the same id.
         gone = set(map(id, jobs))
-        self._suspects.remove(gone)
+        self._suspects = deque(job for job in self._suspects if id(job) not in gone)
         for waiting in list(self._queues.values()):
             self._take_out(waiting, waiting.flows.values(), lambda job: id(job) in gone)
 
@@ -177,7 +178,7 @@ class Scheduler(Generic[T]):
         if alone or (in_flight >= DEVICE_DEPTH and not self._in_slots):
             return None
         if self._suspects or cohort:
-            return self._suspects.take(in_flight, cohort, in_slots=self._in_slots)
+            return self._take_suspects(in_flight, cohort)
         turn = self._find_turn(behind) if behind else None
         return self._take_next(
             lambda _, rank, tag: not _goes_before(turn, rank, tag),
@@ -186,6 +187,26 @@ class Scheduler(Generic[T]):
             is_idle=in_flight == 0 or self._in_slots,
             least=inf if turn is None else self._urgent_tag(turn, now_s),
         )
+
+    def _take_suspects(self, in_flight: int, cohort: int) -> Batch[T] | None:
+        """The suspects whose turn it is, if the device may begin them now."""
+        waiting = self._suspects
+        joins = self._in_slots and waiting and in_flight < min(cohort, waiting[0].among)
+        if not waiting or (in_flight and not joins):
+            return None
+        first = waiting.popleft()
+        if self._in_slots:
+            return Batch((first,), alone=first.among == 1, cohort=first.among)
+        jobs, items = [first], first.items
+        while (
+            waiting
+            and waiting[0].key == first.key
+            and len(jobs) < min(first.among, waiting[0].among)
+            and items + waiting[0].items <= first.limits.max_batch_size
+        ):
+            items += waiting[0].items
+            jobs.append(waiting.popleft())
+        return Batch(tuple(jobs), alone=len(jobs) == 1)
 
     def urgent_batch(
         self,

@@ -86,10 +86,13 @@ class Answerer:
     def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
-        self._pieces.flush(batch.work)
+        is_streamed = batch.work.pieces is not None
+        if is_streamed:
+            self._pieces.flush(batch.work)
         answer(batch, self._device, self._committer, self._app.backend, self._reuse)
         self._end(batch)
-        self._pieces.end(batch.work, [status for status, _ in batch.answers])
+        if is_streamed:
+            self._pieces.end(batch.work, [status for status, _ in batch.answers])
 
     def _say_waiting(self) -> None:
         self._tell(ResultsWait(self._committing))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
+from batchery.task import BatchTask
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.work import Work
@@ -28,6 +29,7 @@ class TextTimes(NamedTuple):
 class DeviceBatch:
     """A batch on its way through the threads of a device."""
 
+    task: BatchTask
     work: Work
     #: As the scheduler has formed it.
     formed: Batch[Any]

@@ -29,12 +29,11 @@ from batchery.model import StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery.task import BatchTask
 from batchery_worker.commit.committer import broker_client
 from batchery_worker.device.answerer import Answerer
 from batchery_worker.device.batch import DeviceBatch
 from batchery_worker.device.feed import Feed
-from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
+from batchery_worker.device.functions import EventLoop, drop_pieces, run_batch, soft_time_limit
 from batchery_worker.device.loading import (
     build_identity,
     check_device,
@@ -252,43 +251,42 @@ class Device:
             return batch
         work = batch.work
         if self._slot_loop is not None:
-            resumed = work.pieces and work.pieces.resumed
-            with self._excused(work, asks=bool(work.contexts or resumed)):
+            with self._excused(work):
                 self._started.store(work)
-                pieces = self._pieces.read(work)
+                pieces = self._pieces.read(work) if work.pieces is not None else ()
             return self._slot_loop.prepare(batch, pieces)
         # Before its model is chosen: that one is not freed until then.
         self._reloader.unanswered.add(work.id)
         started_s = time.perf_counter()
         batch.served = self._models.loaded.get(work.task)
         self._choose_items(batch)
-        # Before the function, which may set states of its own.
-        with self._excused(work, asks=bool(work.contexts)):
-            self._started.store(work)
+        if work.contexts:
+            # Before the function, which may set states of its own.
+            with self._excused(work):
+                self._started.store(work)
         batch.ended_s = time.perf_counter()
         batch.prepare_ms = (batch.ended_s - started_s) * 1e3
-        self._pieces.open(work)
+        if work.pieces is not None:
+            self._pieces.open(work)
         return batch
 
     def _choose_items(self, batch: DeviceBatch) -> None:
         """Finds the items that have to be computed; prepares them if their model is loaded."""
         work, served = batch.work, batch.served
         items = [item for _, part, _ in work.jobs for item in part]
-        with self._excused(work, asks=work.cache is not None):
-            identity = served.identity if served is not None else ""
-            batch.deduped = self._reuse.begin(work, items, identity)
-        if batch.deduped is not None:
+        if work.cache is not None:
+            with self._excused(work):
+                identity = served.identity if served is not None else ""
+                batch.deduped = self._reuse.begin(work, work.cache, items, identity)
             items = [items[position] for position in batch.deduped.positions]
         batch.items = items if served is None else prepare(served.model, items, work.keywords)
 
     @contextmanager
-    def _excused(self, work: Work, *, asks: bool) -> Iterator[None]:
+    def _excused(self, work: Work) -> Iterator[None]:
         """Keeps the time in which Redis is asked out of the time of a batch: it may be away."""
-        if asks and work.is_timed:
-            self.tell(ResultsWait(work.id))
+        self.tell(ResultsWait(work.id))
         yield
-        if asks and work.is_timed:
-            self.tell(ResultsWait(work.id, is_over=True))
+        self.tell(ResultsWait(work.id, is_over=True))
 
     # Running
 
@@ -300,8 +298,7 @@ class Device:
         batch.queued_ms = (time.perf_counter() - batch.ended_s) * 1e3
         if batch.served is None or not batch.served.is_loaded:
             try:
-                task = find_task(self._app, work.task)
-                if isinstance(task, ModelTask):
+                if isinstance(batch.task, ModelTask):
                     self._make_ready(batch)
             except BatcheryError as error:
                 batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
@@ -321,9 +318,7 @@ class Device:
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                # Of results that are cached or shared there are no pieces.
-                receive = self._pieces.receive(None if deduped else work)
-                return self._run_function(task, work, part, resolve, run_urgent, receive)
+                return self._run_function(batch, part, resolve, run_urgent)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = (lambda: None) if work.urgent else self._start_next
@@ -341,8 +336,19 @@ class Device:
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
         batch.version = served.version if served is not None else ""
 
-    def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
-        outcomes = run_batch(task, work, self._name, *parts)
+    def _run_function(
+        self,
+        batch: DeviceBatch,
+        items: list[Any],
+        resolve: Callable[[Any], Any],
+        run_urgent: Callable[[], None],
+    ) -> list[Any]:
+        # Of results that are cached or shared there are no pieces.
+        is_streamed = batch.work.pieces is not None and batch.deduped is None
+        receive = self._pieces.receive(batch.work) if is_streamed else drop_pieces
+        outcomes = run_batch(
+            batch.task, batch.work, self._name, items, resolve, run_urgent, receive
+        )
         if Failed in map(type, outcomes):
             # As for models: where the context of the device is dead, this ends the process.
             self._memory.wait()
@@ -362,7 +368,7 @@ class Device:
         """Whether a batch loads no model, for which the one that it interrupts might have to go."""
         if batch.served is not None:
             return batch.served.is_loaded
-        return not isinstance(self._app.tasks.get(batch.work.task), ModelTask)
+        return not isinstance(batch.task, ModelTask)
 
     def _start_next(self) -> None:
         """Starts the first pass of the next batch, if that batch is prepared."""

@@ -211,11 +211,9 @@ class PieceWriter:
                     return pieces
         return []
 
-    def receive(self, work: Work | None) -> Receive:
-        """Takes the partial results of a batch function; see `run_function`. None drops them."""
-        streamed = {} if work is None else self._open.get(work.id, {})
-        if work is None or not streamed:
-            return lambda _: lambda _: None
+    def receive(self, work: Work) -> Receive:
+        """Takes the partial results of a batch function; see `run_function`."""
+        streamed = self._open.get(work.id, {})
         owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
 
         def begin(part: Sequence[int]) -> Callable[[Partial], None]:

@@ -389,7 +389,7 @@ class Dispatcher:
             self._scheduler.ended(formed, run_s=0.0)
             return None
         work = self._make_work(task, jobs, turn)
-        batch = DeviceBatch(work, replace(formed, jobs=jobs))
+        batch = DeviceBatch(task, work, replace(formed, jobs=jobs))
         if turn.instead_of:
             victim = self.held.batches[turn.instead_of[0]]
             self.held.put_aside(victim)

@@ -23,6 +23,7 @@ from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
 NO_JOBS: Batch[Any] = Batch(())
 
 backend = Celery("answers", broker="memory://", set_as_current=False).backend
+TASK: Any = None
 NO_CACHE = SingleFlight(ResultCache(backend))
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
 
@@ -44,7 +45,7 @@ class Judge(RedisCommitter):
 def computed(context: CommitContext | None, *outcomes: Any) -> DeviceBatch:
     work = Work(5, "task", {}, JOBS, 8, None, commit=context)
     return DeviceBatch(
-        *(work, NO_JOBS),
+        *(TASK, work, NO_JOBS),
         prepare_ms=0.5,
         outcomes=outcomes,
         forward_ms=1.5,
@@ -110,7 +111,7 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> D
     deduped = DedupedBatch([item.encode() for item in items], found)
     chosen = [items[place] for place in deduped.positions]
     computed = deduped.run(chosen, {}, lambda part: [outcomes[item] for item in part])
-    return DeviceBatch(work, NO_JOBS, deduped=deduped, outcomes=computed)
+    return DeviceBatch(TASK, work, NO_JOBS, deduped=deduped, outcomes=computed)
 
 
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
@@ -163,7 +164,7 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
         Encoded(plain_json(value)) if data.draw(st.booleans()) else value for value in values
     ]
     work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
-    batch = DeviceBatch(work, NO_JOBS, outcomes=outcomes)
+    batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
     answer(batch, "cpu", Judge(), backend, NO_CACHE)
     [(_, spelled)] = batch.answers
     assert decode_outcome(spelled, backend) == values
@@ -173,7 +174,7 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
 def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
     work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
     outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
-    batch = DeviceBatch(work, NO_JOBS, outcomes=outcomes)
+    batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
     answer(batch, "cpu", Judge(), backend, NO_CACHE)
     [(_, spelled)] = batch.answers
     failed = decode_outcome(spelled, backend)
