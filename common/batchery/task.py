@@ -121,7 +121,7 @@ class Delivery:
         if isinstance(outcome, Ignore | Reject):
             raise outcome
         if isinstance(outcome, RetryAfter):
-            raise self._task.retry(countdown=outcome.seconds, exc=outcome.exception)
+            raise self._task.retry(countdown=float(outcome.seconds), exc=outcome.exception)
         if isinstance(outcome, Replace):
             return self._replace(outcome.signature)
         return outcome

@@ -1,5 +1,6 @@
 """An app whose devices can be held up before they compute, and after they have committed."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, Failed, RetryAfter, install
-from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.device.work import CommitContext
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
+from batchery_worker.work import CommitContext
 
 app = install(Celery("commits", set_as_current=False))
 app.conf.update(worker_hijack_root_logger=False, result_extended=True, result_expires=1000)
@@ -19,19 +20,16 @@ commit = RedisCommitter.commit
 
 def commit_and_hold(
     self: RedisCommitter,
-    jobs: Sequence[EncodedOutcome],
+    jobs: Sequence[JobResult],
     context: CommitContext,
     info: Mapping[str, Any],
 ) -> Sequence[CommitStatus]:
     """Commits; where a result is `{"hold": path}`, says so in that file and answers no more."""
     statuses = commit(self, jobs, context, info)
     for job in jobs:
-        if (
-            job.spelled[0] == "value"
-            and isinstance(job.spelled[1], dict)
-            and "hold" in job.spelled[1]
-        ):
-            Path(job.spelled[1]["hold"]).write_text(" ".join(statuses))
+        result = None if job.json is None else json.loads(job.json)
+        if isinstance(result, dict) and "hold" in result:
+            Path(result["hold"]).write_text(" ".join(statuses))
             time.sleep(1000)
     return statuses
 

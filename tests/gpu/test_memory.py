@@ -9,10 +9,10 @@ import torch
 
 from batchery import Model
 from batchery_worker.device.loading import find_memory
-from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
 from batchery_worker.models.hardware.devices import CudaMemory
+from batchery_worker.served_model import LoadedModel
+from batchery_worker.work import Work
 
 pytestmark = [
     pytest.mark.gpu,

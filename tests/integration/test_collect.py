@@ -14,8 +14,8 @@ from batchery.retry import RetryPolicy
 from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
 from batchery_producer.publisher import Publisher
-from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.device.work import CommitContext
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
+from batchery_worker.work import CommitContext
 from support.harness import Worker, wait_for
 from support.patience import patient
 from support.publishing import bulk_app
@@ -66,7 +66,7 @@ class Commits:
         tokens = [str(number) for number in range(len(ids))]
         if lease:
             self._bare.hset("lease", mapping=dict.fromkeys(tokens, "celery\0message"))
-        jobs = [EncodedOutcome(task_id, ("value", f"of {task_id}")) for task_id in ids]
+        jobs = [JobResult(task_id, f'"of {task_id}"'.encode()) for task_id in ids]
         own: Any = [(token, 0.5, {}) for token in tokens]
         context = CommitContext(
             "me", "batchery:workers", "lease", 0, own, completion_streams=replies

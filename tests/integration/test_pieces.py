@@ -18,7 +18,7 @@ from batchery import (
 from batchery.protocol.pieces import MAX_WAKES, READER_S
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.work import PieceContext, Work
+from batchery_worker.work import PieceContext, Work
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 from support.patience import patient

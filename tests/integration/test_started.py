@@ -13,7 +13,7 @@ from celery.states import EXCEPTION_STATES, STARTED
 
 from batchery import BatchTask, install
 from batchery_worker.device.started import StartedStates
-from batchery_worker.device.work import Work, dump_context
+from batchery_worker.work import Work
 from conftest import flush
 from support.harness import open_redis, wait_for
 from support.own_redis import OwnRedis
@@ -66,7 +66,7 @@ def build_work_name(*messages: dict[str, Any]) -> Work:
         jobs=[(each["id"], each["args"], False) for each in messages],
         max_batch_size=8,
         max_batch_tokens=None,
-        contexts=[dump_context(each) for each in messages],
+        contexts=messages,
     )
 
 

@@ -14,8 +14,8 @@ from celery import Celery
 from celery.result import AsyncResult
 
 from batchery_worker.commit import committer
-from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.device.work import CommitContext, JobCommit
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
+from batchery_worker.work import CommitContext, JobCommit
 from support.own_redis import OwnRedis, redis_servers, server_name
 from support.patience import patient
 
@@ -26,6 +26,10 @@ COMMITTED, FENCED, NEEDS_TRACER = (
     CommitStatus.FENCED,
     CommitStatus.NEEDS_TRACER,
 )
+
+
+#: What is no result.
+FAILURE = object()
 
 
 class House:
@@ -71,7 +75,7 @@ class House:
         given: dict[str, JobCommit] = {name: (name[1:], 0.5, {}) for name, _ in jobs}
         given |= context or {}
         computed = [
-            EncodedOutcome(name, value if isinstance(value, tuple) else ("value", value))
+            JobResult(name, None if value is FAILURE else json.dumps(value).encode())
             for name, value in jobs
         ]
         batch = CommitContext(
@@ -127,7 +131,7 @@ def make(server: OwnRedis) -> Iterator[Callable[..., House]]:
 
 def test_batch_is_stored_and_acknowledged_job_by_job(house: House) -> None:
     house.lease(1, 2, 3, 9)
-    jobs = [("t1", "A"), ("t2", ["B", None]), ("t3", ("failed", "{}", "")), ("t4", "late")]
+    jobs = [("t1", "A"), ("t2", ["B", None]), ("t3", FAILURE), ("t4", "late")]
     assert house.commit(*jobs) == [COMMITTED, COMMITTED, NEEDS_TRACER, FENCED]
     assert house.leased() == {"3", "9"}
     assert house.stored("t1")["result"] == "A"

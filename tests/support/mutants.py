@@ -45,10 +45,9 @@ ROOMS = (
     "worker/batchery_worker/commit/listeners.py",
     "worker/batchery_worker/dispatch/admission.py",
     "worker/batchery_worker/inprocess",
-    "worker/batchery_worker/ipc/exceptions.py",
     "worker/batchery_worker/ipc/framing.py",
     "worker/batchery_worker/ipc/messages.py",
-    "worker/batchery_worker/ipc/values.py",
+    "worker/batchery_worker/plain_values.py",
 )
 
 SWAPPED: dict[type[ast.AST], Any] = {

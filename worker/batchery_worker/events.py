@@ -15,7 +15,7 @@ from celery.events.event import group_from
 from celery.utils.time import utcoffset
 
 from batchery.transport.codec import writes_kombus_json
-from batchery_worker.ipc.values import plain_json
+from batchery_worker.plain_values import plain_json
 
 _Dispatcher: Any = EventDispatcher
 

@@ -34,8 +34,8 @@ class TaskCall:
     items: Sequence[Any] = ()
     #: Whether this is a multi-item job, and of which form.
     is_multi_item: Form = False
-    #: What its function may see of the request, encoded; empty if it sees nothing.
-    context: bytes = b""
+    #: What its function may see of the request.
+    context: Mapping[str, Any] = field(default_factory=dict)
     #: Whether Celery was told that the job has begun.
     accepted: bool = False
     #: Why Celery's tracer completes the job; None if a device may commit it.

@@ -19,7 +19,7 @@ from batchery.protocol.figures import (
     report,
 )
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
-from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.batch import DeviceBatch
 
 logger = logging.getLogger("batchery.pool")
 

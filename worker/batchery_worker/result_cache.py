@@ -24,8 +24,8 @@ from redis import ResponseError
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.headers import backend_prefix
-from batchery_worker.device.work import CachePolicy, Work
-from batchery_worker.ipc.values import Encoded, encoded, is_plain
+from batchery_worker.plain_values import Encoded, encoded, is_plain
+from batchery_worker.work import CachePolicy, Work
 
 logger = logging.getLogger("batchery.device")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength, counted
 from batchery.outcomes import Answered, Failed, Replace, RetryAfter
-from batchery.tracebacks import collect_frames, error_text, format_error
+from batchery.tracebacks import collect_frames, error_text, format_error, release_frames
 
 #: Outcomes that are not values. An item with one of them needs no forward pass. Exceptions are
 #: Celery's `Ignore` and `Reject`: any other one has become a `Failed`.
@@ -113,7 +113,9 @@ def _failed(error: BaseException, name: str) -> Any:
         )
         return Failed(error)
     trace, frames = format_error(error), collect_frames(error)
-    return Failed(_safe(error, name).with_traceback(None), trace, frames)
+    safe = _safe(error, name)
+    release_frames(safe)
+    return Failed(safe, trace, frames)
 
 
 def _is_celerys(error: BaseException) -> bool:

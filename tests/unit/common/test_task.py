@@ -26,7 +26,7 @@ from batchery import (
     UnserialisableResult,
     install,
 )
-from batchery_worker.ipc.messages import sendable
+from batchery_worker.device.answerer import sendable
 
 
 @pytest.fixture(autouse=True)

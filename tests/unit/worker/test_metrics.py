@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from batchery.protocol.figures import read_figures, report
+from batchery_worker.batch import DeviceBatch, JobAnswer
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.device.batch import DeviceBatch
-from batchery_worker.device.work import Work
 from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.metrics import MAX_REASONS, Metrics
+from batchery_worker.work import Work
 
 
 def batch(
@@ -44,7 +44,7 @@ def batch(
         tokens=75,
         computed_tokens=100,
         commit_ms=3.0,
-        answers=[(CommitStatus(each), ()) for each in statuses or ["committed"] * len(jobs)],
+        answers=[JobAnswer(CommitStatus(each)) for each in statuses or ["committed"] * len(jobs)],
         **more,
     )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, RetryAfter
-from batchery_worker.ipc.values import Encoded
+from batchery_worker.plain_values import Encoded
 from batchery_worker.result_cache import DedupedBatch
 
 #: Lower case is computed; `x...` fails as often as its number says; `-` has no name.

@@ -9,9 +9,9 @@ import pytest
 from batchery import Model
 from batchery.errors import ModelLoadError
 from batchery_worker.device.loading import build_identity
-from batchery_worker.device.work import CachePolicy, Work
-from batchery_worker.ipc.values import Encoded
+from batchery_worker.plain_values import Encoded
 from batchery_worker.result_cache import SingleFlight
+from batchery_worker.work import CachePolicy, Work
 
 
 class Store:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cached_property, partial
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 from celery import Celery
@@ -31,8 +31,7 @@ from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.brokers import open_channel
-from batchery_worker.device.work import CommitContext, JobCommit
-from batchery_worker.ipc.values import plain_json
+from batchery_worker.work import CommitContext, JobCommit
 
 T = TypeVar("T")
 
@@ -242,9 +241,6 @@ MAX_JOBS_PER_SCRIPT = 512
 #: Number of bytes after which no further result is added to a call, for the same reason.
 MAX_BYTES_PER_SCRIPT = 4 << 20
 
-#: Kinds of outcomes that are results, in the words of `encode_outcome`.
-STORABLE_KINDS = ("value", "json", "encoded")
-
 
 class MetaWriter:
     """Writes the results of one batch as Celery stores them."""
@@ -290,12 +286,12 @@ class CommitStatus(StrEnum):
     NEEDS_TRACER = "needs tracer"
 
 
-@dataclass(slots=True)
-class EncodedOutcome:
-    """A job's outcome, encoded by `encode_outcome`."""
+class JobResult(NamedTuple):
+    """What a device has computed for a job."""
 
     task_id: str
-    spelled: Sequence[Any]
+    #: In UTF-8; None for what is no result, such as a failure.
+    json: bytes | None
 
 
 #: The statuses by their numbers in commit.lua.
@@ -342,12 +338,12 @@ class RedisCommitter:
         self._unknown = ""
 
     def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
+        self, jobs: Sequence[JobResult], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
         """Stores the results that it can store; waits as long as Redis is away.
 
         Args:
-            jobs: The outcomes of one batch.
+            jobs: Those of one batch.
             context: The commit context of the batch, from the main process.
             info: Facts of the batch, stored with each result.
 
@@ -373,18 +369,17 @@ class RedisCommitter:
         return statuses
 
     def _entry(
-        self, index: int, job: EncodedOutcome, context: JobCommit, writer: MetaWriter
+        self, index: int, job: JobResult, context: JobCommit, writer: MetaWriter
     ) -> _Entry | None:
         """Makes the script's entry for a job; None if the job needs the tracer."""
-        kind, content = job.spelled[0], job.spelled[1]
-        if context is None or kind not in STORABLE_KINDS:
+        if context is None or job.json is None:
             return None
         token, waited_ms, fields = context
         try:
             key = self._prefix + job.task_id.encode()
             value = b""
             if fields is not None:
-                value = writer.write(job.task_id, _json(kind, content), waited_ms, fields)
+                value = writer.write(job.task_id, job.json, waited_ms, fields)
         except (TypeError, ValueError, RecursionError):
             # For instance arguments that JSON cannot write. The tracer tells the caller.
             return None
@@ -510,14 +505,6 @@ def _tokens(entries: Iterable[_Entry]) -> str:
 def _digits(answer: bytes) -> Iterator[int]:
     """The digits of a script's answer."""
     return (byte - ord("0") for byte in answer)
-
-
-def _json(kind: str, content: Any) -> bytes:
-    """The JSON of a result that `encode_outcome` encoded as one of `STORABLE_KINDS`."""
-    if kind == "encoded":
-        encoded: bytes = content
-        return encoded
-    return content.encode() if kind == "json" else plain_json(content)
 
 
 def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:

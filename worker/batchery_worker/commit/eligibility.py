@@ -18,11 +18,10 @@ from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.committer import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.commit.listeners import Listeners
-from batchery_worker.device.work import CommitContext, JobCommit
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
+from batchery_worker.work import CommitContext, JobCommit
 
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
 NO_LEASE = "no lease: another broker or transport, acks_late off, or a lease that was lost"
@@ -141,8 +140,7 @@ class CommitEligibility:
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )
-        odd = fields and not ALWAYS_STORED.isdisjoint(fields)
-        if odd or why_unportable((fields or {}).values()):
+        if fields and not ALWAYS_STORED.isdisjoint(fields):
             call.tracer_reason = ODD_FIELDS
             return None
         return token, round((dispatched_s - job.sent_s) * 1e3, 3), fields

@@ -62,8 +62,8 @@ class CommittedJob(NamedTuple):
     text: str
     #: How long its device took, in seconds.
     runtime_s: float
-    #: Makes its result, given the backend, for what listens to it; None if nothing does.
-    make_value: Callable[[Any], Any] | None
+    #: Its result, for what listens to it.
+    value: Any
     #: Facts of its batch; None if they are not known any more.
     info: Mapping[str, Any] | None
 
@@ -116,11 +116,10 @@ class CompletionExecutor:
 
         def notify() -> None:
             task = self._app.tasks[jobs[0].call.task_name]
-            backend = for_completion(task.backend)
+            for_completion(task.backend)
             with Stacks(task) as stacks:
-                for call, text, runtime_s, make_value, _ in jobs:
+                for call, text, runtime_s, value, _ in jobs:
                     try:
-                        value = make_value and make_value(backend)
                         self._listeners.after(task, call, value, text, runtime_s, stacks)
                     except BaseException:
                         # Whatever a hook raises, the job is done, and so must be its request.

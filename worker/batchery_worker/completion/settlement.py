@@ -12,20 +12,20 @@ from celery import Celery
 from celery.utils.functional import chunks
 from celery.worker import state as worker_state
 
-from batchery.outcomes import Failed
+from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery_worker.batch import JobAnswer
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, log_success
 from batchery_worker.completion.executor import CommittedJob, CompletionExecutor
 from batchery_worker.completion.tracer import Completion
 from batchery_worker.in_flight import InFlight, TaskCall
-from batchery_worker.ipc.messages import decode_outcome
 from batchery_worker.metrics import Metrics
+from batchery_worker.plain_values import Encoded
 
 logger = logging.getLogger("batchery.pool")
 
-#: A job that a device has answered: its `CommitStatus`, the rest of its entry in `Done.jobs`, and
-#: the facts of its batch.
-Answered = tuple[TaskCall, str, Sequence[Any], Mapping[str, Any]]
+#: A job that a device has answered, and the facts of its batch.
+Answered = tuple[TaskCall, JobAnswer, Mapping[str, Any]]
 
 #: Maximum number of jobs that are settled together after their listeners were called: the others
 #: need not wait for a slow listener.
@@ -36,11 +36,11 @@ UNKNOWN_RESULT = "..."
 
 #: Reasons of jobs that the device could have committed, and did not, by the kind of their outcome.
 NO_RESULT = {
-    "failed": "a failure",
-    "retry": "a retry",
-    "replace": "a job that becomes another",
-    "reject": "a rejected job",
-    "ignore": "an ignored job",
+    Failed: "a failure",
+    RetryAfter: "a retry",
+    Replace: "a job that becomes another",
+    Reject: "a rejected job",
+    Ignore: "an ignored job",
 }
 NOT_COMMITTED = "a result that Redis did not take"
 
@@ -91,16 +91,14 @@ class Settlement:
 
     def fail(self, call: TaskCall, error: Exception) -> None:
         """Settles a job with a failure, because no device has answered it."""
-        self.settle(call, lambda _: Failed(error), None)
+        self.settle(call, Failed(error), None)
 
-    def settle(
-        self, call: TaskCall, outcome: Callable[[Any], Any], info: Mapping[str, Any] | None
-    ) -> None:
+    def settle(self, call: TaskCall, computed: Any, info: Mapping[str, Any] | None) -> None:
         """Settles a job by Celery's tracer, unless it was discarded.
 
         Args:
             call: The job; in flight.
-            outcome: Makes the outcome, given the backend; called on a completion thread.
+            computed: Its outcome.
             info: Facts of its batch; None if it was never in one.
         """
         if call.request is not None:
@@ -112,7 +110,7 @@ class Settlement:
         completion = Completion(
             task_id=call.task_id,
             call=call,
-            make_outcome=outcome,
+            computed=computed,
             info=info,
             on_end=self._settled,
             may_hold=self._executor.tracer.may_hold(call),
@@ -122,34 +120,31 @@ class Settlement:
     def settle_batch(self, answered: Iterable[Answered]) -> None:
         """Settles the jobs of a batch that a device has answered."""
         listened: list[CommittedJob] = []
-        for call, status, rest, info in answered:
-            if call.is_plain and not rest and status == CommitStatus.COMMITTED:
-                self._in_flight.remove(call)
-                if lease := call.lease:
-                    lease.store.committed([lease.token])
-                self._metrics.committed_jobs += 1
-                worker_state.total_count[call.task_name] += 1
-                continue
-            if status == CommitStatus.FENCED:
+        for call, answer, info in answered:
+            status = answer.status
+            if status is CommitStatus.FENCED:
                 self.fenced(call)
-            elif status == CommitStatus.REVOKED:
+            elif status is CommitStatus.REVOKED:
                 self._withdraw(call)
-            elif status != CommitStatus.COMMITTED:
-                reason = call.tracer_reason or NO_RESULT.get(rest[0], NOT_COMMITTED)
-                self._metrics.tracer_jobs[reason] += 1
-                self.settle(call, partial(decode_outcome, rest), info)
+            elif status is not CommitStatus.COMMITTED:
+                kind = NO_RESULT.get(type(answer.outcome), NOT_COMMITTED)
+                self._metrics.tracer_jobs[call.tracer_reason or kind] += 1
+                self.settle(call, answer.outcome, info)
+            elif call.is_plain and answer.text is None and not answer.is_listened:
+                self._committed_plain(call)
             else:
-                text = rest[0] if rest and rest[0] is not None else UNKNOWN_RESULT
-                make_value = partial(decode_outcome, rest[1:]) if len(rest) > 1 else None
-                job = CommittedJob(call, text, info["forward_ms"] / 1e3, make_value, info)
-                self._listened_first(job, listened)
+                text = UNKNOWN_RESULT if answer.text is None else answer.text
+                outcome = answer.outcome
+                value = outcome.value if isinstance(outcome, Encoded) else outcome
+                job = CommittedJob(call, text, info["forward_ms"] / 1e3, value, info)
+                self._settle_committed(job, listened if answer.is_listened else None)
         self._notify_listeners(listened)
 
-    def _listened_first(self, job: CommittedJob, listened: list[CommittedJob]) -> None:
-        """Settles a committed job, unless something listens to it: then it is added to a list."""
+    def _settle_committed(self, job: CommittedJob, listened: list[CommittedJob] | None) -> None:
+        """Settles a committed job, or adds it to those that something listens to."""
         if not job.call.is_plain and (job.call.request is None or job.call.request.discarded):
             self._in_flight.remove(job.call)
-        elif job.make_value is not None:
+        elif listened is not None:
             listened.append(job)
         else:
             log_success(job.call, job.text, job.runtime_s)
@@ -171,10 +166,7 @@ class Settlement:
         call, text, runtime_s = job.call, job.text, job.runtime_s
         self._in_flight.remove(call)
         if call.is_plain:
-            self._metrics.committed_jobs += 1
-            if lease := call.lease:
-                lease.store.committed([lease.token])
-            worker_state.total_count[call.task_name] += 1
+            self._committed_plain(call)
             return
         request = call.request
         if request is None or request.discarded:
@@ -186,6 +178,13 @@ class Settlement:
         request.acknowledged = True
         request.batch = job.info
         _run(partial(call.callback, (False, text, runtime_s)))
+
+    def _committed_plain(self, call: TaskCall) -> None:
+        self._in_flight.remove(call)
+        self._metrics.committed_jobs += 1
+        if lease := call.lease:
+            lease.store.committed([lease.token])
+        worker_state.total_count[call.task_name] += 1
 
     def fenced(self, call: TaskCall) -> None:
         """Drops a job that another worker has now."""

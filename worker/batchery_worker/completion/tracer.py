@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import monotonic
 from traceback import walk_stack, walk_tb
@@ -17,7 +17,11 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import redis
-from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
+from billiard.einfo import (  # type: ignore[attr-defined]
+    ExceptionInfo,
+    ExceptionWithTraceback,
+    RemoteTraceback,
+)
 from celery import Celery, signals
 from celery.app import trace
 from celery.exceptions import (
@@ -30,13 +34,14 @@ from celery.exceptions import (
 
 from batchery.completion import JobCompletion, Outbox, completing, current_completion
 from batchery.errors import BatcheryError, ItemFailed
-from batchery.outcomes import Failed, Replace
-from batchery.tracebacks import error_text
+from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery.tracebacks import collect_frames, copy_exception, error_text, with_frames
 from batchery_worker.commit.eligibility import task_needs_tracer
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion, outage_told_apart
 from batchery_worker.in_flight import TaskCall
+from batchery_worker.plain_values import Encoded
 
 #: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
 NEVER_HELD = (Failed, Replace, Ignore, Reject)
@@ -47,8 +52,8 @@ class Completion(JobCompletion):
     """The completion of one job, from its outcome to its end."""
 
     call: TaskCall
-    #: Makes the outcome, given the backend, which decodes exceptions.
-    make_outcome: Callable[[Any], Any]
+    #: What was computed for the job: one of `batchery.outcomes`, or a value, perhaps encoded.
+    computed: Any
     #: Called at the end, on the pool's thread, with this and the class of the job's error, if it
     #: failed. It holds no completion itself: that would be a circle.
     on_end: Callable[["Completion", str | None], None]
@@ -108,9 +113,10 @@ class Tracer:
 
     def _run(self, completion: Completion) -> None:
         call = completion.call
-        backend = for_completion(self._app.tasks[call.task_name].backend)
+        # It tells outages apart, and sends nothing twice.
+        for_completion(self._app.tasks[call.task_name].backend)
         self._time_device(call)
-        completion.outcome = completion.make_outcome(backend)
+        completion.outcome = own_outcome(completion.computed)
         completion.is_answered = False
         completion.is_announced = is_announced(completion.outcome)
         completion.outbox = outbox = self._open_outbox(call)
@@ -198,6 +204,26 @@ class OutcomeInfo(trace.TraceInfo):
         if isinstance(completion, Completion) and completion.is_announced:
             task = SimpleNamespace(name=task.name, throws=(BaseException,))
         super()._log_error(task, req, einfo)  # type: ignore[misc]
+
+
+def own_outcome(computed: Any) -> Any:
+    """The outcome of one job alone: what raises an exception also changes it.
+
+    It shows where it was raised by frames that hold nothing.
+    """
+    if isinstance(computed, Encoded):
+        return computed.value
+    if isinstance(computed, RetryAfter) and isinstance(computed.error, Exception):
+        return replace(computed, error=copy_exception(computed.error))
+    if not isinstance(computed, Failed):
+        return computed
+    error = copy_exception(computed.exception)
+    with_frames(error, computed.frames or collect_frames(computed.exception))
+    if error.__traceback__ is None and computed.traceback:
+        # Also where the class refuses attributes: a frozen dataclass does.
+        cause = RemoteTraceback(str(computed.traceback))
+        BaseException.__setattr__(error, "__cause__", cause)
+    return replace(computed, error=error)
 
 
 def is_announced(outcome: Any) -> bool:

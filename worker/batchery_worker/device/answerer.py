@@ -9,20 +9,20 @@ from typing import Any
 
 from celery import Celery
 from celery.utils.saferepr import saferepr
+from kombu.utils import json as celery_json
 
+from batchery.errors import UnserialisableResult
+from batchery.execution.batch import read_back, refuse_value
+from batchery.execution.bisect_failures import NON_VALUES
+from batchery.outcomes import Failed, Replace
 from batchery.protocol import headers as multi_item
-from batchery_worker.commit.committer import (
-    CommitStatus,
-    EncodedOutcome,
-    RedisCommitter,
-    broker_client,
-)
-from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.batch import DeviceBatch, JobAnswer
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter, broker_client
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.work import Work
-from batchery_worker.ipc.messages import Reply, ResultsWait, encode_outcome, sendable
-from batchery_worker.ipc.values import Encoded, encoded, joined
+from batchery_worker.ipc.messages import Reply, ResultsWait
+from batchery_worker.plain_values import Encoded, encoded, is_plain, joined, plain_json
 from batchery_worker.result_cache import SingleFlight
+from batchery_worker.work import Work
 
 
 class Answerer:
@@ -47,7 +47,6 @@ class Answerer:
             tell: Sends a message to the worker.
             end: Settles the jobs of a batch that is answered; on any thread.
         """
-        self._app = app
         self._device = device
         self._reuse = reuse
         self._pieces = pieces
@@ -89,54 +88,73 @@ class Answerer:
         is_streamed = batch.work.pieces is not None
         if is_streamed:
             self._pieces.flush(batch.work)
-        answer(batch, self._device, self._committer, self._app.backend, self._reuse)
+        answer(batch, self._device, self._committer, self._reuse)
         self._end(batch)
         if is_streamed:
-            self._pieces.end(batch.work, [status for status, _ in batch.answers])
+            self._pieces.end(batch.work, [each.status for each in batch.answers])
 
     def _say_waiting(self) -> None:
         self._tell(ResultsWait(self._committing))
 
 
-def answer(
-    batch: DeviceBatch, device: str, committer: RedisCommitter, backend: Any, reuse: SingleFlight
-) -> None:
+def answer(batch: DeviceBatch, device: str, committer: RedisCommitter, reuse: SingleFlight) -> None:
     """Commits what can be committed, and notes what became of each job.
 
     Args:
         batch: The batch, computed, or dropped.
         device: Its name, as torch spells it.
         committer: Used if the batch has a commit context.
-        backend: Knows how exceptions are stored.
         reuse: Caches the results of a batch whose items share results.
     """
     started_s = time.perf_counter()
     batch.info = describe(batch, device)
     if batch.dropped is not None:
-        batch.answers = [(batch.dropped, ())] * len(batch.work.jobs)
+        batch.answers = [JobAnswer(batch.dropped)] * len(batch.work.jobs)
         return
     work, context = batch.work, batch.work.commit
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
-    outcomes = list(_by_job(batch))
-    settled = [
-        EncodedOutcome(task_id, encode_outcome(outcome, backend))
-        for (task_id, _, _), outcome in zip(work.jobs, outcomes, strict=True)
-    ]
-    statuses: Sequence[CommitStatus] = [CommitStatus.NEEDS_TRACER] * len(settled)
-    chars, is_listened = None, False
-    if context is not None:
+    outcomes, results = list[Any](), list[JobResult]()
+    for (task_id, _, _), outcome in zip(work.jobs, _by_job(batch), strict=True):
+        json = write_json(outcome)
+        outcomes.append(json if isinstance(json, Failed) else outcome)
+        results.append(JobResult(task_id, None if isinstance(json, Failed) else json))
+    if context is None:
+        batch.answers = [JobAnswer(CommitStatus.NEEDS_TRACER, outcome) for outcome in outcomes]
+    else:
+        statuses = committer.commit(results, context, batch.info)
         chars, is_listened = context.text_chars, context.is_listened
-        statuses = committer.commit(settled, context, batch.info)
+        batch.answers = [
+            _answer_job(status, outcome, chars, is_listened=is_listened)
+            for status, outcome in zip(statuses, outcomes, strict=True)
+        ]
     # The callers came first: they wait.
     if batch.deduped is not None:
         batch.reused = reuse.keep(batch.deduped, work)
-    batch.answers = [
-        (status, _rest(status, job, outcome, chars, is_listened=is_listened))
-        for status, job, outcome in zip(statuses, settled, outcomes, strict=True)
-    ]
     batch.failed_items = _failed_items(work, outcomes)
     batch.commit_ms = (time.perf_counter() - started_s) * 1e3
+
+
+def write_json(outcome: Any) -> bytes | Failed | None:
+    """The JSON of a result; None for an outcome that is none.
+
+    What can be sent nowhere, neither as a result nor as another job, becomes a failure that says
+    so.
+    """
+    try:
+        if isinstance(outcome, Encoded):
+            return outcome.json
+        if isinstance(outcome, Replace):
+            celery_json.dumps(outcome.signature)
+        elif not isinstance(outcome, NON_VALUES):
+            written = plain_json(outcome) if is_plain(outcome) else celery_json.dumps(outcome)
+            return written if isinstance(written, bytes) else written.encode()
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        if not isinstance(outcome, Replace):
+            return refuse_value(outcome, error)
+        text = f"Replace({outcome.signature!r:.200}): JSON cannot write it ({error})"
+        return Failed(UnserialisableResult(text))
+    return None
 
 
 def describe(batch: DeviceBatch, device: str) -> dict[str, Any]:
@@ -169,23 +187,16 @@ def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int]:
     return dict(failed)
 
 
-def _rest(
-    status: CommitStatus,
-    job: EncodedOutcome,
-    outcome: Any,
-    chars: int | None,
-    *,
-    is_listened: bool,
-) -> tuple[Any, ...]:
+def _answer_job(
+    status: CommitStatus, outcome: Any, chars: int | None, *, is_listened: bool
+) -> JobAnswer:
     """What is still needed of a job's outcome."""
     if status is CommitStatus.NEEDS_TRACER:
-        return tuple(job.spelled)
+        return JobAnswer(status, outcome)
     if status is not CommitStatus.COMMITTED:
-        return ()
+        return JobAnswer(status)
     text = None if chars is None else format_result(outcome, chars)
-    if is_listened:
-        return (text, *job.spelled)
-    return () if text is None else (text,)
+    return JobAnswer(status, outcome if is_listened else None, text, is_listened)
 
 
 def format_result(outcome: Any, chars: int) -> str:
@@ -222,6 +233,11 @@ def _by_job(batch: DeviceBatch) -> Iterator[Any]:
             else part[0]
         )
         start += len(items)
+
+
+def sendable(outcome: Any) -> Any:
+    """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
+    return outcome if is_plain(outcome) else read_back(outcome)
 
 
 def _collect_values(outcomes: Sequence[Any]) -> Any:

@@ -29,9 +29,9 @@ from batchery.model import StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.commit.committer import broker_client
 from batchery_worker.device.answerer import Answerer
-from batchery_worker.device.batch import DeviceBatch
 from batchery_worker.device.feed import Feed
 from batchery_worker.device.functions import EventLoop, drop_pieces, run_batch, soft_time_limit
 from batchery_worker.device.loading import (
@@ -47,10 +47,8 @@ from batchery_worker.device.loading import (
 from batchery_worker.device.model_pool import ModelPool
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reload import Reloader
-from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.slot_loop import SlotJob, SlotLoop
 from batchery_worker.device.started import StartedStates
-from batchery_worker.device.work import Cancel, Work
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.framing import write_frame
 from batchery_worker.ipc.logs import redirect_prints
@@ -71,6 +69,8 @@ from batchery_worker.ipc.messages import (
 )
 from batchery_worker.memory import Memory
 from batchery_worker.result_cache import ResultCache, SingleFlight
+from batchery_worker.served_model import LoadedModel
+from batchery_worker.work import Cancel, Work
 
 logger = logging.getLogger("batchery.device")
 

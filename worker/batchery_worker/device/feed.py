@@ -27,17 +27,17 @@ from batchery.task import BatchTask
 from batchery.transport.codec import reads_kombus_json
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import BATCHES, ORDINARY, find_own
-from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, StockConsumer
-from batchery_worker.device.work import Cancel
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import Fate, Joined, PullSetup, Reply, Setup
+from batchery_worker.work import Cancel
 
 logger = logging.getLogger("batchery.device")
 

@@ -17,7 +17,10 @@ from batchery.execution.batch import Receive, run_function
 from batchery.outcomes import Partial
 from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
-from batchery_worker.device.work import Work, load_context
+from batchery_worker.work import Work
+
+#: Headers that the function does not see: it has their values already, or has no use for them.
+UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
 
 
 @contextmanager
@@ -146,7 +149,12 @@ def decode_message(work: Work, index: int) -> dict[str, Any]:
     _, carried, is_multi_item = work.jobs[index]
     argument = carried if is_multi_item else carried[0]
     known = {"task": work.task, "args": [argument], "kwargs": work.keywords}
-    return known | load_context(work.contexts[index])
+    seen = {
+        name: value
+        for name, value in work.contexts[index].items()
+        if value is not None and name not in UNSEEN
+    }
+    return known | seen
 
 
 def _unseen(name: str) -> Sequence[JobContext]:

@@ -22,11 +22,11 @@ from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery.task import BatchTask
-from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device.work import Work
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
+from batchery_worker.served_model import LoadedModel
+from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
 

@@ -39,8 +39,8 @@ from batchery_worker.commit.committer import (
     RetryingRedis,
     make_results_client,
 )
-from batchery_worker.device.work import PieceContext, Work
-from batchery_worker.ipc.values import is_plain, plain_json
+from batchery_worker.plain_values import is_plain, plain_json
+from batchery_worker.work import PieceContext, Work
 
 logger = logging.getLogger("batchery.device")
 

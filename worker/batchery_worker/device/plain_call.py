@@ -76,7 +76,7 @@ class PlainCall:
         self.task_name, self.task_id = message["task"], message["id"]
         self.keywords = message["kwargs"]
         self.publish_tag = payload["properties"].get("publish_tag")
-        self.context = b""
+        self.context: Mapping[str, Any] = {}
         self._lease = LeaseHandle(store, token)
         self.accepted = False
         self.tracer_reason: str | None = None

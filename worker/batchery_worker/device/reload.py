@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from batchery.errors import BatcheryError, ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
 from batchery.settings import ModelSettings
-from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Reload, Reloaded
+from batchery_worker.served_model import LoadedModel
 
 #: How often the thread looks whether batches of the old version are answered, in seconds.
 LOOK_S = 0.01

@@ -20,11 +20,11 @@ from batchery.execution.bisect_failures import NON_VALUES
 from batchery.execution.steps import SlotItem, Slots
 from batchery.model import GOES_ON, StepModel
 from batchery.outcomes import Failed
+from batchery_worker.batch import DeviceBatch, TextTimes
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.device.batch import DeviceBatch, TextTimes
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.work import Cancel, Work
 from batchery_worker.ipc.messages import Reply, Setup, Stepped
+from batchery_worker.work import Cancel, Work
 
 #: How often the worker is told that there are steps, in seconds.
 SIGN_PAUSE_S = 1.0

@@ -23,7 +23,7 @@ from batchery_worker.commit.committer import (
     stored_fields,
 )
 from batchery_worker.device.functions import decode_message
-from batchery_worker.device.work import Work
+from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
 

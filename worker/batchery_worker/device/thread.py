@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 
 from celery import Celery
 
-from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.device.device import Device, begin
 from batchery_worker.device.functions import EventLoop, close_connections
 from batchery_worker.device.orders import listen

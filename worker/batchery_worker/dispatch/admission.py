@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 from kombu.utils import json
 
-from batchery.errors import BatchArgumentError, InvalidItem
+from batchery.errors import BatchArgumentError
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, read_deadline, read_sent_at, read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
-from batchery_worker.device.work import CachePolicy, dump_context
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
+from batchery_worker.work import CachePolicy
 
 
 class TaskOptions(NamedTuple):
@@ -86,24 +85,17 @@ class Admission:
             The job.
 
         Raises:
-            InvalidItem: A header of ours is malformed, or does not fit the argument; or the job
-                cannot be pickled.
+            InvalidItem: A header of ours is malformed, or does not fit the argument.
         """
         message = call.message
         argument = only_item(task.name, message.get("args") or ())
         header = message.get(HEADER)
         call.items, call.is_multi_item = multi_item.read_items(argument, header)
         keywords = message.get("kwargs")
-        if not call.is_plain and (
-            reason := why_unportable([*call.items, keywords] if keywords else call.items)
-        ):
-            raise InvalidItem(
-                f"the job cannot be handed to a device: {reason};"
-                " send plain data, not nested by the hundreds"
-            )
         options = self.options(task)
         if options.needs_context:
-            call.context = _context(message, call.embed)
+            # With what follows in a chain, and callbacks.
+            call.context = {**(call.embed or {}), **message}
         unix_s = self._clock()
         return Job(
             id=call.task_id,
@@ -128,14 +120,6 @@ class Admission:
         if type(priority) is not int:
             priority = 0
         return Lane(self._classes[max(0, min(priority, LOWEST_PRIORITY))], tenant)
-
-
-def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:
-    try:
-        # With what follows in a chain, and callbacks. None of them is encoded where there is none.
-        return dump_context({**(embed or {}), **message})
-    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
-        raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
 
 
 def encode_keywords(keywords: Mapping[str, Any] | None) -> str:

@@ -20,13 +20,12 @@ from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import find_queue
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device.batch import DeviceBatch
-from batchery_worker.device.work import NO_LIMITS, Cancel, Work
 from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.held import HeldBatches
@@ -37,6 +36,7 @@ from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import RecycleDue, Reply, Running, Setup
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.metrics import Metrics, log_batch, trace_batch
+from batchery_worker.work import NO_LIMITS, Cancel, Work
 
 logger = logging.getLogger("batchery.pool")
 
@@ -509,8 +509,8 @@ class Dispatcher:
         log_batch(task, batch.info, tokens=batch.tokens, waited_ms=max(waited_ms))
         trace_batch(batch)
         self._settlement.settle_batch(
-            (job.payload, status, rest, {**batch.info, "waited_ms": round(waited, 3)})
-            for job, waited, (status, rest) in zip(jobs, waited_ms, batch.answers, strict=True)
+            (job.payload, answer, {**batch.info, "waited_ms": round(waited, 3)})
+            for job, waited, answer in zip(jobs, waited_ms, batch.answers, strict=True)
         )
 
     def _count_jobs(self, count: int) -> None:

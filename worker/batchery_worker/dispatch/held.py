@@ -3,7 +3,7 @@
 from collections import deque
 from time import monotonic
 
-from batchery_worker.device.batch import DeviceBatch
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.job import DEVICE_DEPTH
 
 

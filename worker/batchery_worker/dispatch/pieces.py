@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from batchery.protocol.headers import HEADER, is_streamed
 from batchery.settings import Settings
-from batchery_worker.device.work import PieceContext
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
+from batchery_worker.work import PieceContext
 
 
 def piece_context(jobs: Sequence[Job[TaskCall]], settings: Settings) -> PieceContext | None:

@@ -16,9 +16,9 @@ from celery.exceptions import TimeLimitExceeded
 from batchery.errors import DeviceDied
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device.batch import DeviceBatch
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import HISTORY, Handed

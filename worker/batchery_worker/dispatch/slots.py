@@ -5,12 +5,12 @@ from datetime import datetime
 from math import inf
 from time import monotonic
 
+from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.device.batch import DeviceBatch
-from batchery_worker.device.work import SlotLimits
 from batchery_worker.dispatch.held import HeldBatches
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import Job
+from batchery_worker.work import SlotLimits
 
 
 def limit_in_slots(job: Job[TaskCall], *, sheds_late: bool) -> SlotLimits:

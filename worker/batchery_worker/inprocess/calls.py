@@ -7,19 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, TypeVar
+from typing import Any
 
 from batchery.outcomes import Failed
+from batchery.tracebacks import copy_exception
 from batchery_worker.inprocess.options import CallOptions
 from batchery_worker.job import Lane
 
 logger = logging.getLogger("batchery.inprocess")
-
-E = TypeVar("E", bound=BaseException)
-
-#: Attributes of objects that are not in their `__dict__`.
-FIELDS = (GetSetDescriptorType, MemberDescriptorType)
 
 
 def limited(timeout_s: float) -> float:
@@ -162,39 +157,3 @@ def _wake(futures: "Iterable[asyncio.Future[Any]]") -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)
-
-
-def copy_exception(error: E) -> E:
-    """An exception for one caller alone: one object raised in all would grow all their tracebacks.
-
-    Its `__init__` is not called, as that may take other arguments than `args`. What cannot be made
-    without it, such as pydantic's, is shared, and so is what refuses attributes.
-    """
-    with suppress(Exception):  # Whatever the class does.
-        return _copy(error)
-    return error
-
-
-def _copy(error: E) -> E:
-    kind = type(error)
-    args: tuple[Any, ...] = error.args
-    if isinstance(error, BaseExceptionGroup):
-        args = error.message, tuple(map(copy_exception, error.exceptions))
-    made: E = kind.__new__(kind, *args)
-    vars(made).update(vars(error))
-    # Slots, the fields of Python's own classes such as `OSError.filename`, cause and traceback.
-    for base in kind.__mro__:
-        for name, attribute in vars(base).items():
-            if name == "__dict__" or not isinstance(attribute, FIELDS):
-                continue
-            with suppress(AttributeError, TypeError):  # Never set, or only to be read.
-                value = getattr(error, name)
-                # `OSError` writes a None that was set otherwise than nothing.
-                if getattr(made, name, None) is not value:
-                    setattr(made, name, value)
-    made.args = args
-    # Setting the cause has set this, too.
-    made.__suppress_context__ = error.__suppress_context__
-    if hasattr(error, "__notes__"):
-        made.__notes__ = list(error.__notes__)
-    return made

@@ -19,9 +19,9 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from batchery.fork_gate import fork_gate
-from batchery_worker.device.work import Work
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.ipc.values import is_plain
+from batchery_worker.plain_values import is_plain
+from batchery_worker.work import Work
 
 #: Loggers of ours: what they say is not said by the function of the batch.
 OURS = "batchery"

@@ -11,23 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from celery.canvas import Signature
-from kombu.utils import json
-
 import batchery.errors
-from batchery.errors import ItemFailed, StartError, UnserialisableResult
-from batchery.execution.batch import read_back, refuse_value
-from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.errors import StartError
 from batchery.settings import ModelSettings
-from batchery.tracebacks import error_text
 from batchery.transport.leases import Deaths
-from batchery_worker.ipc.exceptions import (
-    encode_chain,
-    encode_exception,
-    read_chain,
-    read_exception,
-)
-from batchery_worker.ipc.values import Encoded, is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,90 +334,3 @@ def load_reply(frame: bytes) -> Reply:
     kind, fields = marshal.loads(frame)
     reply: Reply = _REPLIES[kind](*fields)
     return reply
-
-
-def _as_text(failed: Failed) -> Failed:
-    error = failed.exception
-    return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error_text(error)}"))
-
-
-def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
-    """Encodes an outcome as plain data.
-
-    Args:
-        outcome: A value, or one of the outcomes of `batchery.outcomes`.
-        backend: Encodes exceptions as it stores them, so callers get what the function raised.
-
-    Returns:
-        A tuple that `marshal` writes and `decode_outcome` reads. A value that neither `marshal` nor
-        Celery's JSON can write becomes a failure that says so. An exception whose own code raises
-        becomes an `ItemFailed` with its text.
-    """
-    try:
-        return _encode(outcome, backend)
-    except Exception as error:  # noqa: BLE001 - whatever the outcome's own code raises
-        if isinstance(outcome, Failed):
-            return _encode(_as_text(outcome), backend)
-        text = f"the outcome is a {type(outcome).__name__} that cannot be sent"
-        refused = UnserialisableResult(f"{text}: {type(error).__name__}: {error_text(error)}")
-        return _encode(Failed(refused), backend)
-
-
-def _encode(outcome: Any, backend: Any) -> tuple[Any, ...]:
-    if isinstance(outcome, Encoded):
-        return "encoded", outcome.json
-    if isinstance(outcome, Failed):
-        return "failed", encode_chain(outcome, backend), str(outcome.traceback or "")
-    if isinstance(outcome, RetryAfter):
-        reason = outcome.exception
-        cause = None if reason is None else encode_exception(reason, backend)
-        return "retry", float(outcome.seconds), cause
-    if isinstance(outcome, Replace):
-        return _encode_signature(outcome, backend)
-    if isinstance(outcome, Reject):
-        why, requeue = (*outcome.args, None, False)[:2]
-        return "reject", None if why is None else str(why), bool(requeue)
-    if isinstance(outcome, Ignore):
-        return "ignore", str(outcome)
-    # marshal itself would accept more: code objects, sets, and objects with a buffer, such as a
-    # numpy scalar, which it would turn into bytes.
-    return ("value", outcome) if is_plain(outcome) else _encode_as_json(outcome, backend)
-
-
-def sendable(outcome: Any) -> Any:
-    """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
-    return outcome if is_plain(outcome) else read_back(outcome)
-
-
-def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:
-    try:
-        return "replace", json.dumps(outcome.signature)
-    except Exception as error:  # noqa: BLE001 - whatever the code of its arguments raises
-        text = f"Replace({outcome.signature!r:.200}): JSON cannot write it ({error})"
-        return encode_outcome(Failed(UnserialisableResult(text)), backend)
-
-
-def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
-    """Encodes dates, decimals and the like, which Celery's JSON can write."""
-    try:
-        return "json", json.dumps(value)
-    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
-        return encode_outcome(refuse_value(value, error), backend)
-
-
-def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
-    """Reads what `encode_outcome` wrote."""
-    kind, content = spelled[0], spelled[1]
-    if kind == "value":
-        return content
-    if kind in ("json", "encoded"):
-        return json.loads(content)
-    if kind == "retry":
-        return RetryAfter(content, spelled[2] and read_exception(spelled[2], backend))
-    if kind == "replace":
-        return Replace(Signature.from_dict(json.loads(content), app=backend.app))
-    if kind == "reject":
-        return Reject(content, requeue=spelled[2])
-    if kind == "ignore":
-        return Ignore(content)
-    return Failed(read_chain(content, spelled[2], backend), spelled[2])

@@ -20,7 +20,6 @@ from transformers import AutoConfig
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
@@ -35,6 +34,7 @@ from batchery_worker.models.tokenizer import (
     check_tokenizer,
     longest_text,
 )
+from batchery_worker.plain_values import Encoded
 
 logger = logging.getLogger(__name__)
 

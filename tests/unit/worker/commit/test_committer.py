@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery_worker.commit.committer import MetaWriter, stored_fields
-from batchery_worker.ipc.values import plain_json
+from batchery_worker.plain_values import plain_json
 
 FACTS = {"id": "b7", "size": 3, "padding": 0.25, "forward_ms": 1.5, "device": "cpu"}
 

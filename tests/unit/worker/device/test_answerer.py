@@ -1,28 +1,36 @@
 """What becomes of the jobs of a batch: their results, and what Celery still has to do."""
 
+import enum
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 from celery import Celery
 from celery.utils.saferepr import saferepr
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu.utils import json as celery_json
 
-from batchery import Failed
-from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.device.answerer import answer, describe, format_result
-from batchery_worker.device.batch import DeviceBatch
-from batchery_worker.device.work import CachePolicy, CommitContext, Work
-from batchery_worker.ipc.messages import decode_outcome
-from batchery_worker.ipc.values import Encoded, plain_json
+from batchery import Failed, Replace
+from batchery.errors import UnserialisableResult
+from batchery_worker.batch import DeviceBatch
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
+from batchery_worker.completion.tracer import own_outcome
+from batchery_worker.device.answerer import answer, describe, format_result, write_json
 from batchery_worker.job import Batch
+from batchery_worker.plain_values import Encoded, plain_json
 from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
+from batchery_worker.work import CachePolicy, CommitContext, Work
 
 #: What the scheduler knows of the jobs, which is not asked for.
 NO_JOBS: Batch[Any] = Batch(())
 
-backend = Celery("answers", broker="memory://", set_as_current=False).backend
+app = Celery("answers", broker="memory://", set_as_current=False)
+backend = app.backend
 TASK: Any = None
 NO_CACHE = SingleFlight(ResultCache(backend))
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
@@ -36,7 +44,7 @@ class Judge(RedisCommitter):
         self.asked: list[tuple[Any, ...]] = []
 
     def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
+        self, jobs: Sequence[JobResult], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
         self.asked.append((jobs, context, info))
         return self.statuses
@@ -117,14 +125,14 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> D
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
     judge, memory = Judge(*[CommitStatus.COMMITTED] * 3), Memory()
     batch = deduplicated({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
-    answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
+    answer(batch, "cpu", judge, SingleFlight(memory))  # type: ignore[arg-type]
     ((jobs, _, _),) = judge.asked
-    assert [job.spelled for job in jobs] == [
-        ("encoded", b'{"x":1}'),
-        ("encoded", b'[{"ok":{"x":1}},{"ok":[2.5]}]'),
-        ("encoded", b'"stored"'),
+    assert [job.json for job in jobs] == [
+        b'{"x":1}',
+        b'[{"ok":{"x":1}},{"ok":[2.5]}]',
+        b'"stored"',
     ]
-    assert [rest[0] for _, rest in batch.answers] == [
+    assert [each.text for each in batch.answers] == [
         "{'x': 1}",
         "[{'ok': {'x': 1}}, {'ok': [2.5]}]",
         "'stored'",
@@ -136,8 +144,8 @@ def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
     judge, memory = Judge(*[CommitStatus.NEEDS_TRACER] * 3), Memory()
     batch = deduplicated({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
-    answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
-    assert [decode_outcome(rest, backend) for _, rest in batch.answers] == [
+    answer(batch, "cpu", judge, SingleFlight(memory))  # type: ignore[arg-type]
+    assert [own_outcome(each.outcome) for each in batch.answers] == [
         "A",
         [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],
         {"y": None},
@@ -147,11 +155,11 @@ def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
 
 def test_failed_items_of_multi_item_jobs_are_counted_by_class_of_their_error() -> None:
     good = computed(None, Failed("not in a multi-item job"), 2, 3, 4)
-    answer(good, "cpu", Judge(), backend, NO_CACHE)
+    answer(good, "cpu", Judge(), NO_CACHE)
     assert good.failed_items == {}
     # A set is no JSON, so it becomes a failure.
     batch = computed(None, 1, Failed(LookupError("b")), {3}, 4)
-    answer(batch, "cpu", Judge(), backend, NO_CACHE)
+    answer(batch, "cpu", Judge(), NO_CACHE)
     assert batch.failed_items == {
         "LookupError": 1,
         "UnserialisableResult": 1,
@@ -165,9 +173,9 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
     ]
     work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
     batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
-    answer(batch, "cpu", Judge(), backend, NO_CACHE)
-    [(_, spelled)] = batch.answers
-    assert decode_outcome(spelled, backend) == values
+    answer(batch, "cpu", Judge(), NO_CACHE)
+    [given] = batch.answers
+    assert own_outcome(given.outcome) == values
     assert batch.failed_items == {}
 
 
@@ -175,9 +183,8 @@ def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
     work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
     outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
     batch = DeviceBatch(TASK, work, NO_JOBS, outcomes=outcomes)
-    answer(batch, "cpu", Judge(), backend, NO_CACHE)
-    [(_, spelled)] = batch.answers
-    failed = decode_outcome(spelled, backend)
+    answer(batch, "cpu", Judge(), NO_CACHE)
+    failed = batch.answers[0].outcome
     assert (type(failed.exception), str(failed.exception)) == (LookupError, "b")
     assert batch.failed_items == {}
 
@@ -194,3 +201,71 @@ def test_padding_is_the_part_of_the_computed_tokens_that_carried_nothing(
     assert (facts["id"], facts["size"]) == ("b5", 4)
     assert (facts["padding"], facts["prepare_ms"]) == (padding, 0.123)
     assert "version" not in facts
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ([1, 2.5, "größer", None], [1, 2.5, "größer", None]),
+        ({"at": datetime(2026, 1, 2, tzinfo=UTC)}, {"at": datetime(2026, 1, 2, tzinfo=UTC)}),
+        (Decimal("1.10"), Decimal("1.10")),
+        (b"\x00\xff", b"\x00\xff"),
+        (OrderedDict(a=1), {"a": 1}),
+        ({1: "one", None: "none"}, {"1": "one", "null": "none"}),
+        (Colour.RED, "red"),
+        ({"score": np.float64(0.5)}, {"score": 0.5}),
+        ([2**70], [2**70]),
+    ],
+)
+def test_results_are_written_as_celery_s_json_reads_them(value: Any, read: Any) -> None:
+    written = write_json(value)
+    assert isinstance(written, bytes)
+    assert celery_json.loads(written) == read
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (1j, "complex"),
+        ({(1, 2): "tuple as key"}, "tuple"),
+        ({"score": np.float32(0.5)}, "float32"),
+        ([{"count": np.int64(3)}], "int64"),
+        ([[np.zeros(2)]], "ndarray"),
+        (bytearray(b"buffer"), "bytearray"),
+        ([10**5000], "list"),
+    ],
+)
+def test_value_that_cannot_be_written_fails_and_names_its_type(value: Any, name: str) -> None:
+    outcome = write_json(value)
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.exception, UnserialisableResult)
+    assert name in str(outcome.exception)
+
+
+def test_recursive_and_too_deep_values_fail() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (endless, deep):
+        outcome = write_json(value)
+        assert isinstance(outcome, Failed)
+        assert isinstance(outcome.exception, UnserialisableResult)
+    while deep:  # or the interpreter would recurse to free it
+        deep = deep.pop()
+
+
+def test_a_replacement_that_cannot_be_written_fails() -> None:
+    signature = app.signature("other", args=(object(),))
+    outcome = write_json(Replace(signature))
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.exception, UnserialisableResult)
+    assert "Replace(other(" in str(outcome.exception)
+    assert write_json(Replace(app.signature("other"))) is None

@@ -9,7 +9,7 @@ from django.conf import settings
 
 from batchery import BatchTask
 from batchery_worker.device.functions import run_batch
-from batchery_worker.device.work import Work
+from batchery_worker.work import Work
 
 app = Celery("functions", set_as_current=False)
 

@@ -126,22 +126,6 @@ def test_a_tenant_that_is_no_name_fails_its_job(admission: Admission, tenant: An
         admit(admission, args=[1], batchery_tenant=tenant)
 
 
-@pytest.mark.parametrize("depth", [700, 50_000])
-def test_an_item_nested_too_deeply_for_the_pipe_fails_the_job_alone(
-    admission: Admission, depth: int
-) -> None:
-    """JSON reads it; pickling it with its batch would end the worker, again at each delivery."""
-    deep: Any = []
-    for _ in range(depth):
-        deep = [deep]
-    with pytest.raises(InvalidItem, match="cannot be handed to a device"):
-        admit(admission, args=[deep])
-    with pytest.raises((InvalidItem, BatchArgumentError)):
-        admit(admission, args=["x"], kwargs={"a": deep})
-    while deep:
-        deep = deep.pop()
-
-
 def test_keywords_that_cannot_be_spelled_fail_the_job_alone(admission: Admission) -> None:
     deep: Any = []
     for _ in range(50_000):
@@ -162,14 +146,6 @@ def test_anything_but_one_positional_argument_is_refused(admission: Admission, a
 def test_a_packed_message_counts_its_items(admission: Admission) -> None:
     job = admit(admission, args=[["a", "b", "c"]], batchery={"v": 1, "n": 3})
     assert (job.items, job.payload.items, job.payload.is_multi_item) == (3, ["a", "b", "c"], True)
-
-
-def test_headers_that_cannot_travel_fail_the_job_alone(admission: Admission) -> None:
-    nested: Any = []
-    for _ in range(100_000):
-        nested = [nested]
-    with pytest.raises(InvalidItem, match="headers cannot be handed to a device"):
-        admission.job(call(args=["text"], tenant=nested), looking, (None, None), 1.0)
 
 
 def test_a_malformed_header_is_refused(admission: Admission) -> None:

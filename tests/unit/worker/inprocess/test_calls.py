@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from batchery import Failed, batched
-from batchery_worker.inprocess.calls import copy_exception
+from batchery.tracebacks import copy_exception
 
 
 class Refused(Exception):

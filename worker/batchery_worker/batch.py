@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from batchery.task import BatchTask
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device.work import Work
 from batchery_worker.job import Batch
 from batchery_worker.result_cache import DedupedBatch
+from batchery_worker.served_model import LoadedModel
+from batchery_worker.work import Work
 
 
 class TextTimes(NamedTuple):
@@ -23,6 +23,18 @@ class TextTimes(NamedTuple):
     #: Tokens of the prompt and of the text; 0 where a server does not say.
     tokens_in: int
     tokens_out: int
+
+
+class JobAnswer(NamedTuple):
+    """What became of one job of a batch."""
+
+    status: CommitStatus
+    #: For Celery's tracer, or for what listens to a committed job; else None.
+    outcome: Any = None
+    #: Its text, for events and the log; None if nobody reads it.
+    text: str | None = None
+    #: Whether something listens to a committed job.
+    is_listened: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +94,7 @@ class DeviceBatch:
 
     #: Facts that all its jobs share; each job's `waited_ms` is added later.
     info: Mapping[str, Any] = field(default_factory=dict)
-    #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`. Of a
-    #: committed job, the text of its result, if anybody reads it, and the outcome, if something
-    #: listens.
-    answers: Sequence[tuple[CommitStatus, tuple[Any, ...]]] = ()
+    answers: Sequence[JobAnswer] = ()
     commit_ms: float = 0.0
     #: Counts of how the items got their outcomes; None for a task without a cache.
     reused: Mapping[str, Any] | None = None

@@ -20,8 +20,8 @@ from batchery_worker.batching.planner import (
     plan,
 )
 from batchery_worker.batching.token_budget import TokenBudget
-from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
+from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery import Model
+from batchery_worker import served_model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
-from batchery_worker.device import served_model
-from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device.work import Work
 from batchery_worker.memory import Memory
+from batchery_worker.served_model import LoadedModel
+from batchery_worker.work import Work
 
 #: Of passes; wide enough that more than one plan is worth a thought.
 BUDGET = served_model.DEFAULT_MAX_BATCH_TOKENS["cpu"]

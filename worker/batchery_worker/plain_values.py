@@ -6,8 +6,7 @@ values that were found plain.
 """
 
 import json
-import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kombu.utils import json as celery_json
@@ -24,14 +23,8 @@ MAX_PLAIN_INT = 1 << 64
 #: be read as something else, so it goes to the tracer.
 _TYPE_KEY = b'"__type__"'
 
-#: Types that can always be pickled, so that a text, the common item, is not tried.
-ALWAYS_PORTABLE_TYPES = {str, bytes, int, float, bool, type(None)}
-
 #: Maximum size of a character in JSON: two escapes, of half a surrogate pair each.
 CHARACTER_BYTES = 12
-
-#: Levels of nesting that `why_unportable` adds: more than the message to the device adds.
-EXTRA_LEVELS = 20
 
 
 def is_plain(value: Any) -> bool:
@@ -109,17 +102,3 @@ def encoded(value: Any) -> Encoded | None:
 def joined(parts: Sequence[Encoded]) -> Encoded:
     """Joins encoded values into an encoded list."""
     return Encoded(b"[%b]" % b",".join(part.json for part in parts))
-
-
-def why_unportable(values: Iterable[Any]) -> str:
-    """Why values cannot be pickled, found by doing it; empty if they can."""
-    wrapped: Any = list(values)
-    if set(map(type, wrapped)) <= ALWAYS_PORTABLE_TYPES:
-        return ""
-    for _ in range(EXTRA_LEVELS):
-        wrapped = [wrapped]
-    try:
-        pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # noqa: BLE001 - the values' own code may raise anything
-        return str(error) or type(error).__name__
-    return ""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.ipc.values import MAX_PLAIN_INT, Encoded, encoded, is_plain, plain_json
+from batchery_worker.plain_values import MAX_PLAIN_INT, Encoded, encoded, is_plain, plain_json
 
 #: Of every plane, halves of surrogate pairs included.
 TEXT = st.text(st.characters(codec=None, exclude_categories=()))

@@ -1,14 +1,10 @@
 """What a device is to run: the jobs of a batch, their limits, and where their results go."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batchery.protocol.headers import Form
-
-#: Headers that the function does not see: it has their values already, or has no use for them.
-_UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
 
 #: The context of one job: token of its lease; how long it waited, in ms; further fields of the
 #: stored result, None if no result is stored. None for a job that needs the tracer.
@@ -26,7 +22,7 @@ class CachePolicy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommitContext:
-    """The context of a batch. Each job has a plain tuple, because it is pickled."""
+    """The context of a batch."""
 
     #: Id by which this worker holds leases.
     worker: str
@@ -93,9 +89,9 @@ class Work:
     max_batch_tokens: int | None
     #: Limit of each call of the function, which may catch `SoftTimeLimitExceeded`.
     soft_time_limit_s: float | None = None
-    #: The headers of each job's message, written by `dump_context`; empty if neither the function
-    #: sees them, nor the state STARTED is stored.
-    contexts: Sequence[bytes] = ()
+    #: The headers of each job's message; empty if neither the function sees them, nor the state
+    #: STARTED is stored.
+    contexts: Sequence[Mapping[str, Any]] = ()
     #: For the commit of the results; None if Celery's tracer must complete all jobs.
     commit: CommitContext | None = None
     #: None if nobody streams one of the jobs.
@@ -122,20 +118,3 @@ class Cancel(NamedTuple):
     """Nobody wants the job of a batch any more, which a device has in slots."""
 
     id: int
-
-
-def dump_context(message: Mapping[str, Any]) -> bytes:
-    """Encodes what a device may need of a job's message: ids, retries, headers.
-
-    It returns bytes, so that only those cost time that the function looks at.
-    """
-    seen = {
-        name: value for name, value in message.items() if value is not None and name not in _UNSEEN
-    }
-    return pickle.dumps(seen, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def load_context(context: bytes) -> dict[str, Any]:
-    """Decodes what `dump_context` wrote."""
-    seen: dict[str, Any] = pickle.loads(context)
-    return seen
