@@ -28,14 +28,14 @@ from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.devices_step import failing_in_one_line
-from batchery_worker.pull_plan import (
+from batchery_worker.queue_plan import (
     comes_by_any,
     find_queue,
     list_own_tasks,
-    plan_handed,
-    plan_pull,
+    may_lease,
+    plan_handing,
+    plan_leasing,
     prefetch_jobs,
-    pulls,
 )
 
 _Step: Any = bootsteps.Step
@@ -55,7 +55,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             self._prepare(parent)
 
     def _prepare(self, worker: Any) -> None:
-        worker.pull_plan = None
+        worker.queue_plan = None
         installation = get_installation(worker.app)
         if installation.error is not None:
             raise installation.error
@@ -73,8 +73,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
             return
-        is_pulling = pulls(worker)
-        if not is_pulling and worker.app.conf.worker_disable_prefetch:
+        is_leasing = may_lease(worker)
+        if not is_leasing and worker.app.conf.worker_disable_prefetch:
             raise SettingsError(
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
@@ -83,10 +83,10 @@ class BatchStep(_Step):  # type: ignore[misc]
             check_is_accepted(worker.app, task)
         warn_of_unread_results(worker.app)
         report_broker_away(worker.app)
-        plan = plan_pull if is_pulling else plan_handed
-        worker.pull_plan = plan(worker, all_tasks, tasks, settings)
-        if not is_pulling:
-            devices = len(worker.pull_plan.places)
+        plan = plan_leasing if is_leasing else plan_handing
+        worker.queue_plan = plan(worker, all_tasks, tasks, settings)
+        if not is_leasing:
+            devices = len(worker.queue_plan.places)
             _widen_prefetch(worker, prefetch_jobs(tasks, settings, devices), len(settings.classes))
         if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
             logger.warning(

@@ -29,7 +29,7 @@ from batchery_worker.device_pool.process import DeviceProcess, StartProcess, sta
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.event_loop import is_cold_shutdown
 from batchery_worker.handing import HandedJobs
-from batchery_worker.pull_plan import PullPlan
+from batchery_worker.queue_plan import QueuePlan
 
 _Step: Any = bootsteps.StartStopStep
 
@@ -78,18 +78,18 @@ class DevicesStep(_Step):  # type: ignore[misc]
 
     def include_if(self, parent: Any) -> bool:
         """Whether the worker has devices."""
-        return getattr(parent, "pull_plan", None) is not None
+        return getattr(parent, "queue_plan", None) is not None
 
     def create(self, parent: Any) -> None:
         """Called by Celery with its `WorkController`."""
-        app, plan = parent.app, parent.pull_plan
+        app, plan = parent.app, parent.queue_plan
         settings = get_installation(app).settings
         with failing_in_one_line():
             setups = device_setups(
                 *(app, plan.tasks, settings, [*plan.places]),
                 in_process=plan.in_process,
                 places=plan.places,
-                pull=plan.setup,
+                plan_jobs=plan.setup,
             )
         start: StartProcess = start_process
         if plan.in_process:
@@ -110,8 +110,8 @@ class DevicesStep(_Step):  # type: ignore[misc]
     def start(self, parent: Any) -> None:
         """Starts the devices; waits for models where there is nothing else to do."""
         # After the banner, which names all queues.
-        parent.pull_plan.take_queues()
-        warn_of_tracer(parent.app, parent.pull_plan.tasks)
+        parent.queue_plan.take_queues()
+        warn_of_tracer(parent.app, parent.queue_plan.tasks)
         try:
             with failing_in_one_line():
                 self.fleet.start(worker_state.maybe_shutdown, waits=not self._has_other_work)
@@ -144,7 +144,7 @@ class RefusalsStep(_Step):  # type: ignore[misc]
 
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
-        if getattr(consumer.controller, "pull_plan", None) is not None:
+        if getattr(consumer.controller, "queue_plan", None) is not None:
             consumer.connection_errors = (*consumer.connection_errors, *REFUSALS)
 
 
@@ -153,7 +153,7 @@ def _on_lost(why: str) -> None:
     setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
 
 
-def extend_commands(fleet: Fleet, plan: PullPlan) -> None:
+def extend_commands(fleet: Fleet, plan: QueuePlan) -> None:
     """Lets commands of remote control reach the devices of this process's worker."""
     for name in LISTS:
         _extend(name, partial(_listed, fleet, name))
@@ -194,7 +194,7 @@ def _changed(fleet: Fleet, name: str, stock: Any, state: Any, *args: Any, **opti
 
 
 def _add_consumer(
-    fleet: Fleet, plan: PullPlan, stock: Any, state: Any, queue: str, *args: Any, **options: Any
+    fleet: Fleet, plan: QueuePlan, stock: Any, state: Any, queue: str, *args: Any, **options: Any
 ) -> Any:
     is_known = queue in plan.sizes
     is_celerys = plan.add(queue)
@@ -206,7 +206,7 @@ def _add_consumer(
 
 
 def _cancel_consumer(
-    fleet: Fleet, plan: PullPlan, stock: Any, state: Any, queue: str, **options: Any
+    fleet: Fleet, plan: QueuePlan, stock: Any, state: Any, queue: str, **options: Any
 ) -> Any:
     is_celerys = plan.remove(queue)
     fleet.take_from(plan.sizes)
@@ -215,7 +215,7 @@ def _cancel_consumer(
     return {"ok": f"no longer consuming from {queue}"}
 
 
-def _restart(fleet: Fleet, plan: PullPlan, stock: Any, state: Any, **options: Any) -> Any:
+def _restart(fleet: Fleet, plan: QueuePlan, stock: Any, state: Any, **options: Any) -> Any:
     answer = stock(state, **options)
     fleet.recycle(task_modules(plan.tasks))
     return answer

@@ -36,7 +36,7 @@ from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
-from batchery_worker.ipc.messages import Fate, Joined, PullSetup, Reply, Setup
+from batchery_worker.ipc.messages import Fate, JobsSetup, Joined, Reply, Setup
 from batchery_worker.work import Cancel
 
 logger = logging.getLogger("batchery.device")
@@ -137,11 +137,10 @@ class Feed:
             figures: Finds those of the device's models and memory.
             resumes: As of `HeldBatches`.
         """
-        pull = setup.pull
-        assert pull is not None
+        jobs = setup.jobs
         if setup.app:
             # As in Celery's worker, before tracers are made. A test's process is left alone.
-            trace.setup_worker_optimizations(app, pull.hostname)
+            trace.setup_worker_optimizations(app, jobs.hostname)
         self._app = app
         self._setup = setup
         self._prepare = prepare
@@ -165,41 +164,41 @@ class Feed:
         self.closed = threading.Event()
         settings = get_installation(app).settings
         self.turns = Turns(self._wake)
-        sizes = (size for each in pull.sizes.values() for size in each.values())
+        sizes = (size for each in jobs.sizes.values() for size in each.values())
         self.dispatcher = Dispatcher(
             *(app, settings, setup, max(sizes, default=settings.max_batch_size)),
             *(self.turns.call_soon, tell),
             resumes=resumes,
         )
         # The worker cannot look into Redis to see what a dead device had begun.
-        self.dispatcher.is_watched |= pull.is_handed
-        self.eventer = self._make_eventer(pull)
+        self.dispatcher.is_watched |= jobs.is_handed
+        self.eventer = self._make_eventer(jobs)
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
             name = task.name
             is_its = name == setup.task if task.slots else name not in setup.elsewhere
-            return is_its or pull.is_handed
+            return is_its or jobs.is_handed
 
-        pool = CallPool(app, self.dispatcher.admit, self._cancel, pull.limits)
+        pool = CallPool(app, self.dispatcher.admit, self._cancel, jobs.limits)
         self.consumer = StockConsumer(
-            *(app, pull.hostname, pool, self.turns.timer, self.eventer),
+            *(app, jobs.hostname, pool, self.turns.timer, self.eventer),
             self._find_list,
             is_here,
         )
         self.source: Any
-        if pull.is_handed:
+        if jobs.is_handed:
             self.source = HandedSource(tell, self._deliver)
         else:
             self.source = RedisSource(
-                *(app, list(pull.queues), pull.levels, pull.hostname),
+                *(app, list(jobs.queues), jobs.levels, jobs.hostname),
                 *(self._deliver, self._find_running),
             )
             self.source.on_joined = self._on_joined
             self.source.on_left = self._on_left
         fail_callers(app)
-        self._serve(pull)
-        worker_state.revoked.update(pull.revoked)
+        self._serve(jobs)
+        worker_state.revoked.update(jobs.revoked)
         self._described = ""
         self._describe()
         self._pool = pool
@@ -217,14 +216,14 @@ class Feed:
         self._reader = PlainReader(plain, admission, self._make_call)
         self._giving = self.turns.call_later(HELD_S, self._give)
 
-    def _serve(self, pull: PullSetup) -> None:
-        self._pull = pull
-        self.source.workload = Workload(self, pull.sizes)
+    def _serve(self, jobs: JobsSetup) -> None:
+        self._jobs = jobs
+        self.source.workload = Workload(self, jobs.sizes)
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
-        self._serve(self._pull.with_queues(sizes))
-        self.source.select_queues(self._pull.queues)
+        self._serve(self._jobs.with_queues(sizes))
+        self.source.select_queues(self._jobs.queues)
         self._wake()
 
     def _describe(self) -> None:
@@ -234,15 +233,15 @@ class Feed:
         scheduled = len(state.scheduled_requests)
         self._described = self.source.describe(scheduled, self._described)
 
-    def _make_eventer(self, pull: PullSetup) -> Any:
+    def _make_eventer(self, jobs: JobsSetup) -> Any:
         use_batch_events(self._app)
         self._flushes = False
         events: Any = self._app.events
         return events.Dispatcher(
             self._app.connection_for_write(),
-            hostname=pull.hostname,
+            hostname=jobs.hostname,
             # As Celery's own: remote control adds the other group.
-            groups=["worker", "task"] if pull.sends_events else ["worker"],
+            groups=["worker", "task"] if jobs.sends_events else ["worker"],
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
@@ -435,7 +434,7 @@ class Feed:
 
     def _is_own(self, request: Any) -> bool:
         """Whether a request is this device's: others may be in the same process."""
-        if not self._pull.is_handed:
+        if not self._jobs.is_handed:
             return True
         channel = getattr(getattr(request, "message", None), "channel", None)
         return getattr(channel, "source", None) is self.source

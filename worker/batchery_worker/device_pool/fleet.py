@@ -1,4 +1,4 @@
-"""The devices of a worker that pull their jobs: started, watched, kept alive in Redis, and ordered.
+"""The devices of a worker: started, watched, kept alive in Redis, and ordered.
 
 Everything of a device is on the thread of one loop, which is idle while devices work: a device
 tells only of batches whose time is limited. Another thread beats for the leases of all devices.
@@ -271,10 +271,8 @@ class Fleet:
     @property
     def queues(self) -> Sequence[str]:
         """Names of the queues that devices take from."""
-        pulls = [each.setup.pull for each in self.supervisor.devices]
-        return sorted(
-            {find_own(name) for pull in pulls if pull is not None for name in pull.queues}
-        )
+        setups = [each.setup.jobs for each in self.supervisor.devices]
+        return sorted({find_own(name) for setup in setups for name in setup.queues})
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows, and how many jobs of each task there were."""
@@ -295,9 +293,8 @@ class Fleet:
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Has all devices take from these queues, each with the tasks whose jobs come by it."""
         for device in self.supervisor.devices:
-            if (pull := device.setup.pull) is not None:
-                pull = pull.with_queues(sizes)
-                device.setup = replace(device.setup, pull=pull)
+            jobs = device.setup.jobs.with_queues(sizes)
+            device.setup = replace(device.setup, jobs=jobs)
         self.ask("batchery_queues", {"sizes": sizes})
 
     def stop_taking(self) -> None:

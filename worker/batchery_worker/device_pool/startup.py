@@ -18,7 +18,7 @@ from batchery.task import BatchTask
 from batchery_worker.batching.placement import PlacedModel, place_models
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.devstack.guarded_process import python_command
-from batchery_worker.ipc.messages import PullSetup, Setup
+from batchery_worker.ipc.messages import JobsSetup, Setup
 
 logger = logging.getLogger("batchery.pool")
 
@@ -82,7 +82,7 @@ def device_setups(
     *,
     in_process: bool = False,
     places: Mapping[str, Mapping[str, str]] | None = None,
-    pull: Callable[[Sequence[str], bool], PullSetup] | None = None,
+    plan_jobs: Callable[[Sequence[str], bool], JobsSetup] = lambda *_: JobsSetup(),
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
 
@@ -96,8 +96,8 @@ def device_setups(
         devices: Their names.
         in_process: Whether devices are threads of this process, and import nothing.
         places: Device -> the models that it serves -> why; None chooses them.
-        pull: Makes what devices must know to take their jobs themselves, given the names of the
-            tasks that one serves; None for devices that are fed.
+        plan_jobs: Makes what a device must know of its jobs, given the names of the tasks that it
+            serves, and whether it also serves those that are not named.
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
@@ -131,7 +131,7 @@ def device_setups(
                 slots=slots,
                 models={name: why for name, why in places[device].items() if name in served},
                 elsewhere=elsewhere,
-                pull=pull and pull(served, not own),
+                jobs=plan_jobs(served, not own),
                 **shared,
             )
             for own, slots, served in kinds

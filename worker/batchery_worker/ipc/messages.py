@@ -18,17 +18,17 @@ from batchery.transport.leases import Deaths
 
 
 @dataclass(frozen=True, slots=True)
-class PullSetup:
+class JobsSetup:
     """What a device must know of the jobs that come to it."""
 
-    queues: Sequence[str]
+    queues: Sequence[str] = ()
     #: Queue -> task -> its maximum batch size.
-    sizes: Mapping[str, Mapping[str, int]]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     #: First priority of each class.
-    levels: Sequence[int]
+    levels: Sequence[int] = ()
     #: Node name of the worker.
-    hostname: str
-    sends_events: bool
+    hostname: str = ""
+    sends_events: bool = False
     #: Soft and hard time limit of the command line.
     limits: tuple[float | None, float | None] = (None, None)
     #: Ids of jobs that were revoked before.
@@ -41,7 +41,7 @@ class PullSetup:
     #: Whether the worker hands the jobs over, and the device takes none itself.
     is_handed: bool = False
 
-    def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "PullSetup":
+    def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "JobsSetup":
         """The same for other queues: queue -> task -> maximum batch size."""
         mine = {queue: self._choose(each) for queue, each in sizes.items()}
         mine = {queue: each for queue, each in mine.items() if each}
@@ -86,8 +86,7 @@ class Setup:
     conf: Mapping[str, Any] = field(default_factory=dict)
     #: By name of a task: the settings of its model, where they are others than those of the app.
     versions: Mapping[str, ModelSettings] = field(default_factory=dict)
-    #: None for one that only runs what it is given.
-    pull: PullSetup | None = None
+    jobs: JobsSetup = field(default_factory=JobsSetup)
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.redis_schema import BATCHES, ORDINARY
 from batchery_worker.device_pool.startup import choose_devices, find_places
-from batchery_worker.ipc.messages import PullSetup
+from batchery_worker.ipc.messages import JobsSetup
 
 
 class QueueKinds(NamedTuple):
@@ -27,7 +27,7 @@ class QueueKinds(NamedTuple):
 
 
 @dataclass(slots=True)
-class PullPlan:
+class QueuePlan:
     """What a worker's devices do."""
 
     app: Any
@@ -53,14 +53,14 @@ class PullPlan:
     #: Queue -> task -> maximum batch size.
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def setup(self, served: Sequence[str], is_shared: bool) -> PullSetup:
+    def setup(self, served: Sequence[str], is_shared: bool) -> JobsSetup:
         """What a device must know that serves some tasks.
 
         Args:
             served: Names of the tasks.
             is_shared: Whether it also serves tasks that are not named.
         """
-        return PullSetup(
+        return JobsSetup(
             queues=(),
             sizes={},
             levels=self.levels,
@@ -117,15 +117,15 @@ def is_in_test(worker: Any) -> bool:
     return testing is not None and isinstance(worker, testing.TestWorkController)
 
 
-def pulls(worker: Any) -> bool:
-    """Whether a worker's devices pull: its broker is a Redis, and it is not within a test."""
+def may_lease(worker: Any) -> bool:
+    """Whether a worker's devices lease their jobs: from a Redis, and not within a test."""
     is_redis = worker.app.connection_for_read().transport.driver_type == "redis"
     return bool(is_redis and not is_in_test(worker))
 
 
-def plan_handed(
+def plan_handing(
     worker: Any, all_tasks: Sequence[BatchTask], tasks: Sequence[BatchTask], settings: Settings
-) -> PullPlan:
+) -> QueuePlan:
     """Has Celery's consumer hand its batch jobs over."""
     for task in all_tasks:
         type(task).Strategy = "batchery_worker.handing:hand_over"
@@ -146,11 +146,11 @@ def _make_plan(
     tasks: Sequence[BatchTask],
     places: Mapping[str, Mapping[str, str]],
     **fields: Any,
-) -> PullPlan:
+) -> QueuePlan:
     steps = worker.blueprint.order
     has_beat = any(isinstance(each, components.Beat) and each.enabled for each in steps)
     has_ordinary = not all(isinstance(each, BatchTask) for each in list_own_tasks(worker.app))
-    return PullPlan(
+    return QueuePlan(
         app=worker.app,
         tasks=tasks,
         places=places,
@@ -162,12 +162,12 @@ def _make_plan(
     )
 
 
-def plan_pull(
+def plan_leasing(
     worker: Any,
     all_tasks: Sequence[BatchTask],
     tasks: Sequence[BatchTask],
     settings: Settings,
-) -> PullPlan:
+) -> QueuePlan:
     """Chooses the queues, and takes them from Celery's consumer."""
     app = worker.app
     kinds = kinds_by_queue(app, settings.max_batch_size)
