@@ -14,7 +14,7 @@ from typing import Any
 
 from celery import current_task, signals
 from opentelemetry import propagate, trace
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from batchery import tracing
 from batchery.tracing import TracedBatch, TracedJob
@@ -95,8 +95,6 @@ class _OpenTelemetry:
                 **{FACTS[name]: value for name, value in batch.info.items() if name in FACTS},
             },
         )
-        if batch.error:
-            span.set_status(Status(StatusCode.ERROR, batch.error))
         span.end(ended_ns)
 
 

@@ -6,7 +6,7 @@ ask, whether it is installed or not.
 
 import contextvars
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -22,16 +22,14 @@ class TracedJob:
 
 @dataclass(frozen=True, slots=True)
 class TracedBatch:
-    """A batch that has come back from its device, or whose device has died."""
+    """A batch that was answered."""
 
     task: str
     jobs: Sequence[TracedJob]
     #: How long the device had it, in seconds.
     duration_s: float
-    #: Facts of the batch; empty if its device has died.
-    info: Mapping[str, Any] = field(default_factory=dict)
-    #: How its device died; empty if it did not.
-    error: str = ""
+    #: Facts of the batch, as they are stored with each result.
+    info: Mapping[str, Any]
 
 
 class Tracing(Protocol):
