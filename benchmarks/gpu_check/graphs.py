@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchery_worker.device.loading import find_memory
+from batchery_worker.device.start import find_memory
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward import RandomTexts
 from batchery_worker.models.forward.cuda_graphs import (

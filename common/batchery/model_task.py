@@ -22,6 +22,10 @@ class ModelTask(BatchTask):
 
     abstract = True
 
+    #: See `BatchTask`; and what makes the loop of a model that runs in slots.
+    Runner = "batchery_worker.serving.model_runner:ModelRunner"
+    SlotLoop = "batchery_worker.serving.slot_loop:load_slot_loop"
+
     #: Characters of a result in logs and events: enough to tell vectors apart, not to read them.
     resultrepr_maxsize = 128
 

@@ -181,6 +181,9 @@ class BatchTask(_Task):
     throws = (InvalidItem, BatchArgumentError)
     Request = "batchery_worker.request:BatchRequest"
 
+    #: What runs its batches on a device: the path of a class, see `device/runner.py`.
+    Runner = "batchery_worker.device.functions:FunctionRunner"
+
     # Celery's autoretry wraps `run` unless it finds this name. Here `run` takes a whole batch, so
     # the retry is wrapped around one job's outcome instead: see `Delivery`.
     _orig_run = None

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from batchery import Model
-from batchery_worker.device.loading import find_memory
+from batchery_worker.device.start import find_memory
 from batchery_worker.memory import Memory
 from batchery_worker.models.hardware.devices import CudaMemory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 pytestmark = [

@@ -21,7 +21,7 @@ from batchery import (
     register,
 )
 from batchery.execution.bisect_failures import has_run_out
-from batchery_worker.device.loading import check_device, load_model
+from batchery_worker.device.start import check_device
 from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
@@ -31,6 +31,7 @@ from batchery_worker.ipc.messages import (
     dump_message,
     load_reply,
 )
+from batchery_worker.serving.loading import load_model
 from support.patience import patient
 
 TESTS = str(Path(__file__).resolve().parents[1])
@@ -191,7 +192,7 @@ def test_a_model_that_refuses_its_own_warm_up_is_named(
 
 def test_the_cpu_is_always_there_and_needs_no_torch() -> None:
     script = (
-        "import sys; from batchery_worker.device.loading import check_device;"
+        "import sys; from batchery_worker.device.start import check_device;"
         " check_device('cpu'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -9,7 +9,6 @@ from batchery.task import BatchTask
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.job import Batch
 from batchery_worker.result_cache import DedupedBatch
-from batchery_worker.served_model import LoadedModel
 from batchery_worker.work import Work
 
 
@@ -62,8 +61,8 @@ class DeviceBatch:
 
     #: The items that have to be computed, prepared.
     items: Sequence[Any] = ()
-    #: Its model; None for a function, or if the model is not loaded yet.
-    served: LoadedModel | None = None
+    #: Its runner's own: what it is run with.
+    served: Any = None
     #: Which items share a result; None if each item is computed.
     deduped: DedupedBatch | None = None
     prepare_ms: float = 0.0
@@ -81,7 +80,7 @@ class DeviceBatch:
     #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
     tokens: int = 0
     computed_tokens: int = 0
-    #: See `LoadedModel.version`.
+    #: That of its model; empty if it has none.
     version: str = ""
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0

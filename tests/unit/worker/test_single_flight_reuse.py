@@ -8,9 +8,9 @@ import pytest
 
 from batchery import Model
 from batchery.errors import ModelLoadError
-from batchery_worker.device.loading import build_identity
 from batchery_worker.plain_values import Encoded
 from batchery_worker.result_cache import SingleFlight
+from batchery_worker.serving.loading import build_identity
 from batchery_worker.work import CachePolicy, Work
 
 

@@ -18,9 +18,10 @@ from batchery.execution.batch import prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.installation import get_installation
 from batchery.model_task import ModelTask
-from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
+from batchery_worker.device.start import find_memory
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.loading import load_model, sample_items, sample_keywords
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 #: A batch of one shows what batching is worth.

@@ -218,6 +218,11 @@ def own_outcome(computed: Any) -> Any:
     if not isinstance(computed, Failed):
         return computed
     error = copy_exception(computed.exception)
+    try:
+        # Its own code may be broken, which Celery's backend asks for them.
+        _ = error.args
+    except Exception:  # noqa: BLE001
+        error = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
     with_frames(error, computed.frames or collect_frames(computed.exception))
     if error.__traceback__ is None and computed.traceback:
         # Also where the class refuses attributes: a frozen dataclass does.

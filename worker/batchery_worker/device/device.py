@@ -20,36 +20,21 @@ from functools import partial
 from typing import Any, cast
 
 from celery import Celery, signals
+from kombu.utils.imports import symbol_by_name
 
 from batchery.device_names import main_device
 from batchery.errors import BatcheryError
-from batchery.execution.batch import prepare
-from batchery.installation import get_installation
-from batchery.model import StepModel
-from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
-from batchery.settings import ModelSettings
+from batchery.task import BatchTask
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.commit.committer import broker_client
 from batchery_worker.device.answerer import Answerer
 from batchery_worker.device.feed import Feed
-from batchery_worker.device.functions import EventLoop, drop_pieces, run_batch, soft_time_limit
-from batchery_worker.device.loading import (
-    build_identity,
-    check_device,
-    find_memory,
-    find_task,
-    import_app,
-    load_model,
-    read_version,
-    serve_model,
-)
-from batchery_worker.device.model_pool import ModelPool
+from batchery_worker.device.functions import EventLoop
 from batchery_worker.device.pieces import PieceWriter
-from batchery_worker.device.reload import Reloader
-from batchery_worker.device.slot_loop import SlotJob, SlotLoop
+from batchery_worker.device.runner import Between, Runner, RunnerContext
+from batchery_worker.device.start import check_device, find_memory, import_app
 from batchery_worker.device.started import StartedStates
-from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.framing import write_frame
 from batchery_worker.ipc.logs import redirect_prints
 from batchery_worker.ipc.messages import (
@@ -67,9 +52,7 @@ from batchery_worker.ipc.messages import (
     Setup,
     dump_reply,
 )
-from batchery_worker.memory import Memory
 from batchery_worker.result_cache import ResultCache, SingleFlight
-from batchery_worker.served_model import LoadedModel
 from batchery_worker.work import Cancel, Work
 
 logger = logging.getLogger("batchery.device")
@@ -101,22 +84,13 @@ class Device:
         self._lasted_ms: dict[str, float] = {}
         #: Batches that the main thread has taken in, in the order in which they run.
         self._ahead: deque[DeviceBatch] = deque()
-        #: By name of a task: the settings of its model, where they are not those of the app.
-        self._versions: dict[str, ModelSettings] = {}
-        self._reloader = Reloader(
-            lambda name: self._models.find_dimensions(name),
-            self._load_version,
-            self._swap,
-            lambda: self._memory.release(),
-            lambda reply: self.tell(reply._replace(figures=self.figures())),
-        )
-        #: The loop over the steps of its model, if that runs in slots.
-        self._slot_loop: SlotLoop | None = None
-        self._memory = Memory()
-        self._name = "cpu"
         self._app: Celery
         self._setup: Setup
-        self._models: ModelPool
+        self._context: RunnerContext
+        #: By the name of their class.
+        self._runners: dict[str, Runner] = {}
+        #: The loop over the steps of its model, if that runs in slots.
+        self._slot_loop: Any = None
         self._reuse: SingleFlight
         self._started: StartedStates
         self._pieces: PieceWriter
@@ -138,33 +112,26 @@ class Device:
         """
         started_s = time.monotonic()
         self._setup = setup
-        self._name = main_device(setup.device)
         if app is None:
             self._app = import_app(setup)
         else:
             check_device(setup.device)
             self._app = app
-        self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
         self._pieces = PieceWriter(self._app.backend, partial(broker_client, self._app))
         self._started = StartedStates(self._app)
         self._answerer = Answerer(
             *(self._app, setup.name, self._reuse, self._pieces, self.tell, self._settle)
         )
+        self._context = RunnerContext(
+            *(self._app, setup, main_device(setup.device)),
+            find_memory(setup.device, setup.memory_fraction),
+            *(self._pieces, self.tell, lambda: self.feed.find_wanted()),
+        )
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
             signals.worker_process_init.send(sender=None)
-        self._versions = dict(setup.versions)
-        self._models = ModelPool(self._load, self._estimate, setup, self._memory)
-        if setup.slots:
-            task = cast(ModelTask, self._app.tasks[setup.task])
-            model = load_model(task, setup.device, self._versions.get(task.name))
-            self._slot_loop = SlotLoop(
-                *(cast(StepModel, model), setup, self._finish, self._free_slot, self.tell),
-                *(self._pieces, read_version(model)),
-            )
-        else:
-            self._models.load_first(setup.load)
+        self._load()
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
@@ -174,6 +141,26 @@ class Device:
         source.on_parted = lambda holder: self.tell(Parted(holder))
         source.on_refused = lambda error: self.tell(NotReady(type(error).__name__, str(error)))
         return Ready(os.getpid(), time.monotonic() - started_s, self.figures())
+
+    def _load(self) -> None:
+        """Loads what must be there before the device is ready."""
+        tasks: dict[str, Any] = self._app.tasks
+        if self._setup.slots:
+            load = symbol_by_name(tasks[self._setup.task].SlotLoop)
+            self._slot_loop = load(self._context, self._finish, self._free_slot)
+            return
+        for task in tasks.values():
+            if isinstance(task, BatchTask):
+                self._find_runner(task)
+
+    def _find_runner(self, task: BatchTask) -> Runner:
+        """What runs the batches of a task."""
+        runner = self._runners.get(task.Runner)
+        if runner is None:
+            # Where a test defines a task while its worker runs, its runner may be new.
+            runner = self._runners[task.Runner] = symbol_by_name(task.Runner)(self._context)
+            runner.start()
+        return runner
 
     # The loop
 
@@ -203,9 +190,9 @@ class Device:
         batch = self._ahead.popleft() if self._ahead else self.feed.take()
         if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
             self.feed.read_ahead()
-        with self._reloader.turn.gate:
+        with self._context.turn.gate:
             pass  # A thread that builds a model may hold it.
-        with self._reloader.turn.running:
+        with self._context.turn.running:
             self._forward(batch, loop.run)
         self._lasted_ms[batch.work.task] = batch.forward_ms
         # With nothing else to do meanwhile: another thread would start later.
@@ -232,7 +219,7 @@ class Device:
             self._told.discard(batch.work.id)
             self._write(Ended(batch.work.id))
         self.feed.end(batch)
-        self._reloader.unanswered.discard(batch.work.id)
+        self._context.unanswered.discard(batch.work.id)
 
     # Jobs in slots
 
@@ -245,25 +232,23 @@ class Device:
 
     # Preparing, beside what runs
 
-    def _prepare(self, batch: DeviceBatch | Cancel) -> DeviceBatch | SlotJob | Cancel:
+    def _prepare(self, batch: DeviceBatch | Cancel) -> Any:
         """Prepares what runs next; on either of two threads, never on both at once."""
         if isinstance(batch, Cancel):
             return batch
         work = batch.work
-        if self._slot_loop is not None:
-            with self._excused(work):
-                self._started.store(work)
-                pieces = self._pieces.read(work) if work.pieces is not None else ()
-            return self._slot_loop.prepare(batch, pieces)
-        # Before its model is chosen: that one is not freed until then.
-        self._reloader.unanswered.add(work.id)
-        started_s = time.perf_counter()
-        batch.served = self._models.loaded.get(work.task)
-        self._choose_items(batch)
         if work.contexts:
             # Before the function, which may set states of its own.
             with self._excused(work):
                 self._started.store(work)
+        if self._slot_loop is not None:
+            with self._excused(work):
+                pieces = self._pieces.read(work) if work.pieces is not None else ()
+            return self._slot_loop.prepare(batch, pieces)
+        # Before its runner chooses a model, which is not freed until the batch is answered.
+        self._context.unanswered.add(work.id)
+        started_s = time.perf_counter()
+        self._choose_items(batch)
         batch.ended_s = time.perf_counter()
         batch.prepare_ms = (batch.ended_s - started_s) * 1e3
         if work.pieces is not None:
@@ -271,15 +256,15 @@ class Device:
         return batch
 
     def _choose_items(self, batch: DeviceBatch) -> None:
-        """Finds the items that have to be computed; prepares them if their model is loaded."""
-        work, served = batch.work, batch.served
+        """Finds the items that have to be computed, and prepares them."""
+        work, runner = batch.work, self._find_runner(batch.task)
+        identity = runner.choose(batch)
         items = [item for _, part, _ in work.jobs for item in part]
         if work.cache is not None:
             with self._excused(work):
-                identity = served.identity if served is not None else ""
                 batch.deduped = self._reuse.begin(work, work.cache, items, identity)
             items = [items[position] for position in batch.deduped.positions]
-        batch.items = items if served is None else prepare(served.model, items, work.keywords)
+        batch.items = runner.prepare(batch, items)
 
     @contextmanager
     def _excused(self, work: Work) -> Iterator[None]:
@@ -292,20 +277,18 @@ class Device:
 
     def _forward(self, batch: DeviceBatch, resolve: Callable[[Any], Any]) -> None:
         """Fills in the outcomes of a batch."""
-        work = batch.work
+        work, runner = batch.work, self._find_runner(batch.task)
         if work.urgent:
             self.tell(Began(work.id))
         batch.queued_ms = (time.perf_counter() - batch.ended_s) * 1e3
-        if batch.served is None or not batch.served.is_loaded:
-            try:
-                if isinstance(batch.task, ModelTask):
-                    self._make_ready(batch)
-            except BatcheryError as error:
-                batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
-                batch.deduped, batch.ended_s = None, time.perf_counter()
-                return
+        try:
+            if runner.make_ready(batch):
+                self._choose_items(batch)
+        except BatcheryError as error:
+            batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
+            batch.deduped, batch.ended_s = None, time.perf_counter()
+            return
         self.feed.note_begun(batch)
-        items, served, deduped = batch.items, batch.served, batch.deduped
         started_s = time.perf_counter()
         interrupted_s = 0.0
 
@@ -316,43 +299,16 @@ class Device:
                 self._run_urgent(resolve)
             interrupted_s += time.perf_counter()
 
-        def run(part: list[Any]) -> list[Any]:
-            if served is None:
-                return self._run_function(batch, part, resolve, run_urgent)
-            limit = partial(soft_time_limit, work.soft_time_limit_s)
-            # Behind an urgent batch comes the rest of what it has interrupted.
-            start_next = (lambda: None) if work.urgent else self._start_next
-            outcomes, tokens, computed_tokens = served.compute(
-                part, work, limit, start_next, run_urgent
-            )
-            batch.tokens += tokens
-            batch.computed_tokens += computed_tokens
-            return outcomes
-
+        # Behind an urgent batch comes the rest of what it has interrupted.
+        start_next = (lambda: None) if work.urgent else self._start_next
+        between = Between(run_urgent, start_next, resolve)
         self.current = work
-        batch.outcomes = self._reuse.run(deduped, items, run)
+        batch.outcomes = self._reuse.run(
+            batch.deduped, batch.items, lambda items: runner.run(batch, items, between)
+        )
         self.current = None
         batch.ended_s = time.perf_counter()
         batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
-        batch.version = served.version if served is not None else ""
-
-    def _run_function(
-        self,
-        batch: DeviceBatch,
-        items: list[Any],
-        resolve: Callable[[Any], Any],
-        run_urgent: Callable[[], None],
-    ) -> list[Any]:
-        # Of results that are cached or shared there are no pieces.
-        is_streamed = batch.work.pieces is not None and batch.deduped is None
-        receive = self._pieces.receive(batch.work) if is_streamed else drop_pieces
-        outcomes = run_batch(
-            batch.task, batch.work, self._name, items, resolve, run_urgent, receive
-        )
-        if Failed in map(type, outcomes):
-            # As for models: where the context of the device is dead, this ends the process.
-            self._memory.wait()
-        return outcomes
 
     def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
         """Runs the urgent batches that have come, in the midst of another one."""
@@ -365,10 +321,7 @@ class Device:
             self._look_ahead()
 
     def _can_begin(self, batch: DeviceBatch) -> bool:
-        """Whether a batch loads no model, for which the one that it interrupts might have to go."""
-        if batch.served is not None:
-            return batch.served.is_loaded
-        return not isinstance(batch.task, ModelTask)
+        return self._find_runner(batch.task).may_interrupt(batch)
 
     def _start_next(self) -> None:
         """Starts the first pass of the next batch, if that batch is prepared."""
@@ -378,69 +331,12 @@ class Device:
         batch = self._ahead[0]
         # An urgent one runs before the passes that were started. Single flight: which items are
         # left to compute depends on the batch before.
-        if not (batch.served and batch.served.is_loaded):
-            return
         if batch.deduped is None and not batch.work.urgent:
-            batch.served.start(batch.items, batch.work)
-
-    # Models
-
-    def _make_ready(self, batch: DeviceBatch) -> None:
-        """Loads the model of a batch, if it is not there, and prepares the items with it.
-
-        Raises:
-            BatcheryError: The model cannot be loaded.
-        """
-        served = self._serve(batch)
-        if served is not batch.served:
-            batch.served = served
-            self._choose_items(batch)
-
-    def _serve(self, batch: DeviceBatch) -> LoadedModel:
-        """Makes the model of a batch ready; the worker must not take that for a pass that hangs."""
-        work = batch.work
-        if work.task in self._models.loaded:
-            return self._models.loaded[work.task]
-        began_s = time.monotonic()
-        self.tell(Loads(work.id, self._models.expect_load_s(work.task)))
-        try:
-            return self._models.serve(work.task, self.feed.find_wanted())
-        finally:
-            batch.load_s = time.monotonic() - began_s
-            self.tell(Loaded(work.id, self.figures()))
-
-    def _load(self, name: str) -> LoadedModel:
-        served = self._load_version(name, None)
-        self._reloader.note_threads()
-        return served
+            self._find_runner(batch.task).start_ahead(batch)
 
     def reload(self, order: Reload) -> None:
         """Loads another version of a model beside the one that serves; the worker is told."""
-        self._reloader.begin(order)
-
-    def _swap(
-        self, new: LoadedModel, settings: ModelSettings | None, load_s: float
-    ) -> LoadedModel | None:
-        """Puts another version into the place of a model; while no batch runs."""
-        old = self._models.replace(new, load_s)
-        if settings is not None:
-            self._versions[new.name] = settings
-        return old
-
-    def _estimate(self, name: str) -> int | None:
-        task = cast(ModelTask, self._app.tasks[name])
-        return estimate_bytes(self._versions.get(name) or task.model_settings, self._name)
-
-    def _load_version(self, name: str, settings: ModelSettings | None) -> LoadedModel:
-        task = cast(ModelTask, find_task(self._app, name))
-        make_model = partial(task.make_model, settings or self._versions.get(name))
-        served = serve_model(name, make_model, self._setup.device, self._memory, gives_json=True)
-        # Each batch has it, too; but somebody may look before the first one.
-        own = get_installation(self._app).settings.max_batch_tokens
-        served.limit(task.max_batch_tokens or own)
-        served.identity = build_identity(task, served.model)
-        served.version = read_version(served.model)
-        return served
+        self._find_runner(cast(BatchTask, self._app.tasks[order.task])).reload(order)
 
     # What the worker is told
 
@@ -463,10 +359,9 @@ class Device:
 
     def figures(self) -> dict[str, Any]:
         """Figures of its models and its memory; from any thread."""
-        models = self._models.figures()
-        if self._slot_loop is not None:
-            models[self._setup.task].update(state="loaded", **self._slot_loop.figures())
-        return {"models": models, "memory": self._memory.figures()}
+        parts = [*self._runners.values()] if self._slot_loop is None else [self._slot_loop]
+        models = {name: each for part in parts for name, each in part.figures().items()}
+        return {"models": models, "memory": self._context.memory.figures()}
 
 
 def run_or_die(stage: Callable[[], None]) -> None:

@@ -14,9 +14,12 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.fixups.django import DjangoFixup
 
 from batchery.execution.batch import Receive, run_function
-from batchery.outcomes import Partial
+from batchery.outcomes import Failed, Partial
 from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
+from batchery_worker.batch import DeviceBatch
+from batchery_worker.device.runner import Between, RunnerContext
+from batchery_worker.ipc.messages import Reload
 from batchery_worker.work import Work
 
 #: Headers that the function does not see: it has their values already, or has no use for them.
@@ -67,6 +70,58 @@ class EventLoop:
     def close(self) -> None:
         """Ends the loop."""
         self._runner.close()
+
+
+class FunctionRunner:
+    """Runs batch functions; see `Runner`."""
+
+    def __init__(self, context: RunnerContext) -> None:
+        """There is nothing to load."""
+        self._context = context
+
+    def start(self) -> None:
+        """Does nothing: the app is imported."""
+
+    def choose(self, batch: DeviceBatch) -> str:  # noqa: ARG002 - as `Runner`, like the others
+        """Results depend on the items alone, and on the version that the task names."""
+        return ""
+
+    def prepare(self, batch: DeviceBatch, items: list[Any]) -> Sequence[Any]:  # noqa: ARG002
+        """Leaves the items as they are."""
+        return items
+
+    def make_ready(self, batch: DeviceBatch) -> bool:  # noqa: ARG002
+        """Functions are always ready."""
+        return False
+
+    def may_interrupt(self, batch: DeviceBatch) -> bool:  # noqa: ARG002
+        """Any function may run between two calls of another one."""
+        return True
+
+    def run(self, batch: DeviceBatch, items: list[Any], between: Between) -> list[Any]:
+        """Calls the function of the batch's task."""
+        context, work = self._context, batch.work
+        # Of results that are cached or shared there are no pieces.
+        is_streamed = work.pieces is not None and batch.deduped is None
+        receive = context.pieces.receive(work) if is_streamed else drop_pieces
+        outcomes = run_batch(
+            *(batch.task, work, context.device, items),
+            *(between.resolve, between.run_urgent, receive),
+        )
+        if Failed in map(type, outcomes):
+            # As for models: where the context of the device is dead, this ends the process.
+            context.memory.wait()
+        return outcomes
+
+    def start_ahead(self, batch: DeviceBatch) -> None:
+        """Does nothing: a function is not begun before its turn."""
+
+    def reload(self, order: Reload) -> None:
+        """Nobody orders it."""
+
+    def figures(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
 
 
 def drop_pieces(part: Sequence[int]) -> Callable[[Partial], None]:  # noqa: ARG001

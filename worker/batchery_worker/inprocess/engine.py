@@ -14,7 +14,6 @@ from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, Settings
-from batchery_worker.device.loading import EngineModel
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
@@ -23,7 +22,8 @@ from batchery_worker.inprocess.options import (
     check_names,
     check_number,
 )
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.loading import EngineModel
+from batchery_worker.serving.served_model import LoadedModel
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")

@@ -13,7 +13,7 @@ from batchery import Failed, InvalidItem, Model, StartError, install, register
 from batchery_worker.cli import tune as command
 from batchery_worker.cli.tune import ROUNDS, SIZES, recommend, tune
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 
 app = install(Celery("tuned", broker="memory://", set_as_current=False))
 

@@ -45,7 +45,6 @@ class Frozen(Exception):
         Unlucky(4, reason="made up"),
         ValueError(object(), lambda: None, {1, 2}),
         Mute("unspeakable"),
-        Argless("as told"),
         Frozen(3),
         OSError(2, "no such file", "a.txt"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
@@ -58,6 +57,11 @@ def test_class_and_attributes_are_the_function_s(error: Exception) -> None:
     assert type(found) is type(error)
     assert vars(found) == vars(error)
     assert str(found.__cause__) == "somewhere"
+
+
+def test_exception_without_arguments_is_its_text() -> None:
+    found = own_outcome(Failed(Argless("as told"))).exception
+    assert (type(found), str(found)) == (ItemFailed, "Argless: as told")
 
 
 def test_one_exception_of_many_jobs_is_another_one_for_each() -> None:

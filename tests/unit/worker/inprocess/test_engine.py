@@ -27,9 +27,9 @@ from batchery import (
     OutOfMemory,
     SettingsError,
 )
-from batchery_worker.device import loading
 from batchery_worker.memory import Memory
 from batchery_worker.models.embedding import EmbeddingModel
+from batchery_worker.serving import loading
 from support.gate import WAIT_S, batcher_threads
 from support.harness import wait_for
 from support.tiny_models import run, save_model

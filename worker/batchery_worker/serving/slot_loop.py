@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
@@ -19,11 +19,14 @@ from batchery.execution.batch import prepare
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.execution.steps import SlotItem, Slots
 from batchery.model import GOES_ON, StepModel
+from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery_worker.batch import DeviceBatch, TextTimes
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.device.pieces import PieceWriter
+from batchery_worker.device.runner import RunnerContext
 from batchery_worker.ipc.messages import Reply, Setup, Stepped
+from batchery_worker.serving.loading import load_model, read_version
 from batchery_worker.work import Cancel, Work
 
 #: How often the worker is told that there are steps, in seconds.
@@ -37,6 +40,24 @@ ItemId = tuple[int, int]
 
 #: What is known of a job whose time is over: its failure, or that nobody wants it any more.
 Verdict = Failed | CommitStatus
+
+
+def load_slot_loop(
+    context: RunnerContext,
+    finish: Callable[[DeviceBatch, bool], None],
+    free_slot: Callable[[int], None],
+) -> "SlotLoop":
+    """Loads the model of a device with slots; arguments are as of `SlotLoop`.
+
+    Raises:
+        ModelLoadError: It cannot be loaded.
+    """
+    setup = context.setup
+    task = cast(ModelTask, context.app.tasks[setup.task])
+    model = load_model(task, setup.device, setup.versions.get(task.name))
+    version = read_version(model)
+    told = finish, free_slot, context.tell, context.pieces
+    return SlotLoop(cast(StepModel, model), setup, *told, version)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,14 +151,17 @@ class SlotLoop:
                 self._step()
 
     def figures(self) -> dict[str, Any]:
-        """What `batchery stats` shows of the model."""
-        return {
+        """What `batchery stats` shows of the model, by its task."""
+        figures = {
+            "state": "loaded",
+            "why": self._setup.models.get(self._setup.task, ""),
             **({"version": self._version} if self._version else {}),
             "slots": self._setup.slots,
             "slots_taken": self._slots.taken,
             "steps": self._steps,
             "step_ms": round(self._steps_s * 1e3 / self._steps, 3) if self._steps else None,
         }
+        return {self._setup.task: figures}
 
     def _take_in(self, message: SlotJob | Cancel) -> None:
         if isinstance(message, Cancel):

@@ -9,9 +9,9 @@ import pytest
 
 from batchery import Failed, Model
 from batchery_worker.batching.cost_model import Costs
-from batchery_worker.device.loading import find_memory
+from batchery_worker.device.start import find_memory
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 #: Tokens of the passes that fit.
@@ -66,7 +66,9 @@ def model(memory: Counted) -> Tight:
 
 @pytest.fixture
 def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr("batchery_worker.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512})
+    monkeypatch.setattr(
+        "batchery_worker.serving.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512}
+    )
     return LoadedModel("tight", model, "cpu", memory, loaded_bytes=70)
 
 

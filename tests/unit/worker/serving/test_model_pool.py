@@ -8,10 +8,10 @@ import pytest
 
 from batchery import Model
 from batchery.errors import ModelLoadError
-from batchery_worker.device.model_pool import FIRST_DEMAND, ModelPool
 from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.model_pool import FIRST_DEMAND, ModelPool
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 MIB = 2**20

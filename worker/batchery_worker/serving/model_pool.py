@@ -18,7 +18,7 @@ from batchery_worker.batching.placement import EVERYWHERE
 from batchery_worker.batching.residency import HeldModel, choose_victims
 from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 
 logger = logging.getLogger("batchery.device")
 

@@ -1,6 +1,5 @@
 """From a task to its model: loaded, warmed up, on an existing device."""
 
-import importlib
 import logging
 import sys
 import time
@@ -8,24 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from celery import Celery
-
-from batchery.device_names import device_type, main_device
-from batchery.errors import AppNotImportable, ModelLoadError, StartError
+from batchery.errors import ModelLoadError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.steps import run_steps
 from batchery.model import Model, StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery.task import BatchTask
+from batchery_worker.device.start import check_device, find_memory
 from batchery_worker.device_pool.startup import choose_devices
-from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
@@ -235,60 +229,3 @@ def build_identity(task: ModelTask, model: Model) -> str:
             f"model {task.name!r}: its results cannot be kept, as it does not say what they depend"
             f" on: {type(error).__name__}: {error}"
         ) from error
-
-
-def check_device(device: str) -> None:
-    """Makes a device torch's default on this thread, before anything opens a context on another."""
-    if not _is_torch_device(device):
-        return
-    # It imports torch, and a worker on a CPU may have none.
-    from batchery_worker.models.hardware.devices import use_device
-
-    use_device(device)
-
-
-def _is_torch_device(device: str) -> bool:
-    """Whether torch has a say: batch functions may use a GPU by another library alone."""
-    return device_type(device) != "cpu" and find_spec("torch") is not None
-
-
-def import_app(setup: Setup) -> Celery:
-    """Imports the Celery app and the modules of its tasks, as the worker did."""
-    sys.path[:] = list(setup.sys_path)
-    # First of all: an import that touches CUDA opens its context on the default device.
-    check_device(setup.device)
-    module, _, attribute = setup.app.partition(":")
-    app: Celery = getattr(importlib.import_module(module), attribute)
-    app.conf.update(setup.conf)
-    app.set_current()
-    app.set_default()
-    app.loader.import_default_modules()
-    for each in setup.modules:
-        importlib.import_module(each)
-    app.finalize()
-    return app
-
-
-def find_task(app: Celery, name: str) -> BatchTask:
-    """A batch task, in a device process.
-
-    Raises:
-        AppNotImportable: The worker's app has the task, but a freshly imported app has not.
-    """
-    task = app.tasks.get(name)
-    if task is None:
-        raise AppNotImportable(
-            f"task {name!r} is not there when a device process imports the app and"
-            " the modules of its tasks; define it where an import alone makes it"
-        )
-    return cast(BatchTask, task)
-
-
-def find_memory(device: str, fraction: float = 1.0) -> Memory:
-    """The memory of a device, and on CUDA the fraction of it that this process may use."""
-    if not device.startswith("cuda") or not _is_torch_device(device):
-        return Memory()
-    # It imports torch, and a worker on a CPU may have none.
-    from batchery_worker.models.hardware.devices import CudaMemory
-
-    return CudaMemory(main_device(device), fraction)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchery_worker.device.slot_loop import _time_texts
+from batchery_worker.serving.slot_loop import _time_texts
 
 
 class Odd:

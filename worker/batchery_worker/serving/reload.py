@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from batchery.errors import BatcheryError, ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
 from batchery.settings import ModelSettings
+from batchery_worker.device.runner import PassTurn
 from batchery_worker.ipc.messages import Reload, Reloaded
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving.served_model import LoadedModel
 
 #: How often the thread looks whether batches of the old version are answered, in seconds.
 LOOK_S = 0.01
@@ -26,28 +27,6 @@ LoadVersion = Callable[[str, ModelSettings | None], LoadedModel]
 
 #: Takes the new version, its settings, and how long it took to load, in seconds.
 SwapVersion = Callable[[LoadedModel, ModelSettings | None, float], LoadedModel | None]
-
-
-class PassTurn:
-    """Stops the thread that computes, between two batches, as long as this is entered.
-
-    Attributes:
-        gate: That thread takes it for a moment before each batch. So it does not go on again and
-            again while another one waits for it.
-        running: It holds this while it computes.
-    """
-
-    def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.running = threading.Lock()
-
-    def __enter__(self) -> None:
-        self.gate.acquire()
-        self.running.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.running.release()
-        self.gate.release()
 
 
 class Reloader:
@@ -60,6 +39,8 @@ class Reloader:
         swap: SwapVersion,
         release_memory: Callable[[], None],
         tell: Callable[[Reloaded], None],
+        turn: PassTurn,
+        unanswered: set[int],
     ) -> None:
         """Starts no thread yet.
 
@@ -68,16 +49,17 @@ class Reloader:
             load: Loads a version.
             swap: Puts it into the place of the other one, and returns that; called between batches.
             release_memory: Gives back memory of the device that nothing holds.
-            tell: Sends a message to the parent.
+            tell: Sends a message to the worker.
+            turn: That of the thread that computes.
+            unanswered: As of `RunnerContext`.
         """
         self._find_dimensions = find_dimensions
         self._load = load
         self._swap = swap
         self._release_memory = release_memory
         self._tell = tell
-        #: Ids of the batches that have begun to be prepared, and are not answered.
-        self.unanswered: set[int] = set()
-        self.turn = PassTurn()
+        self._turn = turn
+        self._unanswered = unanswered
         self._threads: int | None = None
 
     def note_threads(self) -> None:
@@ -100,12 +82,12 @@ class Reloader:
             sys.modules["torch"].set_num_threads(self._threads)
         old = None
         try:
-            with _in_turn(self.turn):
+            with _in_turn(self._turn):
                 new = self._load(order.task, order.settings)
             if not order.force:
                 check_dimensions(self._find_dimensions(order.task), new)
             load_s = time.monotonic() - started_s
-            with self.turn:
+            with self._turn:
                 old = self._swap(new, order.settings, load_s)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent waits
             answer = Reloaded(order.task, "", 0.0, describe(error))
@@ -123,8 +105,8 @@ class Reloader:
 
     def _retire(self, old: LoadedModel) -> None:
         """Waits for the last batch of a version."""
-        held = set(self.unanswered)
-        while held & self.unanswered:
+        held = set(self._unanswered)
+        while held & self._unanswered:
             time.sleep(LOOK_S)
         old.unload()
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery import Model
-from batchery_worker import served_model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.memory import Memory
-from batchery_worker.served_model import LoadedModel
+from batchery_worker.serving import served_model
+from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 #: Of passes; wide enough that more than one plan is worth a thought.

@@ -1,0 +1,1 @@
+"""Models that a device serves: loaded, swapped, run in batches or in slots."""
