@@ -54,7 +54,9 @@ def test_a_device_that_is_recycled_says_so(start_worker: StartWorker, tmp_path: 
     worker = start_worker("apps.households", "-c", "1", env={"BATCHERY_DEVICE_MAX_JOBS": "1"})
     worker.wait_answers(households.app)
     pids = [households.pid.delay(0.1).get(timeout=TIMEOUT_S) for _ in range(3)]
-    wait_for(lambda: read_farewells(tmp_path) == expected(*pids), "all have said so")
+    # One that is due may run one more job before it is told.
+    own = dict.fromkeys(pids)
+    wait_for(lambda: read_farewells(tmp_path) == expected(*own), "all have said so")
     assert worker.stop() == 0, worker.log
     assert "died" not in worker.log
 
