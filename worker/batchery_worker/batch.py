@@ -6,6 +6,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from batchery.task import BatchTask
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.job import Batch
 from batchery_worker.result_cache import DedupedBatch
@@ -45,8 +46,10 @@ class DeviceBatch:
     #: As the scheduler has formed it.
     formed: Batch[Any]
     formed_s: float = field(default_factory=monotonic)
-    #: Its note among the running batches in Redis; None where there are no leases.
-    note: Any = None
+    #: Has the leases of its jobs; None where there are none.
+    store: LeaseStore | None = None
+    #: Number of its note among the running batches in Redis.
+    note: int = 0
 
     # In slots
 
@@ -104,8 +107,3 @@ class DeviceBatch:
     def runs_since_s(self) -> float:
         """When it began; while it has not, when it was formed."""
         return self.formed_s if self.began_s is None else self.began_s
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether its jobs may kill a device, so that no other job may run."""
-        return self.formed.jobs[0].recovered

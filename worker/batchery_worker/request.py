@@ -1,6 +1,6 @@
 """Celery's request, which also knows its lease, and in which batch it ran."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,14 +28,6 @@ def get_lease(message: Any) -> LeaseHandle | None:
     store = getattr(message.channel, "lease_store", None)
     tag = message.delivery_tag
     return None if store is None or not tag.isdigit() else LeaseHandle(store, tag)
-
-
-def get_lease_store(leases: Iterable[LeaseHandle | None]) -> LeaseStore | None:
-    """The lease store of a batch, which is that of its first lease; None where there is no lease.
-
-    After a failover to another Redis the store is another one, so each lease must be compared.
-    """
-    return next((lease.store for lease in leases if lease is not None), None)
 
 
 def give_back(request: Any) -> None:

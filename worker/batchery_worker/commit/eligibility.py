@@ -1,27 +1,29 @@
-"""Decides which jobs a device may commit by itself, and makes the commit context.
+"""Decides which jobs a device may commit by itself, and makes the contexts of results and pieces.
 
-All other jobs take the slow way, by Celery's own tracer in the main process.
+All other jobs take the slow way, by Celery's own tracer.
 """
 
 import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from celery import Celery
 from celery.app import trace
 
-from batchery.protocol.headers import HEADER, read_keep_s, read_stream_name
+from batchery.protocol.headers import HEADER, is_streamed, read_keep_s, read_stream_name
+from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit import sentry
 from batchery_worker.commit.committer import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import Job
-from batchery_worker.request import get_lease_store
-from batchery_worker.work import CommitContext, JobCommit
+from batchery_worker.work import CommitContext, JobCommit, PieceContext
 
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
 NO_LEASE = "no lease: another broker or transport, acks_late off, or a lease that was lost"
@@ -88,26 +90,31 @@ class CommitEligibility:
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
     def context(
-        self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
+        self,
+        task: BatchTask,
+        jobs: Sequence[Job[TaskCall]],
+        store: LeaseStore | None,
+        formed_s: float,
     ) -> CommitContext | None:
         """Makes the commit context of a batch.
+
+        Args:
+            task: That of the jobs.
+            jobs: About to go to the device.
+            store: Has their leases, but for those of jobs that came before a failover.
+            formed_s: When the batch was formed, on the clock of `Job.sent_s`.
 
         Returns:
             None if Celery's tracer must complete all of the jobs.
         """
-        leases = [job.payload.lease for job in jobs]
-        store = get_lease_store(leases)
-        if store is None:
-            for job in jobs:
-                job.payload.tracer_reason = NO_LEASE
-            return None
         eligible: list[JobCommit] = [None] * len(jobs)
-        for index, (job, lease) in enumerate(zip(jobs, leases, strict=True)):
+        for index, job in enumerate(jobs):
+            lease = job.payload.lease
             if lease is not None and lease.store is store and store.holds(lease.token):
-                eligible[index] = self._of_job(task, job, lease.token, dispatched_s)
+                eligible[index] = self._of_job(task, job, lease.token, formed_s)
             else:
                 job.payload.tracer_reason = NO_LEASE
-        if not any(eligible):
+        if store is None or not any(eligible):
             return None
         completion_streams, keep_s = _replies(jobs)
         return CommitContext(
@@ -123,7 +130,7 @@ class CommitEligibility:
         )
 
     def _of_job(
-        self, task: BatchTask, job: Job[TaskCall], token: str, dispatched_s: float
+        self, task: BatchTask, job: Job[TaskCall], token: str, formed_s: float
     ) -> JobCommit:
         call = job.payload
         call.tracer_reason = self._find_tracer_reason(task)
@@ -136,14 +143,14 @@ class CommitEligibility:
             if not (message.get("group") or message.get("parent_id")):
                 ignores = message.get("ignore_result")
                 ignores = task.ignore_result if ignores is None else ignores
-                return token, round((dispatched_s - job.sent_s) * 1e3, 3), None if ignores else {}
+                return token, round((formed_s - job.sent_s) * 1e3, 3), None if ignores else {}
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )
         if fields and not ALWAYS_STORED.isdisjoint(fields):
             call.tracer_reason = ODD_FIELDS
             return None
-        return token, round((dispatched_s - job.sent_s) * 1e3, 3), fields
+        return token, round((formed_s - job.sent_s) * 1e3, 3), fields
 
 
 def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[int, int]]:
@@ -177,3 +184,51 @@ def has_readers(call: TaskCall, task: BatchTask) -> bool:
     if not eventer or not eventer.enabled or not task.send_events:
         return False
     return not eventer.groups or "task" in eventer.groups
+
+
+def piece_context(
+    jobs: Sequence[Job[TaskCall]], store: LeaseStore | None, settings: Settings
+) -> PieceContext | None:
+    """Makes the context of a batch's pieces; None if nobody streams one of its jobs.
+
+    Args:
+        jobs: About to go to the device.
+        store: Has their leases.
+        settings: Of the worker.
+    """
+    streamed = {
+        index: job.payload
+        for index, job in enumerate(jobs)
+        if (header := job.payload.message.get(HEADER)) is not None and is_streamed(header)
+    }
+    if not streamed:
+        return None
+    leases = {index: call.lease for index, call in streamed.items()}
+    context = PieceContext(
+        tokens={
+            index: "" if lease is None else lease.token
+            for index, lease in leases.items()
+            if store is None or (lease is not None and lease.store is store)
+        },
+        resumed=[call.task_id for call in streamed.values() if _may_have_run(call)],
+        max_pieces=settings.stream_max_pieces,
+        grace_s=settings.stream_grace_s,
+    )
+    if store is None:
+        return context
+    return replace(
+        context,
+        worker=store.worker,
+        workers_key=store.keys.workers,
+        lease_key=store.lease_key,
+        broker_db=store.db,
+    )
+
+
+def _may_have_run(call: TaskCall) -> bool:
+    """Whether a job has been on a device before: here, in another worker, or before a retry."""
+    if call.is_plain:
+        return call.accepted or bool(call.message.get("retries"))
+    delivery = {} if call.request is None else call.request.delivery_info
+    again = delivery.get("redelivered") or call.message.get("retries")
+    return call.accepted or bool(again)

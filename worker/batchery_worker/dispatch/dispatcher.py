@@ -20,17 +20,17 @@ from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import find_queue
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.commit.eligibility import CommitEligibility
+from batchery_worker.commit.eligibility import CommitEligibility, piece_context
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.held import HeldBatches
-from batchery_worker.dispatch.pieces import piece_context
-from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
+from batchery_worker.dispatch.poison import PoisonDetector
 from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import RecycleDue, Reply, Running, Setup
@@ -110,9 +110,8 @@ class Dispatcher:
         shared = self._metrics, self._in_flight, self._listeners, call_soon
         self._settlement = Settlement(app, settings.completion_threads, *shared)
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._recycling = RecyclingLimits(
-            settings.device_max_jobs, settings.device_max_memory_bytes
-        )
+        limits = settings.device_max_jobs, settings.device_max_memory_bytes
+        self._recycling = RecyclingLimits(*limits) if any(limits) else None
         self._batch_ids = itertools.count(1)
         self._cancels: deque[Cancel] = deque()
         #: Whether nothing more is begun.
@@ -145,7 +144,10 @@ class Dispatcher:
 
     def take_in(self, job: Job[TaskCall]) -> None:
         """Takes a job in that was read."""
-        self._poison.admit(job)
+        if job.payload.is_plain:
+            self._scheduler.admit(job)
+        else:
+            self._poison.admit(job)
 
     def _refuse(self, call: TaskCall, error: Exception) -> None:
         self._in_flight.add(call, os.getpid())
@@ -388,15 +390,25 @@ class Dispatcher:
         if not jobs:
             self._scheduler.ended(formed, run_s=0.0)
             return None
-        work = self._make_work(task, jobs, turn)
-        batch = DeviceBatch(task, work, replace(formed, jobs=jobs))
+        leases = [job.payload.lease for job in jobs]
+        store = next((lease.store for lease in leases if lease is not None), None)
+        work = self._make_work(task, jobs, store, turn)
+        batch = DeviceBatch(task, work, replace(formed, jobs=jobs), store=store)
         if turn.instead_of:
             victim = self.held.batches[turn.instead_of[0]]
             self.held.put_aside(victim)
             self._scheduler.progress(victim.formed, 0.0, 0)
-        # Before the batch: on a busy machine a job may have killed this process by the time that it
-        # goes on.
-        batch.note = note_begin(jobs, alone=formed.alone, in_slots=bool(self.held.slots))
+        if store is not None:
+            # Before the batch runs, which may kill this process: then these are the suspects.
+            batch.note = store.began(
+                {
+                    lease.token: job.id
+                    for job, lease in zip(jobs, leases, strict=True)
+                    if lease is not None and lease.store is store
+                },
+                alone=formed.alone,
+                in_slots=bool(self.held.slots),
+            )
         if work.is_timed:
             self._tell(self._describe(batch))
         self.held.add(batch)
@@ -404,7 +416,13 @@ class Dispatcher:
             self._in_flight.add(job.payload, os.getpid())
         return batch
 
-    def _make_work(self, task: BatchTask, jobs: Sequence[Job[TaskCall]], turn: Turn) -> Work:
+    def _make_work(
+        self,
+        task: BatchTask,
+        jobs: Sequence[Job[TaskCall]],
+        store: LeaseStore | None,
+        turn: Turn,
+    ) -> Work:
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
         options, settings = self.admission.options(task), self._settings
         limits = NO_LIMITS
@@ -419,8 +437,8 @@ class Dispatcher:
             max_batch_tokens=options.max_batch_tokens,
             soft_time_limit_s=soft_limit_s,
             contexts=[job.payload.context for job in jobs] if options.needs_context else (),
-            commit=self._eligibility.context(task, jobs, monotonic()),
-            pieces=piece_context(jobs, settings),
+            commit=self._eligibility.context(task, jobs, store, monotonic()),
+            pieces=piece_context(jobs, store, settings),
             cache=options.cache,
             urgent=turn.urgent,
             is_timed=hard_limit_s is not None or self.is_watched,
@@ -496,9 +514,12 @@ class Dispatcher:
 
     def end(self, batch: DeviceBatch) -> None:
         """Settles the jobs of a batch that the device has answered."""
-        note_end(batch)
+        if batch.store is not None:
+            # Redis hears it with the next batch.
+            batch.store.ended(batch.note)
         self.held.remove(batch)
-        self._count_jobs(len(batch.answers))
+        if self._recycling is not None:
+            self._count_jobs(self._recycling, len(batch.answers))
         jobs, items, task = batch.formed.jobs, batch.formed.items, batch.work.task
         run_s = batch.forward_ms / 1e3
         self._scheduler.ended(batch.formed, run_s, batch.load_s)
@@ -513,9 +534,9 @@ class Dispatcher:
             for job, waited, answer in zip(jobs, waited_ms, batch.answers, strict=True)
         )
 
-    def _count_jobs(self, count: int) -> None:
+    def _count_jobs(self, limits: RecyclingLimits, count: int) -> None:
         self._jobs += count
-        if not self._recycle_due and self._recycling.reached(self._jobs, os.getpid()):
+        if not self._recycle_due and limits.reached(self._jobs, os.getpid()):
             self._recycle_due = True
             self._tell(RecycleDue(self._jobs))
 

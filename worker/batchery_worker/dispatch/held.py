@@ -26,21 +26,10 @@ class HeldBatches:
         self._aside: deque[DeviceBatch] = deque()
         #: Number of slots that its jobs have, or will have next.
         self._taken = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the device runs a suspect, next to which nothing may run."""
-        return bool(self.in_turn) and self.in_turn[0].formed.alone
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether suspects run: then no other job may."""
-        return any(each.is_reserved for each in self.in_turn)
-
-    @property
-    def cohort(self) -> int:
-        """Maximum number of suspects that may share its slots; 0 while it runs none."""
-        return min((each.formed.cohort for each in self.in_turn), default=0)
+        #: Whether suspects run: then no other job may; and whether one runs alone.
+        self.is_reserved = self.is_alone = False
+        #: Maximum number of suspects that may share its slots; 0 while it runs none.
+        self.cohort = 0
 
     @property
     def has_room(self) -> bool:
@@ -88,6 +77,7 @@ class HeldBatches:
             batch.began_s = monotonic()
             batch.items_left = batch.formed.items
             self._taken += batch.items_left
+        self._note_suspects()
 
     def remove(self, batch: DeviceBatch) -> None:
         """Forgets a batch that is answered."""
@@ -98,6 +88,7 @@ class HeldBatches:
         if batch.is_aside:
             self._aside.remove(batch)
         self._note_resumed()
+        self._note_suspects()
 
     def free_slot(self, batch_id: int) -> None:
         """Notes that an item has left its slot, and others of its job go on."""
@@ -109,6 +100,12 @@ class HeldBatches:
         """Notes that a job makes room for another one."""
         batch.is_aside = True
         self._aside.append(batch)
+
+    def _note_suspects(self) -> None:
+        running = [each.formed for each in self.in_turn]
+        self.is_reserved = any(each.jobs[0].recovered for each in running)
+        self.is_alone = bool(running) and running[0].alone
+        self.cohort = min((each.cohort for each in running), default=0)
 
     def _note_resumed(self) -> None:
         """Notes which jobs have slots again: those that are free go to them in order."""

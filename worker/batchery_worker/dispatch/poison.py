@@ -7,35 +7,23 @@ letter.
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
-from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
-from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import HISTORY, Handed
 from batchery_worker.job import Job
-from batchery_worker.request import get_lease_store
 
 logger = logging.getLogger(__name__)
 
 #: How often a job may kill its device process, or its worker, while it runs there alone.
 MAX_DEATHS = 2
-
-
-class RunningNote(NamedTuple):
-    """What the broker was told of a batch on a device."""
-
-    store: LeaseStore
-    batch: int
 
 
 class PoisonDetector:
@@ -50,9 +38,6 @@ class PoisonDetector:
 
     def admit(self, job: Job[TaskCall]) -> None:
         """Takes in a job, which may have been on a device that died."""
-        if job.payload.is_plain:
-            self._scheduler.admit(job)
-            return
         deaths, limit_s = read_history(job.payload)
         if limit_s is not None:
             self._in_flight.add(job.payload, os.getpid())
@@ -90,34 +75,3 @@ def read_history(call: TaskCall) -> tuple[Deaths | None, float | None]:
         return lease.store.deaths(lease.token), lease.store.expired_s(lease.token)
     handed = None if call.request is None else call.request.message.properties.get(HISTORY)
     return (handed.deaths, handed.expired_s) if isinstance(handed, Handed) else (None, None)
-
-
-def note_begin(
-    jobs: Sequence[Job[TaskCall]], *, alone: bool, in_slots: bool = False
-) -> RunningNote | None:
-    """Tells the broker what is about to run, so that a death of this worker can be blamed on it.
-
-    Args:
-        jobs: Those of a batch.
-        alone: Whether no other job runs meanwhile on its device.
-        in_slots: Whether others do.
-
-    Returns:
-        A note for `note_end`; None where there are no leases.
-    """
-    leases = [job.payload.lease for job in jobs]
-    store = get_lease_store(leases)
-    if store is None:
-        return None
-    held = {
-        lease.token: job.id
-        for job, lease in zip(jobs, leases, strict=True)
-        if lease is not None and lease.store is store
-    }
-    return RunningNote(store, store.began(held, alone=alone, in_slots=in_slots))
-
-
-def note_end(batch: DeviceBatch) -> None:
-    """Notes that a batch is answered; the broker hears it with the next batch."""
-    if isinstance(batch.note, RunningNote):
-        batch.note.store.ended(batch.note.batch)

@@ -61,7 +61,7 @@ def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -
 
 def test_a_leased_plain_job_may_be_committed() -> None:
     context = CommitEligibility(app, Listeners()).context(
-        TASK, [job(LeaseHandle(lease_store, "7"), group="g")], 10.25
+        TASK, [job(LeaseHandle(lease_store, "7"), group="g")], lease_store, 10.25
     )
     assert context is not None
     assert context.jobs == [("7", 250.0, {"group_id": "g"})]
@@ -87,7 +87,7 @@ def test_a_leased_plain_job_may_be_committed() -> None:
 )
 def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall]) -> None:
     context = CommitEligibility(app, Listeners()).context(
-        TASK, [job(LeaseHandle(lease_store, "8")), refused], 10.0
+        TASK, [job(LeaseHandle(lease_store, "8")), refused], lease_store, 10.0
     )
     assert context is not None
     assert context.jobs == [("8", 0.0, {}), None]
@@ -95,7 +95,10 @@ def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall
 
 def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
     chained, bare = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]}), job(None)
-    assert CommitEligibility(app, Listeners()).context(TASK, [chained, bare], 10.0) is None
+    assert (
+        CommitEligibility(app, Listeners()).context(TASK, [chained, bare], lease_store, 10.0)
+        is None
+    )
     assert (chained.payload.tracer_reason, bare.payload.tracer_reason) == ("chain", NO_LEASE)
 
 
@@ -110,7 +113,7 @@ def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
     assert line.startswith("each job of apart, also takes Celery's tracer, which is")
     assert line.endswith(f"because of {reason}: {FIXES[reason]}")
     leased = job(LeaseHandle(lease_store, "7"))
-    assert CommitEligibility(app, Listeners()).context(apart, [leased], 10.0) is None
+    assert CommitEligibility(app, Listeners()).context(apart, [leased], lease_store, 10.0) is None
     assert leased.payload.tracer_reason == reason
 
 
@@ -121,7 +124,7 @@ def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
     stamped = {"stamps": {"status": "odd"}, "stamped_headers": ["status"]}
     assert (
         CommitEligibility(extended, Listeners()).context(
-            task, [job(LeaseHandle(lease_store, "7"), **stamped)], 10.0
+            task, [job(LeaseHandle(lease_store, "7"), **stamped)], lease_store, 10.0
         )
         is None
     )
