@@ -59,6 +59,8 @@ class Flow(Generic[T]):
     is_new: bool = False
     #: Number of items of its jobs.
     items: int = 0
+    #: Task and tenant: flows that differ only in the rest of their keys are one group.
+    group: tuple[str, str] = field(init=False)
     #: Jobs without an early deadline, as they came.
     _undated: deque[Job[T]] = field(default_factory=deque)
     #: A heap of jobs with an early deadline: when they are due, number, job.
@@ -66,17 +68,15 @@ class Flow(Generic[T]):
     #: When the oldest of those came; None if that must be looked up.
     _oldest_dated_s: float | None = inf
 
+    def __post_init__(self) -> None:
+        self.group = self.key.task, self.lane.tenant
+
     def __len__(self) -> int:
         """Number of its jobs."""
         return len(self._undated) + len(self._dated)
 
     def __iter__(self) -> Iterator[Job[T]]:
         return chain((job for _, _, job in self._dated), self._undated)
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """Task and tenant: flows that differ only in the rest of their keys are one group."""
-        return self.key.task, self.lane.tenant
 
     @property
     def oldest_s(self) -> float:
@@ -231,6 +231,8 @@ class Shares:
         self._in_slots = in_slots
         self._classes = {name: _PriorityClass(share) for name, share in shares.items()}
         self._costs = costs
+        #: Number of flows with jobs.
+        self._awake = 0
         #: Virtual time: the lowest tag of the batch that left last.
         self._now = 0.0
         #: Class and tenant -> virtual time at which a flow of theirs begins that had no job: later
@@ -248,8 +250,9 @@ class Shares:
 
     def wake(self, key: BatchKey, lane: Lane) -> Flow[Any]:
         """The flow of a lane and key that has its first waiting job."""
-        if not any(each.groups for each in self._classes.values()):
+        if not self._awake:
             self._forgive()
+        self._awake += 1
         own = self._classes[lane.priority_class]
         flow = self._asleep.pop((key, lane), None)
         if flow is None:
@@ -275,6 +278,7 @@ class Shares:
 
     def sleep(self, flow: Flow[Any]) -> None:
         """Notes that a flow has no waiting job left."""
+        self._awake -= 1
         self._classes[flow.lane.priority_class].count(flow, -1, -int(flow.is_new))
         if not flow.is_new:
             self._asleep[flow.key, flow.lane] = flow
