@@ -19,7 +19,7 @@ from batchery.cli.console import Interrupt
 from batchery.cli.main import main
 from batchery.priority_class import LOWEST_PRIORITY
 from batchery_producer.files.options import WINDOW, Snapshot, SubmitOptions, Summary, duration
-from batchery_producer.files.run import submit_file, try_file
+from batchery_producer.files.run import submit_file
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
 
 #: Time between two lines without a terminal, in seconds.
@@ -124,9 +124,6 @@ ON_ERROR = click.Choice(["continue", "stop"])
 @click.option("--delimiter", metavar="CHAR", help="Of CSV; default: as the header shows.")
 @click.option("--encoding", default="utf-8", show_default=True, help="Of lines and CSV.")
 @click.option("--limit", type=NUMBER, metavar="N", help="Only the first N rows.")
-@click.option("--sample", type=NUMBER, metavar="N", help="Only N rows at random.")
-@click.option("--retry-failed", metavar="FILE", help="Only rows that this file of failures names.")
-@click.option("--dry-run", is_flag=True, help="Check everything, try some rows, write nothing.")
 @click.option(
     "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
 )
@@ -171,15 +168,14 @@ def submit(
     \b
     Exit codes:
       0    every row has a result
-      1    some rows failed, or --on-error=stop met the first; they are in the file of failures.
-           Or some that --retry-failed names are not in SOURCE
+      1    some rows failed, or --on-error=stop met the first; they are in the file of failures
       2    could not start, or the output can no longer be written: the disk is full, for example
       3    gave up: no result, or no room in the queue, for --timeout; or Redis stayed away for
            two minutes
       70   a defect of Batchery: the traceback says where
       130  interrupted
     """  # noqa: D301 (click looks for this character)
-    dry_run, quiet, as_json = (flags.pop(name) for name in ("dry_run", "quiet", "as_json"))
+    quiet, as_json = flags.pop("quiet"), flags.pop("as_json")
     flags["keywords"] |= flags.pop("options")
     flags["stop_at_failure"] = flags.pop("on_error") == "stop"
     if as_json and output == STANDARD_STREAM:
@@ -187,11 +183,6 @@ def submit(
     with Interrupt() as interrupt:
         app = load_app(app_path, redis_url)
         options = SubmitOptions(stop=interrupt, **flags)
-        if dry_run:
-            ending, findings = try_file(source, task, output, app=app, options=options)
-            report = json.dumps({"ending": ending.name.lower(), "findings": findings})
-            click.echo(report if as_json else "\n".join(findings), err=not as_json)
-            sys.exit(ending.value)
         with display(Console(stderr=True, quiet=quiet), task) as shown:
             summary = submit_file(source, task, output, app=app, options=options, **shown)
     if as_json:

@@ -5,9 +5,8 @@ A record becomes one job, or says why it cannot.
 
 import codecs
 import json
-import random
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, islice
@@ -16,8 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from batchery.errors import DatasetError
 from batchery.settings import nearest_name
-from batchery_producer.files.journal import FinishedRows
-from batchery_producer.files.json_lines import read_lines, simplify
+from batchery_producer.files.json_lines import simplify
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
     Damage,
@@ -38,9 +36,6 @@ from batchery_producer.files.source import (
 
 #: Formats of tables; their rows are no lines.
 TABLES = ("parquet", "arrow")
-
-#: A fixed seed chooses the same rows each time, so that a run can be resumed.
-SEED = 0
 
 #: Size of what is looked at to find the delimiter of a CSV, in bytes.
 SAMPLE_BYTES = 8192
@@ -116,15 +111,6 @@ class SeenIds:
             return None
         found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
         return int(found[0]), int(found[1])
-
-    def forget(self, id_: Any) -> bool:
-        """Removes an id; returns whether it was remembered."""
-        return self._execute("DELETE FROM seen WHERE id = ?", _encode_id(id_)).rowcount > 0
-
-    def count(self) -> tuple[int, str]:
-        """How many ids are remembered, and one of them as JSON; empty if there is none."""
-        found = self._execute("SELECT COUNT(*), IFNULL(MIN(id), '') FROM seen").fetchone()
-        return int(found[0]), str(found[1])
 
     def _execute(self, command: str, *values: Any) -> sqlite3.Cursor:
         try:
@@ -254,7 +240,6 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input or a pipe.
-        not_found: Which failures to retry are of no row; empty until all rows were read.
     """
 
     def __init__(
@@ -271,8 +256,7 @@ class Dataset:
             changes: Single options, which override those in `options`.
 
         Raises:
-            DatasetError: A file is missing, cannot be read, or has an unknown format or
-                encoding; or a stream was to be sampled, which can be read only once.
+            DatasetError: A file is missing, cannot be read, or has an unknown format or encoding.
         """
         self._options = options = replace(options or SubmitOptions(), **changes)
         self.sources = find_sources(names, options.format)
@@ -280,19 +264,12 @@ class Dataset:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.name = self.names[0] + more
         self.is_stream = any(each.size_bytes is None for each in self.sources)
-        self.not_found = ""
         given = [names] if isinstance(names, str | Path) else names
         self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
         self._delimiter = checked_delimiter(options.delimiter)
         if self._delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
             raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
         self._encoding = checked_encoding(options.encoding)
-        failures = options.retry_failed
-        self._failures = None if failures is None else Path(failures)
-        if self._failures and not self._failures.is_file():
-            raise DatasetError(f"{failures}: there is no such file of failures")
-        if options.sample is not None and self.is_stream:
-            raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
         self._measured = (0, 0)
@@ -303,7 +280,7 @@ class Dataset:
     @property
     def inputs(self) -> Sequence[Path]:
         """Files on this machine that must not be overwritten."""
-        return [each for each in (*(one.path for one in self.sources), self._failures) if each]
+        return [each.path for each in self.sources if each.path]
 
     def would_read(self, path: Path) -> bool:
         """Whether another run with the same names would read a file, once it is there."""
@@ -311,7 +288,7 @@ class Dataset:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that determine the item and the id of a row, and which rows a sample has."""
+        """The settings that determine the item and the id of a row."""
         options = self._options
         return {
             "formats": sorted({each.format for each in self.sources}),
@@ -319,7 +296,6 @@ class Dataset:
             "id field": options.id_field,
             "delimiter": self._delimiter,
             "encoding": self._encoding,
-            "sample": options.sample and f"{options.sample} of {options.limit or 'all'} rows",
         }
 
     @property
@@ -335,12 +311,10 @@ class Dataset:
     @property
     def total(self) -> int | None:
         """Number of rows; an estimate by bytes until all are read, None if unknown."""
-        if self._failures is not None:
-            return None
         if self._complete:
             return self._read_rows
         rows, read_bytes = self._measured
-        limits = [each for each in (self._options.limit, self._options.sample) if each is not None]
+        limits = [] if self._options.limit is None else [self._options.limit]
         if read_bytes and not self.is_stream:
             size_bytes = sum(each.size_bytes or 0 for each in self.sources)
             limits.append(max(rows * size_bytes // read_bytes, self._read_rows))
@@ -352,18 +326,8 @@ class Dataset:
         Raises:
             DatasetError: The input is empty, or has another format than stated.
         """
-        limit, sample = self._options.limit, self._options.sample
-        chosen: set[int] | None = None
-        if sample is not None:
-            with SeenIds() as seen:
-                chosen = _choose(islice(self._all(seen), limit), sample)
         with SeenIds() as seen:
-            rows: Iterator[Record] = islice(self._all(seen), limit)
-            if chosen is not None:
-                rows = (row for number, row in enumerate(rows) if number in chosen)
-            yield from self._failed(rows, self._failures) if self._failures else rows
-        if chosen is not None:
-            self._read_rows = len(chosen)
+            yield from islice(self._all(seen), self._options.limit)
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
@@ -386,7 +350,7 @@ class Dataset:
             broken += [row] if row.broken and not row.lacks_field else []
             if not (row.broken or broken or self._unseen):
                 break
-        if len(broken) > len(first) / 2 and self._failures is None:
+        if len(broken) > len(first) / 2:
             raise DatasetError(
                 f"{self.line_name(broken[0])}: {broken[0].broken}; of the first {len(first)} rows,"
                 f" {len(broken)} cannot be read: check --format, --encoding and --delimiter"
@@ -452,47 +416,6 @@ class Dataset:
                 delimiter = ","  # Reading fails again, and says where.
         self._found_delimiter = self._found_delimiter or delimiter
         return read_csv(lines, self._encoding, delimiter)
-
-    def _failed(self, rows: Iterable[Record], failures: Path) -> Iterator[Record]:
-        """The rows that a file of failures names: by the id; one without an id, by its number.
-
-        Raises:
-            DatasetError: The file has another form, or belongs to another input.
-        """
-        place = FinishedRows(self.names)
-        with SeenIds() as named:
-            for entry, _ in read_lines(failures, has_ends=False):
-                if "error" not in entry:
-                    why = "no file of failures, which has an error in each line"
-                    raise DatasetError(f"{failures}: {why}")
-                has_id = entry.get("id") is not None
-                key = {"id": entry["id"]} if has_id else {"row": place.locate(entry, failures)}
-                named.add(key)
-            total, _ = named.count()
-            if not total:
-                raise DatasetError(f"{failures}: no failures; there is nothing to try again")
-            for row in rows:
-                if named.forget({"id": row.id}) or named.forget({"row": (row.source, row.row)}):
-                    yield row
-            count, which = named.count()
-        if count:
-            self.not_found = (
-                f"{failures}: {count:,} of {total:,} failures are of no row of the input, such as"
-                f" {which}; is it of another input?"
-            )
-        if count == total:
-            raise DatasetError(self.not_found)
-
-
-def _choose(rows: Iterable[Record], size: int) -> set[int]:
-    """Chooses rows at random, each set with equal probability; their numbers from 0."""
-    chooser, chosen = random.Random(SEED), list[int]()
-    for number, _ in enumerate(rows):
-        if number < size:
-            chosen.append(number)
-        elif (replaced := chooser.randrange(number + 1)) < size:
-            chosen[replaced] = number
-    return set(chosen)
 
 
 def checked_delimiter(delimiter: str | None) -> str | None:

@@ -74,7 +74,7 @@ class Summary:
         in_flight: Number of jobs that were left in the queue or with a worker.
         seconds: Duration of the run.
         queue: Queue to which the jobs were sent.
-        message: Why the run ended early; or which failures to retry are of no row of the input.
+        message: Why the run ended early.
         before: Number of rows that an earlier process of the same run had finished.
         results: Name of the file with the results so far; empty if there is none.
         errors: Name of the file of failures; empty if there is none.
@@ -139,10 +139,6 @@ class SubmitOptions:
         delimiter: Between the columns of CSV; by default what divides the header.
         encoding: Of lines and CSV; one in which a line feed is one byte.
         limit: Read only so many rows.
-        sample: Read only so many rows, chosen at random, but the same ones each time. This reads
-            the input twice.
-        retry_failed: Only the rows that this file of failures names: by their ids, and those
-            without an id by their numbers. Where one is not there, the run does not succeed.
     """
 
     queue: str | None = None
@@ -168,8 +164,6 @@ class SubmitOptions:
     delimiter: str | None = None
     encoding: str = "utf-8"
     limit: int | None = None
-    sample: int | None = None
-    retry_failed: str | Path | None = None
 
     @property
     def sending(self) -> dict[str, Any]:

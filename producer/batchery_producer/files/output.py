@@ -1,6 +1,6 @@
 """The files of a run: results, failures and a journal; and the final form of an output.
 
-An output may be sorted, compressed, a table, or at a URL. Then it cannot be written line by line:
+An output may be sorted, a table, or at a URL. Then it cannot be written line by line:
 results are gathered in a file of JSON lines, the part, which for a URL is in the current folder.
 When every row is done, the output is written from the part, which is kept until the output is
 complete. So whatever is at a URL is complete.
@@ -10,9 +10,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Self
 
@@ -24,7 +22,6 @@ from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import JsonLines, encoded, read_lines
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.source import (
-    COMPRESSIONS,
     STANDARD_STREAM,
     Remote,
     extra,
@@ -88,13 +85,12 @@ class Output:
         self._url = name if is_url(name) else None
         self._remote = Remote.at(name) if self._url else None
         self._path = Path(PurePath(name).name if self._url else name)
-        self._is_table, self._compression, self._ordered = False, "", options.ordered
+        self._ordered = options.ordered
         is_stream = name == STANDARD_STREAM
         if is_stream and options.ordered:
             raise DatasetError("standard output gets results as they come; name a file to order")
-        if not is_stream:
-            self._is_table, self._compression = _check_format(name)
-        self._needs_part = bool(self._url or self._compression or self._ordered or self._is_table)
+        self._is_table = not is_stream and _check_format(name)
+        self._needs_part = bool(self._url or self._ordered or self._is_table)
         self.done = FinishedRows(source.names)
         self.first_failure = ""
         self.journal: Journal | None = None
@@ -114,7 +110,7 @@ class Output:
         self.results, self.errors = JsonLines(None if is_stream else place), JsonLines(errors)
 
     def _default_errors(self, is_stream: bool) -> Path:
-        """`out.errors.jsonl` for `out.jsonl.gz`."""
+        """`out.errors.jsonl` for `out.jsonl`."""
         path = self._path
         if is_stream:
             path = Path((self._source.sources[0].path or Path("stdin")).name)
@@ -201,9 +197,8 @@ class Output:
     def _read_finished(self) -> None:
         for file in (self.results, self.errors):
             for entry in file.resume():
-                self.done.note(entry, file.name)
+                place = self.done.note(entry, file.name)
                 if not self.first_failure and isinstance(why := entry.get("error"), dict):
-                    place = self.done.locate(entry, file.name)
                     row = Record(*place, entry.get("line", 0), None)
                     self._note_failure(row, why.get("type"), why.get("message"))
 
@@ -297,13 +292,8 @@ class Output:
     def _write(self, file: BinaryIO) -> None:
         if self._is_table:
             write_parquet(self._entries, file)
-            return
-        packed: Any = nullcontext(file)
-        if self._compression:
-            packed = import_module(COMPRESSIONS[self._compression][1]).open(file, "wb")
-        with packed as target:
-            for entry in self._entries():
-                target.write(encoded(entry) + b"\n")
+        else:
+            file.writelines(encoded(entry) + b"\n" for entry in self._entries())
 
     def _entries(self) -> Iterator[Entry]:
         assert self.results.path is not None
@@ -312,24 +302,19 @@ class Output:
         return (entry for entry, _ in read_lines(self.results.path))
 
 
-def _check_format(name: str) -> tuple[bool, str]:
-    """Whether a file is a table, and the extension of its compression.
+def _check_format(name: str) -> bool:
+    """Whether a file is a table.
 
     Raises:
         DatasetError: Results cannot be written in the form that its name asks for.
     """
-    bare, compression = split_compression(name)
-    extension = PurePath(bare.lower()).suffix
+    extension = PurePath(name.lower()).suffix
     if extension not in (*LINES, TABLE):
         known = ", ".join((*LINES[1:], TABLE))
         raise DatasetError(f"{name}: cannot be written as {extension}, but as {known}")
     if extension == TABLE:
         extra("pyarrow")
-        if compression:
-            raise DatasetError(f"{name}: Parquet is compressed in itself; name it without suffix")
-    if compression == ".zst":
-        extra("zstandard")
-    return extension == TABLE, compression
+    return extension == TABLE
 
 
 def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:

@@ -5,15 +5,13 @@ thread: a `Stream` takes jobs from it and gives it their answers.
 """
 
 import base64
-import secrets
-import tempfile
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +35,7 @@ from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary, duration
+from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.output import Output
 from batchery_producer.files.recovery import COMMAND_S, find_in_flight, find_missing
 from batchery_producer.publisher import Publisher
@@ -56,14 +54,6 @@ INVALID_LINE = "InvalidLine"
 
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
-
-#: Number of jobs in the probe, its maximum duration, and after how long they expire, in seconds.
-PROBE_JOBS = 512
-PROBE_S = 15.0
-PROBE_EXPIRES_S = PROBE_S + 5
-
-#: Maximum number of broken rows that a dry run shows.
-MAX_SHOWN = 5
 
 
 class Feed(Generic[T]):
@@ -224,8 +214,8 @@ class FileRun:
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
-        failed, not_found = self._kinds.total(), self._dataset.not_found
-        if ending is Ending.SUCCEEDED and (failed or output.done.failed or not_found):
+        failed = self._kinds.total()
+        if ending is Ending.SUCCEEDED and (failed or output.done.failed):
             ending = Ending.SOME_FAILED
         return Summary(
             ending,
@@ -235,7 +225,7 @@ class FileRun:
             len(self._window),
             seconds,
             self.queue,
-            message or not_found,
+            message,
             output.done.count,
             *output.names,
             output.first_failure,
@@ -411,77 +401,6 @@ def submit_file(
         except DatasetError as error:
             raise DatasetError(f"{error}{files.hint}") from error
         return replace(summary, message=summary.message + files.hint)
-
-
-def try_file(
-    source: str | Path | Sequence[str | Path],
-    task: str,
-    output: str | Path,
-    *,
-    app: Celery,
-    options: SubmitOptions,
-) -> tuple[Ending, list[str]]:
-    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
-
-    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
-
-    Returns:
-        How the run would probably end, and the findings, a line each.
-
-    Raises:
-        BatcheryError: As `submit_file` does.
-    """
-    dataset, end_s, stop = Dataset(source, options), float("inf"), options.stop
-    Output(dataset, output, options)
-    probing = replace(
-        options,
-        window=min(options.window, PROBE_JOBS),
-        timeout_s=None,
-        stop_at_failure=False,
-        # Those that no worker has begun by then wait for nobody.
-        expires_s=PROBE_EXPIRES_S,
-        stop=lambda: stop() or time.monotonic() > end_s,
-    )
-    run = FileRun(app, dataset, task, probing)
-    first, shown, good, broken = list[Record](), list[str](), 0, 0
-    with suppress(Interrupted):
-        for row in takewhile(lambda _: not stop(), begin(dataset.checked(), stop)):
-            good, broken = good + (not row.broken), broken + bool(row.broken)
-            if not row.broken:
-                first += [row] if good <= PROBE_JOBS else []
-            elif broken <= MAX_SHOWN:
-                shown.append(f"  {dataset.line_name(row)}: {row.broken}")
-    shown += [f"  and {broken - MAX_SHOWN:,} more"] if broken > MAX_SHOWN else []
-    counts = f"{dataset.name}: {good:,} rows can be sent, {broken:,} cannot"
-    lines = [dataset.description, counts, *shown]
-    end_s = time.monotonic() + PROBE_S
-    probe = _probe(run, dataset, first) if first and not stop() else None
-    if stop():
-        return Ending.INTERRUPTED, [*lines, "interrupted"]
-    if probe is None:
-        return Ending.SOME_FAILED, lines
-    if not probe.rate:
-        return Ending.GAVE_UP, [
-            *lines,
-            f"probe: no result within {probe.seconds:.0f} s: {run.explain()}",
-        ]
-    lines.append(
-        f"probe: {probe.succeeded + probe.failed:,} jobs in {probe.seconds:.1f} s,"
-        f" {probe.failed:,} of them failed; all rows would take about"
-        f" {duration(good / probe.rate)}"
-    )
-    lines += [f"  the first failure: {probe.first_failure}"] if probe.failed else []
-    return Ending.SOME_FAILED if broken or probe.failed else Ending.SUCCEEDED, lines
-
-
-def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
-    journal = Journal(secrets.token_hex(8), {}, dataset.names, [])
-    with (
-        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
-        Output(dataset, Path(folder, "probe.jsonl")) as files,
-    ):
-        files.open(journal)
-        return run.run(rows, files)
 
 
 def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:
