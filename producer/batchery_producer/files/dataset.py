@@ -4,18 +4,15 @@ A record becomes one job, or says why it cannot.
 """
 
 import codecs
-import json
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from batchery.errors import DatasetError
 from batchery.settings import nearest_name
-from batchery_producer.files.json_lines import simplify
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
     Damage,
@@ -57,8 +54,6 @@ ID_FIELDS = ("id", "custom_id")
 #: Marks a field that is absent.
 MISSING = object()
 
-_encode_id = json.JSONEncoder(sort_keys=True, default=simplify).encode
-
 
 class Record(NamedTuple):
     """A row of the input.
@@ -84,44 +79,6 @@ class Record(NamedTuple):
     lacks_field: bool = False
 
 
-class SeenIds:
-    """The ids seen so far, in a temporary database on disk, so that memory does not grow.
-
-    For use by one thread at a time. Each method raises `DatasetError` if the disk is full.
-    """
-
-    def __init__(self) -> None:
-        self._base = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._execute("PRAGMA journal_mode = OFF")
-        self._execute(
-            "CREATE TABLE seen (id TEXT PRIMARY KEY, source INTEGER, line INTEGER) WITHOUT ROWID"
-        )
-        self._execute("BEGIN")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._base.close()
-
-    def add(self, id_: Any, source: int = 0, line: int = 0) -> tuple[int, int] | None:
-        """Remembers the id of a line; returns the source and the line that had it before."""
-        key = _encode_id(id_)
-        if self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line).rowcount:
-            return None
-        found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
-        return int(found[0]), int(found[1])
-
-    def _execute(self, command: str, *values: Any) -> sqlite3.Cursor:
-        try:
-            return self._base.execute(command, values)
-        except sqlite3.Error as error:
-            raise DatasetError(
-                f"the ids cannot be kept in SQLite's temporary folder: {error}; make room there, or"
-                " name another folder in the environment variable SQLITE_TMPDIR"
-            ) from error
-
-
 class Picker:
     """Picks item and id out of a source's rows; the first row with fields determines them.
 
@@ -132,21 +89,18 @@ class Picker:
         fields: Those of the first row that has some.
     """
 
-    def __init__(
-        self, options: SubmitOptions, seen: SeenIds, source: int, names: Sequence[str]
-    ) -> None:
+    def __init__(self, options: SubmitOptions, source: int, names: Sequence[str]) -> None:
         """Prepares for the first row.
 
         Args:
             options: Which fields hold them, if the caller knows.
-            seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
         """
         self.field, self.id_field = options.field, options.id_field
         self.unseen = {each for each in (self.field, self.id_field) if each is not None}
         self.fields: Sequence[str] = ()
-        self._seen, self._source, self._names = seen, source, names
+        self._source, self._names = source, names
         #: Whether a row could be read, so that it is known whether rows have ids.
         self._has_rows = False
 
@@ -167,11 +121,7 @@ class Picker:
                 self._determine_fields(row)
             item = lookup(row, self.field or ITEM_FIELD)
             id_ = self._find_id(row)
-            if id_ is not None and (first := self._seen.add(id_, self._source, line)):
-                where = "" if first[0] == self._source else f"{self._names[first[0]]}, "
-                broken = f"the id {id_!r:.100} is already used in {where}line {first[1]}"
-                id_ = None  # It is another row's.
-            elif item is MISSING:
+            if item is MISSING:
                 near, lacks_field = nearest_name(str(self.field), row), True
                 broken = f"no field {self.field!r}{near}; {name_fields(row)}"
         if id_ is None and self.id_field is None and self._has_rows:
@@ -326,8 +276,7 @@ class Dataset:
         Raises:
             DatasetError: The input is empty, or has another format than stated.
         """
-        with SeenIds() as seen:
-            yield from islice(self._all(seen), self._options.limit)
+        yield from islice(self._all(), self._options.limit)
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
@@ -339,10 +288,10 @@ class Dataset:
             DatasetError: The input is unusable, or none of the first rows has the fields, or most
                 of them cannot be read, or a later file cannot be read at all.
         """
-        with SeenIds() as seen:  # A run would end at a bad file after hours.
-            for number, source in enumerate(self.sources[1:], 1):
-                if self._options.limit is None and source.path and source.size_bytes is not None:
-                    next(self._read(source, number, seen), None)
+        for number, source in enumerate(self.sources[1:], 1):
+            # A run would end at a bad file after hours.
+            if self._options.limit is None and source.path and source.size_bytes is not None:
+                next(self._read(source, number), None)
         self._first, self._found_delimiter = None, ""
         rows, first, broken = iter(self), list[Record](), list[Record]()
         for row in islice(rows, FIRST_ROWS):
@@ -372,14 +321,14 @@ class Dataset:
     def _unseen(self) -> Sequence[str]:
         return sorted(self._first.unseen) if self._first else ()
 
-    def _all(self, seen: SeenIds) -> Iterator[Record]:
+    def _all(self) -> Iterator[Record]:
         self._before_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
-            yield from self._read(source, number, seen)
+            yield from self._read(source, number)
             self._before_bytes += source.size_bytes or 0
 
-    def _read(self, source: Source, number: int, seen: SeenIds) -> Iterator[Record]:
-        picker = Picker(self._options, seen, number, self.names)
+    def _read(self, source: Source, number: int) -> Iterator[Record]:
+        picker = Picker(self._options, number, self.names)
         self._first = self._first or picker
         with source.reading() as raw:
             try:

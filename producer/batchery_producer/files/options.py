@@ -117,7 +117,7 @@ class SubmitOptions:
         priority: Celery's priority of the jobs; by default that of the task.
         tenant: For whom the jobs run; by default for nobody in particular.
         errors: Gets one line per failure; by default `<output>.errors.jsonl`; in the current
-            directory if results go to a URL or, named after the input, to standard output.
+            directory and named after the input, if results go to standard output.
         ordered: Write results in the order of the input, when all are there.
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the

@@ -366,8 +366,7 @@ def submit_file(
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
             `Dataset`.
         task: Name of the task, or alias of a model.
-        output: Gets one line per result, in the order of completion; `-` is standard output. A
-            URL gets them when every row is done.
+        output: Gets one line per result, in the order of completion; `-` is standard output.
         app: App to which jobs are sent and in which results are stored.
         options: All other options.
         changes: Single options, which override those in `options`: `submit_file(..., limit=10)`.

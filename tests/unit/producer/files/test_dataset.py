@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset, Record, SeenIds, choose_field
+from batchery_producer.files.dataset import Dataset, Record, choose_field
 from batchery_producer.files.rows import (
     MAX_LINE_BYTES,
     find_delimiter,
@@ -129,13 +129,6 @@ def test_broken_first_row_takes_no_id_from_a_good_one(tmp_path: Path) -> None:
     assert [(row.row, row.id, bool(row.broken)) for row in rows] == [(1, None, True), (2, 1, False)]
     rows = read(write(tmp_path / "e.jsonl", '{broken\n{"text": "t"}\n{broken\n'))
     assert [(row.row, row.id) for row in rows] == [(1, None), (2, 2), (3, 3)]
-
-
-def test_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
-    rows = read(write(tmp_path / "d.csv", "id,text\na,1\nb,2\na,3\n"))
-    assert bad(rows) == [(3, None, "the id 'a' is already used in line 2")]
-    rows = read(write(tmp_path / "d.jsonl", '{"id": 1, "text": "t"}\n{"id": "1", "text": "u"}\n'))
-    assert not bad(rows)
 
 
 def test_broken_json_line_fails_alone(tmp_path: Path) -> None:
@@ -301,15 +294,3 @@ def test_named_pipe_is_read(tmp_path: Path) -> None:
     dataset = Dataset(path)
     assert len(list(dataset)) == 2
     writer.join()
-
-
-def fill(seen: SeenIds) -> None:
-    for number in range(10_000):
-        seen.add(f"row-{number}", 0, number)
-
-
-def test_full_disk_says_where_the_ids_are_kept() -> None:
-    with SeenIds() as seen:
-        seen._execute("PRAGMA max_page_count = 3")
-        with pytest.raises(DatasetError, match=r"ids cannot be kept .* is full; .* SQLITE_TMPDIR"):
-            fill(seen)

@@ -39,13 +39,6 @@ def test_pattern_gives_sorted_files_without_empty_ones(tmp_path: Path) -> None:
     assert dataset.total == 2
 
 
-def test_repeated_id_in_another_file_is_found(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", [{"id": 1, "text": "x"}])
-    second = write(tmp_path / "b.jsonl", [{"id": 2, "text": "x"}, {"id": 1, "text": "y"}])
-    *_, last = Dataset([first, second])
-    assert last.broken == f"the id 1 is already used in {first}, line 1"
-
-
 @pytest.mark.parametrize(
     ("names", "why"),
     [

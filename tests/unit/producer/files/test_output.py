@@ -2,15 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow.parquet
 import pytest
 
 from batchery import DatasetError
+from batchery_producer.files import output as output_module
 from batchery_producer.files.dataset import Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.output import Output
@@ -22,15 +21,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     monkeypatch.chdir(tmp_path)
     Path("in.txt").write_text("one\ntwo\nthree\n")
     return Dataset("in.txt")
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """fsspec's filesystem in memory, empty before and after."""
-    files = fsspec.filesystem("memory")
-    yield files
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
 
 
 def journal(source: Dataset) -> Journal:
@@ -79,11 +69,10 @@ def test_run_without_failures_has_no_file_of_failures(source: Dataset) -> None:
     [
         ("out.parquet", "out.errors.jsonl"),
         ("-", "in.errors.jsonl"),
-        ("memory://folder/out.parquet", "out.errors.jsonl"),
     ],
 )
 def test_failures_are_named_after_the_output_or_the_input(
-    source: Dataset, memory: Any, results: str, errors: str
+    source: Dataset, results: str, errors: str
 ) -> None:
     assert Output(source, results).errors.path == Path(errors)
 
@@ -101,6 +90,7 @@ def test_failures_are_named_after_the_output_or_the_input(
         ("out.jsonl", "out.jsonl", "a file each"),
         ("out.csv", None, r"out.csv: cannot be written as .csv, but as .jsonl, .ndjson, .parquet"),
         ("out.jsonl.gz", None, "cannot be written as .gz, but"),
+        ("s3://bucket/out.jsonl", None, "a file of this machine"),
         ("out.jsonl", "bad.csv", "failures are JSON lines"),
         pytest.param("x" * 300, None, "cannot be written: File name too long", id="long"),
         pytest.param("out.jsonl", "x" * 300, "cannot be written: File name too long", id="errors"),
@@ -177,11 +167,10 @@ def test_output_that_a_stream_overwrites_cannot_be_gone_on_with_as_that_of_a_fil
     assert not Output(source, "out.jsonl", overwrite=True).is_begun
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "memory://folder/out.parquet"])
-def test_output_is_begun_gone_on_with_and_complete(source: Dataset, memory: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_output_is_begun_gone_on_with_and_complete(source: Dataset, name: str) -> None:
     begun = write(source, name, 2, complete=False)
     assert begun.journal is not None
-    assert "://" not in begun.names[0]
     with pytest.raises(DatasetError, match=r"out\..*: begun and not finished; --resume"):
         Output(source, name)
     with Output(source, name, resume=True) as output:
@@ -193,8 +182,7 @@ def test_output_is_begun_gone_on_with_and_complete(source: Dataset, memory: Any,
     assert output.names == (name, "")
     expected = [{"id": f"row-{n}", "row": n, "result": f"text {n}"} for n in (2, 1, 3)]
     if name.endswith(".parquet"):
-        with fsspec.open(name, "rb") as file:
-            assert pyarrow.parquet.read_table(file).to_pylist() == expected
+        assert pyarrow.parquet.read_table(name).to_pylist() == expected
     else:
         assert lines(name) == expected
     assert [each.name for each in Path().iterdir() if each.suffix in (".part", ".journal")] == []
@@ -235,30 +223,16 @@ def test_output_whose_library_is_missing_is_refused_at_once(
 
 
 def test_output_that_cannot_be_written_leaves_its_part(
-    source: Dataset, memory: Any, monkeypatch: pytest.MonkeyPatch
+    source: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(type(memory), "put_file", refuse)
-    url = "memory://folder/out.jsonl"
-    with pytest.raises(DatasetError, match=r"cannot be written: not yours; .* in out.jsonl.part"):
-        write(source, url, 1)
-    assert [row["row"] for row in lines("out.jsonl.part")] == [1]
-    assert not memory.exists(url)
-
-
-def test_url_that_is_there_is_kept_unless_overwritten_and_is_not_the_input(
-    source: Dataset, memory: Any
-) -> None:
-    url = "memory://folder/out.jsonl"
-    memory.pipe(url, b'"older"\n')
-    with pytest.raises(DatasetError, match=r"out\.jsonl: already there"):
-        Output(source, url)
-    write(source, url, 1, overwrite=True)
-    assert b"text 1" in memory.cat(url)
-    with pytest.raises(DatasetError, match="this is the input"):
-        Output(Dataset(url), url, overwrite=True)
+    monkeypatch.setattr(output_module, "write_parquet", refuse)
+    with pytest.raises(DatasetError, match=r"cannot be written: not yours; .* in out.parquet.part"):
+        write(source, "out.parquet", 1)
+    assert [row["row"] for row in lines("out.parquet.part")] == [1]
+    assert not Path("out.parquet").exists()
 
 
 def test_results_and_failures_longer_than_a_line_are_refused_or_cut(source: Dataset) -> None:
