@@ -81,16 +81,6 @@ def figures(run: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def _read_keywords(_context: Any, _parameter: Any, value: str | None) -> dict[str, Any]:
-    try:
-        keywords = json.loads(value or "{}")
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"not JSON: {error}") from None
-    if not isinstance(keywords, dict):
-        raise click.BadParameter('expected a JSON object, such as \'{"prompt": "query"}\'')
-    return keywords
-
-
 def _read_options(_context: Any, _parameter: Any, values: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for each in values:
@@ -121,17 +111,19 @@ ON_ERROR = click.Choice(["continue", "stop"])
 @click.option("--format", type=click.Choice(FORMATS), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
 @click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the row's number.")
-@click.option("--delimiter", metavar="CHAR", help="Of CSV; default: as the header shows.")
-@click.option("--encoding", default="utf-8", show_default=True, help="Of lines and CSV.")
 @click.option("--limit", type=NUMBER, metavar="N", help="Only the first N rows.")
 @click.option(
     "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
 )
 @app_options
 @click.option(
-    "--kwargs", "keywords", callback=_read_keywords, help="Keywords of all jobs, as JSON."
+    "--option",
+    "keywords",
+    multiple=True,
+    callback=_read_options,
+    metavar="KEY=VALUE",
+    help="A keyword of all jobs; the value may be JSON.",
 )
-@click.option("--option", "options", multiple=True, callback=_read_options, help="One: KEY=VALUE.")
 @click.option("--window", type=NUMBER, default=WINDOW, help="Maximum number of jobs in flight.")
 @click.option(
     "--timeout", "timeout_s", type=SECONDS, help="Give up after so long without a result."
@@ -176,7 +168,6 @@ def submit(
       130  interrupted
     """  # noqa: D301 (click looks for this character)
     quiet, as_json = flags.pop("quiet"), flags.pop("as_json")
-    flags["keywords"] |= flags.pop("options")
     flags["stop_at_failure"] = flags.pop("on_error") == "stop"
     if as_json and output == STANDARD_STREAM:
         raise click.UsageError("--json and -o - both want stdout")

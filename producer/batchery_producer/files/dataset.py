@@ -3,7 +3,6 @@
 A record becomes one job, or says why it cannot.
 """
 
-import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
@@ -206,7 +205,7 @@ class Dataset:
             changes: Single options, which override those in `options`.
 
         Raises:
-            DatasetError: A file is missing, cannot be read, or has an unknown format or encoding.
+            DatasetError: A file is missing, cannot be read, or has an unknown format.
         """
         self._options = options = replace(options or SubmitOptions(), **changes)
         self.sources = find_sources(names, options.format)
@@ -216,10 +215,6 @@ class Dataset:
         self.is_stream = any(each.size_bytes is None for each in self.sources)
         given = [names] if isinstance(names, str | Path) else names
         self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
-        self._delimiter = checked_delimiter(options.delimiter)
-        if self._delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
-            raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
-        self._encoding = checked_encoding(options.encoding)
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
         self._measured = (0, 0)
@@ -244,8 +239,6 @@ class Dataset:
             "formats": sorted({each.format for each in self.sources}),
             "field": options.field,
             "id field": options.id_field,
-            "delimiter": self._delimiter,
-            "encoding": self._encoding,
         }
 
     @property
@@ -282,7 +275,7 @@ class Dataset:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
     def checked(self) -> Iterator[Record]:
-        """As iteration, but a wrong field, format or encoding is noticed before the first row.
+        """As iteration, but a wrong field or format is noticed before the first row.
 
         Raises:
             DatasetError: The input is unusable, or none of the first rows has the fields, or most
@@ -302,7 +295,7 @@ class Dataset:
         if len(broken) > len(first) / 2:
             raise DatasetError(
                 f"{self.line_name(broken[0])}: {broken[0].broken}; of the first {len(first)} rows,"
-                f" {len(broken)} cannot be read: check --format, --encoding and --delimiter"
+                f" {len(broken)} cannot be read: check --format, and the header of a CSV"
             )
         for field in self._unseen:
             fields = self._first.fields if self._first else ()
@@ -355,42 +348,12 @@ class Dataset:
         stream: Any = decompressed(raw)
         lines = split_lines(stream, is_remote=is_remote)
         if source.format not in ("csv", "tsv"):
-            read = read_json if source.format == "jsonl" else read_text
-            return read(lines, self._encoding)
-        delimiter = self._delimiter or ("\t" if source.format == "tsv" else None)
-        if delimiter is None:
+            return read_json(lines) if source.format == "jsonl" else read_text(lines)
+        delimiter = "\t"
+        if source.format == "csv":
             try:
-                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
+                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES))
             except Exception:  # noqa: BLE001
                 delimiter = ","  # Reading fails again, and says where.
         self._found_delimiter = self._found_delimiter or delimiter
-        return read_csv(lines, self._encoding, delimiter)
-
-
-def checked_delimiter(delimiter: str | None) -> str | None:
-    r"""The delimiter of CSV that a caller means; a shell hands over a tab as `\t`.
-
-    Raises:
-        DatasetError: It is not one character.
-    """
-    delimiter = "\t" if delimiter == "\\t" else delimiter
-    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        raise DatasetError(f"delimiter {delimiter!r}: must be one character, such as ';' or '\\t'")
-    return delimiter
-
-
-def checked_encoding(encoding: str) -> str:
-    """The usual name of an encoding.
-
-    Raises:
-        DatasetError: Python does not know it, or lines cannot be found in it.
-    """
-    try:
-        if b"\n".decode(encoding) == "\n":
-            return codecs.lookup(encoding).name
-    except (LookupError, ValueError):
-        pass
-    raise DatasetError(
-        f"encoding {encoding!r}: unknown, or not read line by line; latin-1, cp1252, gb18030 and"
-        " most others are. Convert UTF-16 to UTF-8, with iconv for example"
-    )
+        return read_csv(lines, delimiter)

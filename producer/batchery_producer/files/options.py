@@ -136,8 +136,6 @@ class SubmitOptions:
             `text`, or the only field that is a string.
         id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has one,
             otherwise the number of the row is the id.
-        delimiter: Between the columns of CSV; by default what divides the header.
-        encoding: Of lines and CSV; one in which a line feed is one byte.
         limit: Read only so many rows.
     """
 
@@ -161,8 +159,6 @@ class SubmitOptions:
     format: str | None = None
     field: str | None = None
     id_field: str | None = None
-    delimiter: str | None = None
-    encoding: str = "utf-8"
     limit: int | None = None
 
     @property

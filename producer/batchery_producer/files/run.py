@@ -411,4 +411,4 @@ def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None
         try:
             check(None, **keywords)
         except TypeError as error:
-            raise SettingsError(f"task {task!r}: {error}; see --kwargs and --option") from None
+            raise SettingsError(f"task {task!r}: {error}; see --option") from None

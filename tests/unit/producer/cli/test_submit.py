@@ -17,8 +17,6 @@ def invoke(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--kwargs", "[1]"], "expected a JSON object"),
-        (["--kwargs", "{"], "not JSON"),
         (["--option", "novalue"], "expected KEY=VALUE"),
         (["--window", "0"], "not in the range"),
         (["--timeout", "0"], "not in the range"),
