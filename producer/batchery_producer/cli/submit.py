@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
 from textwrap import shorten
 from typing import Any
 
@@ -24,9 +23,6 @@ from batchery_producer.files.source import FORMATS, STANDARD_STREAM
 
 #: Time between two lines without a terminal, in seconds.
 LINE_EVERY_S = 5.0
-
-#: Maximum number of kinds of failures that are named.
-MAX_KINDS = 3
 
 #: Maximum number of characters of a failure's reason in the summary.
 REASON_CHARS = 300
@@ -64,17 +60,11 @@ def display(console: Console, title: str) -> Iterator[Mapping[str, Any]]:
 
 
 def figures(run: Snapshot) -> str:
-    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`.
-
-    It also has the kinds of failures and the size of batches, if they are known.
-    """
-    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MAX_KINDS)]
-    named += ["..."] if len(run.kinds) > MAX_KINDS else []
+    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`."""
     parts = [
         f"{run.succeeded:,} done",
-        f"{run.failed:,} failed" + (f" ({', '.join(named)})" if named else ""),
+        f"{run.failed:,} failed",
         f"{run.in_flight:,} in flight",
-        *([f"in batches of {run.batch_size:.0f}"] if run.batch_size else []),
         f"{run.rate:,.0f}/s" if run.rate >= 10 else f"{run.rate:.1f}/s",
         *([f"{duration(run.left_s)} left"] if run.left_s is not None else []),
     ]

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,6 @@ class Snapshot:
         in_flight: Number of jobs that were sent and have not ended.
         rate: Results and failures per second, over the last seconds.
         total: Number of rows of the input; an estimate by bytes until it is read, None for a pipe.
-        batch_size: Mean size of a job's batch, in items; 0 while unknown.
-        kinds: Number of failures by kind, the most frequent first.
     """
 
     submitted: int
@@ -45,8 +43,6 @@ class Snapshot:
     in_flight: int
     rate: float
     total: int | None
-    batch_size: float = 0.0
-    kinds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def done(self) -> int:

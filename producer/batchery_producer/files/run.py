@@ -7,7 +7,7 @@ thread: a `Stream` takes jobs from it and gives it their answers.
 import base64
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -182,8 +182,7 @@ class FileRun:
         _check_keywords(app, self.task, options.keywords or {})
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
-        self._succeeded = self._batched = self._batched_items = self._submitted = 0
-        self._kinds = Counter[str]()
+        self._succeeded = self._failed = self._submitted = 0
         self._stopped_by = ""
         self._in_flight: Collection[str] | None = None
 
@@ -214,14 +213,13 @@ class FileRun:
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
-        failed = self._kinds.total()
-        if ending is Ending.SUCCEEDED and (failed or output.done.failed):
+        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
             ending = Ending.SOME_FAILED
         return Summary(
             ending,
             self._submitted,
             self._succeeded,
-            failed,
+            self._failed,
             len(self._window),
             seconds,
             self.queue,
@@ -304,8 +302,6 @@ class FileRun:
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         """Notes how jobs ended, and says how far the run is."""
         for task_id, row, answer in ended:
-            self._batched += answer.batch_size > 0
-            self._batched_items += answer.batch_size
             if answer.error is not None:
                 self._fail(row, *answer.error)
             elif refused := self._output.result(row, answer.value):
@@ -321,7 +317,7 @@ class FileRun:
 
     def _fail(self, row: Record, type_: str, message: str) -> None:
         said = self._output.failure(row, type_, message)
-        self._kinds[type_] += 1
+        self._failed += 1
         if self._options.stop_at_failure and not self._stopped_by:
             self._stopped_by = f"stopped at {said}"
 
@@ -331,20 +327,18 @@ class FileRun:
         self._stream.flush()
 
     def _snapshot(self) -> Snapshot:
-        now_s, failed, total = time.monotonic(), self._kinds.total(), self._dataset.total
-        done, (first_s, before) = self._succeeded + failed, self._counts[0]
+        now_s, total = time.monotonic(), self._dataset.total
+        done, (first_s, before) = self._succeeded + self._failed, self._counts[0]
         rate = (done - before) / (now_s - first_s) if now_s > first_s else 0.0
         if now_s - self._counts[-1][0] >= SAMPLE_S:
             self._counts.append((now_s, done))
         return Snapshot(
             self._submitted,
             self._succeeded,
-            failed,
+            self._failed,
             len(self._window),
             rate,
             None if total is None else max(total - self._output.done.count, 0),
-            self._batched_items / self._batched if self._batched else 0.0,
-            dict(self._kinds.most_common()),
         )
 
 
