@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -54,10 +53,9 @@ async def metrics(request: Request) -> Response:
     gateway = get_gateway(request)
     look = await gateway.monitor.latest()
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(gateway.measurements, look))
+    collector = MetricsCollector(gateway.measurements, look)
     # With several processes it reads files.
-    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, registry)
+    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, collector)
     return Response(text, headers={"Content-Type": media_type})
 
 
