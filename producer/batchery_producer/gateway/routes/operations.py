@@ -127,18 +127,16 @@ def measure_throughput(now: Survey, before: Survey | None) -> dict[str, float] |
 def list_queues(survey: Survey) -> Iterator[dict[str, Any]]:
     """What waits in each queue, by name, be it in Redis or in a worker, and since when."""
     in_workers: Counter[str] = Counter()
-    ages_s = {name: [age_s] for name, age_s in survey.oldest_s.items() if age_s is not None}
     for figures in survey.figures.values():
-        for name, waiting in figures.waiting_by_queue.items():
-            in_workers[name] += waiting.jobs
-            ages_s.setdefault(name, []).append(waiting.oldest_s)
+        for name, held in figures.waiting_by_queue.items():
+            in_workers[name] += held.jobs
     for name in sorted(set(survey.queues) | set(in_workers) - {""}):
-        oldest_s = max(ages_s.get(name, ()), default=None)
+        oldest_s = survey.find_oldest_s(name)
         yield {
             "name": name,
             "waiting": survey.queues.get(name, 0) + in_workers[name],
             "in_workers": in_workers[name],
-            "oldest_s": None if oldest_s is None else round(oldest_s, 3),
+            "oldest_s": round(oldest_s, 3) if oldest_s else None,
         }
 
 
