@@ -42,9 +42,6 @@ logger = logging.getLogger(__name__)
 #: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
 
-#: Their results; the same.
-JOB_SET = "batchery_producer.submit_many:JobSet"
-
 #: Sends a job, and yields its partial results; the same.
 STREAM_JOB = "batchery_producer.client:stream_job"
 
@@ -491,8 +488,13 @@ class BatchTask(_Task):
                 self.apply_async((item,), keywords, task_id=uuid(), producer=producer, **options)
                 for item in items
             ]
-        job_set: Any = symbol_by_name(JOB_SET)
-        return cast(ResultSet, job_set(jobs, None, app=self.app))
+        return JobSet(jobs, app=self.app)
+
+
+class JobSet(ResultSet):
+    """Celery's set of results, whose `get` is `join`: the other way awaits one message too many."""
+
+    supports_native_join = False
 
 
 def refuse_item(item: Any, error: Exception) -> EncodeError:

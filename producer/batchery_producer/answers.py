@@ -60,11 +60,6 @@ class Answer:
     stored: Any = field(default=None, compare=False)
     batch: BatchSummary | None = field(default=None, compare=False)
 
-    @property
-    def batch_size(self) -> int:
-        """Number of items in the job's batch; 0 if unknown."""
-        return 0 if self.batch is None else self.batch.size
-
 
 def read_answer(status: str | None, result: Any, batch: Any = None) -> Answer | None:
     """Reads a stored result.

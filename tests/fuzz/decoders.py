@@ -236,7 +236,7 @@ def table(writer: str) -> bytes:
 
 def read_csv(stream: Any) -> Iterator[Any]:
     """As a bulk run reads it: with the delimiter that its first bytes show."""
-    delimiter = rows.find_delimiter(stream.peek(4096), "utf-8")
+    delimiter = rows.find_delimiter(stream.peek(4096))
     return rows.read_csv(rows.split_lines(stream), delimiter=delimiter)
 
 

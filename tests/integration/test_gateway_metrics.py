@@ -11,6 +11,7 @@ import psutil
 import pytest
 from celery import Celery
 
+from batchery.operations import exporter
 from batchery_producer.gateway import health
 from batchery_producer.gateway.health import Absence, Health, Monitor
 from conftest import StartGateway, StartWorker
@@ -173,7 +174,7 @@ def test_workers_are_asked_once_for_all_readers_and_anew_after_a_pause(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than a slow machine stands still.
-    monkeypatch.setattr(health, "FRESH_S", patient(3.0))
+    monkeypatch.setattr(exporter, "FRESH_S", patient(3.0))
     monkeypatch.setattr(health, "STALE_S", patient(3.0))
     monkeypatch.setattr(health, "ANSWER_TIMEOUT_S", 0.1)
     client = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
@@ -185,14 +186,13 @@ def test_workers_are_asked_once_for_all_readers_and_anew_after_a_pause(
         # Who hangs up takes nothing from the others.
         first.cancel()
         looks = await asyncio.gather(*(watched.latest() for _ in range(100)))
-        assert {id(look) for look in looks} == {id(looks[0])}
+        assert {id(look.now) for look in looks} == {id(looks[0].now)}
         assert looks[0].now is not None
         assert looks[0].now.queues["empty"] == 0
         while looks[0].age_s < health.STALE_S:
             await asyncio.sleep(0.01)
         # After a pause nobody gets what was true before it.
         assert (await watched.latest()).taken_s > looks[0].taken_s
-        await watched.close()
 
     with client:
         asyncio.run(ask())

@@ -74,7 +74,7 @@ def test_jobs_of_the_only_worker_wait_once_it_is_dead_or_frozen(
         text = {each["check"]: each["found"] for each in json.loads(out)["findings"]}
         assert text["queue-unserved"].startswith(f"{jobs + 1} jobs in queue {shop.until.name!r}")
         assert "worker-none" in text
-        _, out, err = run(own_redis.url, "batchery", "stats", "-A", "apps.shop", "--once")
+        _, out, err = run(own_redis.url, "batchery", "stats", "-A", "apps.shop")
         assert "of these jobs are held by dead workers" in " ".join(out.split()), err
         gate.touch()
         if number == signal.SIGSTOP:

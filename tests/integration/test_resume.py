@@ -69,7 +69,7 @@ def go_on(
     )
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
     tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis", name: str
 ) -> None:

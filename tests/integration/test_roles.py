@@ -1,7 +1,9 @@
 """Each role of `batchery acl` does its work as its own user over TLS, and nothing else."""
 
+import hashlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
+from batchery.cli.acl import ROLES
 from batchery.transport.redis_schema import Keys
 from batchery_worker.devstack.redis_server import find_redis_server
 from support.commands import run, run_code
@@ -64,10 +67,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedRedis]:
     # One that has TLS stops because it has no certificate.
     if "tls-cert-file" not in done.stdout or "v=6." in version.stdout:
         pytest.skip(f"{binary} is no Redis 7 with TLS")
-    command = ("acl", "-A", APP, "--passwords", str(folder / "passwords"))
     # The server need not be there yet.
-    status, lines, error = run("redis://127.0.0.1:1/0", "batchery", *command)
+    status, lines, error = run("redis://127.0.0.1:1/0", "batchery", "acl", "-A", APP)
     assert status == 0, error
+    passwords = {f"batchery-{role}": secrets.token_urlsafe() for role in ROLES}
+    for name, password in passwords.items():
+        lines = lines.replace(f"SHA256-OF-{name}", hashlib.sha256(password.encode()).hexdigest())
     users = folder / "users.acl"
     users.write_text(f"user default on nopass ~* &* +@all\n{lines}")
     certificate = make_certificate(folder)
@@ -81,9 +86,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedRedis]:
         f"&ssl_ca_certs={certificate.authority}"
         f"&ssl_certfile={certificate.authority}&ssl_keyfile={certificate.key}"
     )
-    passwords = (folder / "passwords").read_text().splitlines()
     with server:
-        yield GuardedRedis(server, dict(line.split() for line in passwords))
+        yield GuardedRedis(server, passwords)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +215,7 @@ def test_an_operator_looks_at_workers_queues_and_jobs(
         guarded.url("producer"), f"import json; {job}; print(json.dumps([job.id]))"
     )
     with guarded.nothing_refused():
-        status, out, error = run(url, "batchery", "stats", "-A", APP, "--once", "--json")
+        status, out, error = run(url, "batchery", "stats", "-A", APP, "--json")
         assert status == 0, error
         assert json.loads(out)["queues"].keys() >= {"celery", "loud"}
         status, out, error = run(url, "batchery", "explain", task_id, "-A", APP)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from redis import Redis
 from apps import shop
 from batchery.cli.explain import find
 from batchery.transport.redis_schema import Keys, find_own
-from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for
@@ -52,7 +50,7 @@ def test_stats_tell_what_workers_do_and_serve(
     shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
 
     def look() -> Any:
-        code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--once", "--json")
+        code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--json")
         assert code == 0, err
         return stock.name in out and json.loads(out)
 
@@ -112,7 +110,7 @@ class LateWorker:
 
 def test_a_worker_that_lives_may_answer_late(own_redis: OwnRedis) -> None:
     with contextlib.closing(LateWorker(own_redis.url)) as late:
-        command = ("batchery", "stats", "-A", "apps.shop", "--once")
+        command = ("batchery", "stats", "-A", "apps.shop")
         code, out, _ = run(own_redis.url, *command, "--timeout", "0.1")
         assert code == 1
         assert "late@here: lives, and has not answered within 0.1 s" in out
@@ -122,28 +120,6 @@ def test_a_worker_that_lives_may_answer_late(own_redis: OwnRedis) -> None:
             out, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0
         assert "late@here" in out
-
-
-def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -> None:
-    with start(redis_url, "batchery", "stats", "-A", "apps.shop", "--json") as process:
-        assert process.stdout is not None
-
-        def look() -> Any:
-            assert process.stdout is not None
-            return json.loads(process.stdout.readline())["workers"].get(worker.name)
-
-        wait_for(look, "the worker answers")
-        shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
-
-        def busy() -> bool:
-            figures = look() or {}
-            return bool(figures.get("rates") and figures["rates"]["jobs_per_s"] > 0)
-
-        wait_for(busy, "jobs per second")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 130
-        assert err == ""
 
 
 def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url: str) -> None:
@@ -194,7 +170,7 @@ def test_a_job_without_a_result_is_looked_for_in_the_workers(
     waiting.get(timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("command", [("stats", "--once"), ("explain", "some-id")])
+@pytest.mark.parametrize("command", [("stats"), ("explain", "some-id")])
 def test_without_a_redis_there_is_one_line_and_exit_code_2(command: tuple[str, ...]) -> None:
     url = "redis://127.0.0.1:1/0"  # Nobody listens there.
     code, out, err = run("redis://nowhere.invalid:1/0", "batchery", *command, "--redis", url)
@@ -211,14 +187,14 @@ def test_queues_of_an_app_are_shown_while_it_has_no_worker(
     with Celery(broker=url, set_as_current=False) as client:
         for _ in range(3):
             client.send_task("embed", ["a text"], queue="embed")
-    code, out, _ = run(url, "batchery", "stats", "-A", "apps.shop", "--once", cwd=tmp_path)
+    code, out, _ = run(url, "batchery", "stats", "-A", "apps.shop", cwd=tmp_path)
     assert code == 1
     assert "no worker answers" in out
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert {"embed 3 no worker serves it", "celery 0"} <= set(rows)
     url = with_database(redis_url, 9)
     # Its tasks are in a module that it includes.
-    code, out, _ = run(url, "batchery", "stats", "-A", "apps.including", "--once")
+    code, out, _ = run(url, "batchery", "stats", "-A", "apps.including")
     assert code == 1
     assert ["included", "0"] in [line.split() for line in out.splitlines()]
 
@@ -259,22 +235,3 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
     assert "'vector': [" in event["result"]
     assert len(event["result"]) < 200
     assert "How do I open a file?" in events["task-received"]["args"]
-
-
-def test_a_broker_that_goes_away_is_one_line_and_exit_code_2() -> None:
-    with EmbeddedRedis() as redis:
-        options = ("--redis", redis.url, "--json")
-        process = start("redis://nowhere.invalid:1/0", "batchery", "stats", *options)
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline()) == {
-            "workers": {},
-            "queues": {"celery": 0},
-            "unserved": [],
-            "dead_letters": 0,
-            "oldest_s": {"celery": None},
-            "tasks": [],
-        }
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert err.startswith("batchery: error: the broker does not answer: ")
-    assert len(err.splitlines()) == 1

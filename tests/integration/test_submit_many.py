@@ -35,12 +35,9 @@ def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> No
     assert last.get(timeout=patient(30)) == wanted[-1]
 
 
-def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:
-    # Callers that gave up in other tests leave theirs to their hour of life.
-    others = set(store.keys("batchery:reply:*"))
+def test_nothing_is_subscribed_to_any_more_when_all_has_come(worker: Worker, store: Any) -> None:
     results: Any = shop.shout.submit_many(["text"] * COUNT)
     results.join(timeout=patient(30))
-    assert not set(store.keys("batchery:reply:*")) - others
     consumer: Any = shop.app.backend
     channels = {f"celery-task-meta-{each.id}".encode() for each in results.results}
     assert not channels & set(store.pubsub_channels())
@@ -58,27 +55,10 @@ def test_the_first_failure_is_raised(worker: Worker) -> None:
     assert isinstance(values[3], LookupError)
 
 
-def test_a_timeout_is_celerys_and_leaves_no_reply(worker: Worker, store: Any) -> None:
-    others = set(store.keys("batchery:reply:*"))
+def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
     results = shop.shout.submit_many(["text"] * COUNT, queue="nobody")
     with pytest.raises(CeleryTimeout):
         results.join(timeout=0.2)
-    assert set(store.keys("batchery:reply:*")) <= others
-    store.delete("nobody")
-
-
-def test_a_result_that_was_read_alone_after_a_timeout_does_not_hinder_the_others(
-    worker: Worker, store: Any
-) -> None:
-    results: Any = shop.shout.submit_many(["text"] * COUNT, queue="nobody")
-    with pytest.raises(CeleryTimeout):
-        results.join(timeout=0.2)
-    backend: Any = shop.app.backend
-    for result in results.results:
-        meta = {"status": "SUCCESS", "result": "stored", "task_id": result.id}
-        store.set(backend.get_key_for_task(result.id), backend.encode(meta))
-    assert results.results[0].get(timeout=patient(30)) == "stored"
-    assert results.join(timeout=patient(30)) == ["stored"] * COUNT
     store.delete("nobody")
 
 

@@ -194,7 +194,7 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
         tasks = up.ask("Flower", "/api/tasks")
         return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
 
-    code, out = run_beside(up, tmp_path, "stats", "-A", "shop", "--once", "--json")
+    code, out = run_beside(up, tmp_path, "stats", "-A", "shop", "--json")
     assert (code, len(json.loads(out)["workers"])) == (0, 1)
     seen = wait_for(listed, "Flower lists the job as done")
     wait_for(lambda: seen["worker"] in up.ask("Flower", "/api/workers"), "Flower lists the worker")

@@ -1,12 +1,13 @@
 """Bulk runs for tests: inputs, and the command as a process."""
 
-import gzip
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet
 
 from support.harness import PYTHONPATH, queue_length, unsettled, wait_for
 from support.patience import patient
@@ -24,9 +25,10 @@ def write_rows(path: Path, count: int) -> Path:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    data = path.read_bytes()
-    text = gzip.decompress(data) if path.name.endswith(".gz") else data
-    return [json.loads(line) for line in text.splitlines()]
+    if path.suffix == ".parquet":
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return rows
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def wait_idle(redis_url: str) -> None:

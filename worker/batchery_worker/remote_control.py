@@ -55,14 +55,13 @@ def _queues(consumer: Any) -> list[str]:
 
 
 @click.command(FIGURES, short_help="Show what the batches of all workers look like.")
-@click.option("--once", is_flag=True, help="Show it once and end.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per look.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
 @click.pass_context
-def batchery(context: click.Context, *, once: bool, as_json: bool) -> None:
+def batchery(context: click.Context, *, as_json: bool) -> None:
     """Show what the batches of all workers look like; as `batchery stats` for Celery's app."""
     # Imported here, because Celery imports this module for each of its commands, also for workers.
     from batchery.cli.main import one_line_errors
-    from batchery.cli.stats import watch
+    from batchery.cli.stats import show
 
     with one_line_errors():
-        context.exit(watch(context.obj.app, once=once, as_json=as_json))
+        context.exit(show(context.obj.app, as_json=as_json))

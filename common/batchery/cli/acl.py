@@ -1,11 +1,7 @@
 """`batchery acl`: prints a user of Redis's access lists for each role of a deployment."""
 
-import hashlib
-import os
 import re
-import secrets
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,14 +11,11 @@ from kombu.transport.redis import Channel
 
 from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
-from batchery.errors import SettingsError, StartError
+from batchery.errors import SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import backend_prefix
 from batchery.transport.redis_schema import escape_pattern
-
-#: Bytes of randomness in a password.
-PASSWORD_BYTES = 32
 
 #: What any connection needs; none of it reads or writes a key. CLIENT TRACKING tells of changes to
 #: all keys, and so the ids of all jobs.
@@ -72,24 +65,17 @@ ROLES = {"producer": PRODUCE, "worker": WORK, "operator": (*PRODUCE, *OPERATE)}
 @click.argument("roles", nargs=-1, metavar="[ROLE]...", type=click.Choice(list(ROLES)))
 @app_options
 @click.option("-Q", "--queues", metavar="NAMES", help="Queues of all workers; default: the app's.")
-@click.option(
-    "--passwords",
-    "file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Passwords by user, one a line; those that are missing are made.",
-)
 def acl(
     *,
     roles: Sequence[str],
     app_path: str,
     redis_url: str | None,
     queues: str | None,
-    file: Path | None,
 ) -> None:
     """Print users for Redis, each with what its role needs of the app's keys.
 
-    The lines are those of the aclfile of Redis 7 or Valkey. Nothing is asked of Redis.
+    The lines are those of the aclfile of Redis 7 or Valkey, once each has the hash of a password.
+    Nothing is asked of Redis.
 
     \b
     producer  sends jobs and reads results: web servers, `batchery submit`
@@ -97,14 +83,10 @@ def acl(
     operator  all else: `batchery stats`, `dead`, `doctor`, `reload`, `exporter`, Flower
     """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url, with_tasks=not queues)
-    names = {role: f"batchery-{role}" for role in roles or ROLES}
-    passwords = {} if file is None else keep_passwords(file, names.values())
     keys = name_keys(app, queues.split(",") if queues else app_queues(app))
-    for role, name in names.items():
-        password = passwords.get(name)
-        digest = hashlib.sha256(password.encode()).hexdigest() if password else f"SHA256-OF-{name}"
-        grants = " ".join(f"({each.format(**keys)})" for each in ROLES[role])
-        click.echo(f"user {name} on #{digest} resetchannels {CONNECT} {grants}")
+    for role in roles or ROLES:
+        name, grants = f"batchery-{role}", (f"({each.format(**keys)})" for each in ROLES[role])
+        click.echo(f"user {name} on #SHA256-OF-{name} resetchannels {CONNECT} {' '.join(grants)}")
 
 
 def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
@@ -167,24 +149,3 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
 def _escape(name: str) -> str:
     """A name as a pattern, in which nothing is white: any such character stands for all."""
     return re.sub(r"[\0-\x20\x7f]", "[^!-~]", escape_pattern(name))
-
-
-def keep_passwords(file: Path, names: Collection[str]) -> dict[str, str]:
-    """The passwords in a file, by user; those that are missing are made, and written to it.
-
-    Only its owner may read the file that is written.
-
-    Raises:
-        StartError: The file cannot be read or written, or has a line of another form.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        known = dict(line.split() for line in lines)
-        made = {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in names if name not in known}
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as added:
-            added.writelines(f"{name} {password}\n" for name, password in made.items())
-    except OSError as error:
-        raise StartError(f"{file}: {error.strerror}") from None
-    except ValueError:
-        raise StartError(f"{file}: expected a name and a password on each line") from None
-    return known | made

@@ -63,8 +63,7 @@ class Interrupt:
 
         Args:
             more: Other signals that do the same, unless they are ignored, as SIGHUP is by nohup.
-            at_once: Raise `KeyboardInterrupt` at the first one, too. Loops `check` all the same:
-                Python drops what is raised in a destructor.
+            at_once: Raise `KeyboardInterrupt` at the first one, too.
         """
         taken = (each for each in more if signal.getsignal(each) != signal.SIG_IGN)
         self._signals = (signal.SIGINT, signal.SIGTERM, *taken)
@@ -83,11 +82,6 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         for each, handler in self._before.items():
             signal.signal(each, handler)
-
-    def check(self) -> None:
-        """Raises `KeyboardInterrupt` if a signal came."""
-        if self._came:
-            raise KeyboardInterrupt
 
     def _note(self, *_: object) -> None:
         must_raise = self._came or self._at_once

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,13 @@ SILENT_S = 60.0
 #: Exit code if anything was not done, or no worker could do it.
 NOT_DONE = 1
 
-worker_option = click.option(
-    "--worker", metavar="NAME", help="Only this worker, by its whole name; all of them by default."
-)
-
 
 @click.command()
 @click.argument("name")
 @click.option("--model", metavar="FOLDER_OR_ID", help="Instead of what the settings say now.")
 @click.option("--revision", help="Of the model on the hub.")
 @click.option("--force", is_flag=True, help="Also if its vectors have other dimensions.")
-@worker_option
+@click.option("--worker", metavar="NAME", help="Only this one, by its whole name; default: all.")
 @with_app
 @timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
 @click.pass_context
@@ -66,15 +62,7 @@ def reload(
         # The worker runs elsewhere.
         model = str(Path(model).expanduser().absolute())
     order = {"number": uuid.uuid4().hex, "task": name, "model": model, "revision": revision}
-    answers = follow(
-        app,
-        worker,
-        timeout_s,
-        lambda answer: bool(answer["is_over"]),
-        RELOAD,
-        **order,
-        force=force,
-    )
+    answers = follow(app, worker, timeout_s, {**order, "force": force})
     lines, is_done = describe_reload(name, answers)
     for line in lines:
         click.echo(line)
@@ -82,12 +70,7 @@ def reload(
 
 
 def follow(
-    app: Celery,
-    worker: str | None,
-    timeout_s: float,
-    is_over: Callable[[Mapping[str, Any]], bool],
-    command: str,
-    **order: Any,
+    app: Celery, worker: str | None, timeout_s: float, order: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """Gives an order to workers, and asks again until all have carried it out.
 
@@ -95,9 +78,7 @@ def follow(
         app: The app whose workers get it.
         worker: Name of the only one; None for all that have batch tasks.
         timeout_s: How long one look waits for answers, in seconds.
-        is_over: Whether a worker has carried it out, by its answer.
-        command: Of remote control. It begins nothing twice.
-        order: Its arguments.
+        order: Arguments of the command, which begins nothing twice.
 
     Returns:
         The last answer of each worker with devices; of one that does not answer any more,
@@ -114,14 +95,14 @@ def follow(
     began_s, heard_s = time.monotonic(), dict[str, float]()
     while open_:
         with broker_errors():
-            found = ask_workers(app, command, timeout_s, open_, **order)
+            found = ask_workers(app, RELOAD, timeout_s, open_, **order)
         now_s = time.monotonic()
         heard_s |= dict.fromkeys(found, now_s)
         answers |= {name: answer for name, answer in found.items() if "devices" in answer}
         open_ -= {
             name
             for name, answer in found.items()
-            if "devices" not in answer or answer.get("error") or is_over(answer)
+            if "devices" not in answer or answer.get("error") or answer["is_over"]
         }
         # Redis knows who lives, and answers late, as on a busy machine.
         live = _find_live(app) if open_ - set(found) else open_
@@ -144,9 +125,11 @@ def _find_live(app: Celery) -> set[str]:
 
 def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
     """What became of an order, in a line for each worker and device; and whether all have it."""
-    lines = _describe_silent(answers)
-    is_done = not lines
+    lines, is_done = list[str](), True
     for worker, answer in sorted(answers.items()):
+        if "silent" in answer:
+            lines.append(f"{worker}: does not answer any more; it may do it yet")
+            is_done = False
         if answer.get("error"):
             lines.append(f"{worker}: not reloaded: {answer['error']}")
             is_done = False
@@ -165,8 +148,3 @@ def describe_reload(name: str, answers: Mapping[str, Mapping[str, Any]]) -> tupl
     if not lines:
         return [f"no worker serves a model {name!r}; see `batchery stats`"], False
     return lines, is_done
-
-
-def _describe_silent(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    silent = sorted(name for name, answer in answers.items() if "silent" in answer)
-    return [f"{name}: does not answer any more; it may do it yet" for name in silent]

@@ -158,8 +158,8 @@ class Deployment:
         return [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
 
 
-#: Finds what is wrong, in words: text, and what stands for words in capitals of the line to copy.
-Find = Callable[[Deployment], Iterable[str | tuple[str, Mapping[str, str]]]]
+#: Finds what is wrong, in words.
+Find = Callable[[Deployment], Iterable[str]]
 
 
 #: A check: its name, its severity, why it matters, a line to copy, and what finds it. Words in
@@ -326,13 +326,13 @@ def find_stock(on: Deployment) -> Iterator[str]:
     *("queue-unserved", "error", "these jobs wait for ever"),
     "celery -A APP worker -Q QUEUE  # or send to the queue that was meant",
 )
-def find_unserved(on: Deployment) -> Iterator[tuple[str, Mapping[str, str]]]:
+def find_unserved(on: Deployment) -> Iterator[str]:
     """Queues with jobs that no worker consumes, such as a misspelt one."""
     consumed = set[str]().union(*on.consumed.values())
     for queue, jobs in on.survey.queues.items():
         if jobs and queue not in consumed:
             text = f"{counted(jobs, 'job')} in queue {queue!r}, and no worker consumes it"
-            yield text + nearest_name(queue, sorted(consumed)), {"QUEUE": queue}
+            yield text + nearest_name(queue, sorted(consumed))
 
 
 @check(
@@ -389,17 +389,12 @@ def diagnose(on: Deployment, path: str) -> dict[str, Any]:
             unchecked[name] = _explain(on, error)
             continue
         passed += not found
-        for each in found:
-            text, words = (each, {}) if isinstance(each, str) else each
-            line = fix
-            for word, value in {"APP": path, **words}.items():
-                line = line.replace(word, shlex.quote(value))
-            row = {"check": name, "severity": severity, "found": text, "why": why, "fix": line}
-            findings.append(row)
+        known = {"check": name, "severity": severity, "why": why}
+        line = fix.replace("APP", shlex.quote(path))
+        findings += [{**known, "found": each, "fix": line} for each in found]
     findings.sort(key=lambda each: -SEVERITIES[each["severity"]])
     worst = SEVERITIES[findings[0]["severity"]] if findings else 0
-    known = {"findings": findings, "unchecked": unchecked, "passed": passed}
-    return {**known, "exit_code": worst}
+    return {"findings": findings, "unchecked": unchecked, "passed": passed, "exit_code": worst}
 
 
 def _explain(on: Deployment, error: Exception) -> str:

@@ -1,35 +1,48 @@
-"""The `batchery` command; each package adds its own subcommands by entry point.
-
-The group of the entry points is `batchery.commands`. A subcommand is imported when it is called. If
-it cannot be imported, it says so, and the others work.
-"""
+"""The `batchery` command: where its subcommands are, and how their errors end it."""
 
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchery.errors import BatcheryError, StartError
+from batchery.errors import BatcheryError
 
 if TYPE_CHECKING:
     from click import Group as DYMGroup
 else:
     from click_didyoumean import DYMGroup
 
-GROUP = "batchery.commands"
-
-#: Headings of `batchery --help`, and the commands below each; those of other packages come last.
-SECTIONS = {
-    "Run": ("up", "serve", "submit"),
-    "See what it does": ("stats", "explain", "doctor", "dead"),
-    "Operate": ("reload", "tune", "key", "acl", "exporter", "health"),
+#: Headings of `batchery --help`, and the commands below each.
+SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "Run": {
+        "up": "batchery_worker.cli.up:up",
+        "serve": "batchery_producer.cli.serve:serve",
+        "submit": "batchery_producer.cli.submit:submit",
+    },
+    "See what it does": {
+        "stats": "batchery.cli.stats:stats",
+        "explain": "batchery.cli.explain:explain",
+        "doctor": "batchery.cli.doctor:doctor",
+        "dead": "batchery.cli.dead_letters:dead",
+    },
+    "Operate": {
+        "reload": "batchery.cli.control:reload",
+        "tune": "batchery_worker.cli.tune:tune",
+        "key": "batchery_producer.cli.serve:key",
+        "acl": "batchery.cli.acl:acl",
+        "exporter": "batchery.operations.exporter:exporter",
+        "health": "batchery.cli.health:health",
+    },
 }
+
+#: Where each command is.
+PLACES = {name: place for part in SECTIONS.values() for name, place in part.items()}
 
 #: Exit code of an interrupted command, as in every shell.
 INTERRUPTED = 128 + signal.SIGINT
@@ -62,67 +75,33 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
 
 
 class CommandGroup(DYMGroup):
-    """A group whose commands are entry points of installed packages."""
+    """A group that imports a subcommand when it is called, or described."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all subcommands, sorted; imports none."""
-        return sorted({*super().list_commands(ctx), *entry_points(group=GROUP).names})
+        return sorted({*super().list_commands(ctx), *PLACES})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one subcommand; if that fails, returns a command that says why."""
-        if command := super().get_command(ctx, cmd_name):
-            return command
-        for entry in entry_points(group=GROUP, name=cmd_name):
-            try:
-                return _load(entry)
-            except Exception as error:  # noqa: BLE001 (somebody else's import may raise anything)
-                return _unavailable(entry, error)
-        return None
+        """Imports one subcommand."""
+        if cmd_name not in PLACES:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = PLACES[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands below their headings."""
-        left = dict.fromkeys(self.list_commands(ctx))
-        known = [name for names in SECTIONS.values() for name in names]
-        others = [name for name in left if name not in known]
-        for heading, names in {**SECTIONS, "Others": others}.items():
-            found = [(each, self.get_command(ctx, each)) for each in names if each in left]
-            if rows := [
-                (each, command.get_short_help_str(80)) for each, command in found if command
-            ]:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
+        for heading, names in SECTIONS.items():
+            found = [(each, self.get_command(ctx, each)) for each in names]
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(each, one.get_short_help_str(80)) for each, one in found if one]
+                )
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand; an error of ours becomes one line and its exit code."""
         with one_line_errors(with_traceback=ctx.params["traceback"]):
             return super().invoke(ctx)
-
-
-def _load(entry: EntryPoint) -> click.Command:
-    command = entry.load()
-    if not isinstance(command, click.Command):
-        raise TypeError(f"{entry.value} is no click command")
-    return command
-
-
-def _unavailable(entry: EntryPoint, error: Exception) -> click.Command:
-    package = entry.dist.name if entry.dist else entry.module
-    problem = f"{type(error).__name__}: {error}"
-
-    def explain(**_: Any) -> None:
-        raise StartError(
-            f"command '{entry.name}' ({entry.value} of {package}) cannot be loaded: {problem};"
-            f" reinstall {package} or remove it"
-        ) from error
-
-    return click.Command(
-        entry.name,
-        callback=explain,
-        params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
-        context_settings={"ignore_unknown_options": True},
-        add_help_option=False,
-        short_help=f"cannot be loaded: {problem}",
-    )
 
 
 #: Of all commands: their options say what they are by default.

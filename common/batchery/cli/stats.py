@@ -1,9 +1,8 @@
 """`batchery stats`: what workers do and serve, and what waits in queues."""
 
 import json
-import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,11 @@ import click
 from celery import Celery
 from rich import box
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
-from batchery.cli.console import Interrupt, broker_errors, describe, render
+from batchery.cli.console import broker_errors, describe, render
 from batchery.cli.stray_queues import ALL_CALLS, StrayQueues
 from batchery.cli.survey import (
     DISCOVERY_S,
@@ -30,11 +28,7 @@ from batchery.cli.survey import (
     registered_tasks,
     survey,
 )
-from batchery.errors import StartError
 from batchery.protocol.figures import GIVEN_UP, WorkerFigures
-
-#: Time from one look to the next, in seconds, if all answer at once.
-REFRESH_S = 1.0
 
 #: Exit code if no worker with devices answers.
 NO_WORKER = 1
@@ -72,8 +66,7 @@ NO_ANSWER = "no worker answers; start one, or wait until it has loaded its model
 
 @click.command()
 @app_options
-@click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
 @timeout_option(PATIENCE_S, "How long a look waits for a worker that lives and does not answer.")
 @click.pass_context
 def stats(
@@ -81,74 +74,40 @@ def stats(
     *,
     app_path: str,
     redis_url: str | None,
-    once: bool,
     as_json: bool,
     timeout_s: float,
 ) -> None:
     """Show what workers do and serve, and what waits in queues.
 
-    It goes on, each second, until Ctrl-C. Redis knows which workers live. A look ends when all of
-    them have answered, which may take a while on a busy machine. Queue depths come from the broker,
-    for the queues of the app and those that workers consume; with --once also for all others with
-    jobs, as one may be misspelt. Rates are those between two looks. docs/observe.md explains every
-    figure.
+    It looks twice: rates are those between the two. Redis knows which workers live. A look ends
+    when all of them have answered, which may take a while on a busy machine. Queue depths come from
+    the broker, for the queues of the app and those that workers consume, and for all others with
+    jobs, as one may be misspelt. docs/observe.md explains every figure.
 
     \b
     Exit codes:
-      0    shown
-      1    with --once: no worker with devices answered
-      2    could not start: no such app, or its broker does not answer
-      130  interrupted
+      0  shown
+      1  no worker with devices answered
+      2  could not start: no such app, or its broker does not answer
     """  # noqa: D301 (click looks for this character)
     app = load_app(app_path, redis_url)
     # Raises what is wrong in the settings; once suppressed, Celery would ask a broker of its own.
     _ = app.conf.broker_url
     with suppress(Exception):  # They name queues, and this machine may lack what they import.
         app.loader.import_default_modules()
-    context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))
+    context.exit(show(app, as_json=as_json, timeout_s=timeout_s))
 
 
-def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
-    """Shows the figures of all workers until Ctrl-C, or once.
-
-    Args:
-        app: The app whose workers and queues are shown.
-        once: Look twice and show the second look.
-        as_json: Print JSON lines instead of tables.
-        timeout_s: How long a look waits for a worker that lives, in seconds.
-
-    Returns:
-        The exit code.
-    """
+def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
+    """Looks twice, and shows the second look, as tables or as JSON; returns the exit code."""
     check_broker(app)
     queues = app_queues(app)
-    if once:
-        before = look(app, queues, timeout_s)
-        with broker_errors():
-            queues |= set(StrayQueues(app).look(before.queues, ALL_CALLS))
-        now = look(app, queues, timeout_s)
-        click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
-        return 0 if now.figures else NO_WORKER
-    screen = nullcontext() if as_json else Live("asking the workers ...", auto_refresh=False)
-    with Interrupt(at_once=True) as interrupt, screen as live:
-        last: Survey | None = None
-        while True:
-            next_s = time.monotonic() + REFRESH_S
-            try:
-                now = look(app, queues, timeout_s)
-                shown: Any = draw(now, last) if live else json.dumps(now.report(last))
-                last = now
-            except StartError as error:
-                # The broker was there before. A person who watches wants to see it come back.
-                if live is None:
-                    raise
-                shown = str(error)
-            if live is None:
-                click.echo(shown)
-            else:
-                live.update(shown, refresh=True)
-            interrupt.check()
-            time.sleep(max(0.0, next_s - time.monotonic()))
+    before = look(app, queues, timeout_s)
+    with broker_errors():
+        queues |= set(StrayQueues(app).look(before.queues, ALL_CALLS))
+    now = look(app, queues, timeout_s)
+    click.echo(json.dumps(now.report(before)) if as_json else render(draw(now, before)))
+    return 0 if now.figures else NO_WORKER
 
 
 def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:

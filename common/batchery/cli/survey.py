@@ -100,6 +100,13 @@ class Survey:
         read = {name: read_figures(answer) for name, answer in sorted(self.workers.items())}
         return {name: figures for name, figures in read.items() if figures is not None}
 
+    def find_oldest_s(self, queue: str) -> float | None:
+        """Age of the oldest job of a queue, in Redis or in a worker; None if it is unknown."""
+        held = [figures.waiting_by_queue.get(queue) for figures in self.figures.values()]
+        ages_s = [self.oldest_s.get(queue), *(each.oldest_s for each in held if each is not None)]
+        none_s = None if self.queues.get(queue) else 0.0
+        return max((each for each in ages_s if each is not None), default=none_s)
+
     def problems(self, before: "Survey | None") -> dict[str, str]:
         """Why there are no figures of a worker, by its name: first of those that answered."""
         gone = sorted(set(before.workers) - set(self.workers)) if before is not None else []

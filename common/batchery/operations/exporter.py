@@ -27,8 +27,9 @@ SCRAPE_TIMEOUT_S = 4.0
 #: The same for `/readyz`.
 READY_TIMEOUT_S = 2.0
 
-#: For how long a survey is shown again to those who ask next, in seconds.
-FRESH_S = 1.0
+#: For how long a survey is shown again to those who ask next, in seconds: the gateway's page asks
+#: once a second.
+FRESH_S = 0.75
 
 
 @click.command()
@@ -56,12 +57,12 @@ def exporter(*, app_path: str, redis_url: str | None, host: str, port: int, name
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     app = load_app(app_path, redis_url, with_tasks=True)
     queues = app_queues(app) | {name for name in names.split(",") if name}
-    strays, first_seen = StrayQueues(app), FirstSeen()
+    strays = StrayQueues(app)
 
     def take() -> Survey:
         found = survey(app, queues=queues, asks=False)
         with broker_errors():
-            return first_seen.date(replace(found, strays=strays.look(found.queues)))
+            return replace(found, strays=strays.look(found.queues))
 
     watch = ClusterWatch(take)
     listening = Port(host, port, watch.collect, lambda: "", watch.find_problem)
@@ -76,12 +77,22 @@ class ClusterWatch:
 
     def __init__(self, take: Callable[[], Survey]) -> None:
         """Surveys nothing yet; `take` is called on a thread of its own, as Redis may hang."""
-        self._take = take
+        self._take, self._first_seen = take, FirstSeen()
         self._thread = ThreadPoolExecutor(1, "batchery-survey")
         self._lock = threading.Lock()
         self._running: Future[Survey] | None = None
         self._began_s = 0.0
         self._problem = ""
+
+    def ask(self) -> Future[Survey]:
+        """The survey of this moment, which may be under way."""
+        with self._lock:
+            running = self._running
+            if running is None or (running.done() and monotonic() - self._began_s >= FRESH_S):
+                self._began_s = monotonic()
+                running = self._thread.submit(lambda: self._first_seen.date(self._take()))
+                self._running = running
+        return running
 
     def collect(self) -> "Iterator[Metric]":
         """The metrics of this moment."""
@@ -95,13 +106,8 @@ class ClusterWatch:
 
     def _find_latest(self, timeout_s: float) -> Survey | None:
         """The survey of this moment; None if Redis does not answer in time."""
-        with self._lock:
-            running = self._running
-            if running is None or (running.done() and monotonic() - self._began_s >= FRESH_S):
-                self._began_s = monotonic()
-                self._running = running = self._thread.submit(self._take)
         try:
-            found = running.result(timeout_s)
+            found = self.ask().result(timeout_s)
         except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
             self._log(str(error) or "the broker does not answer")
             return None

@@ -255,7 +255,7 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
         return
     yield from _collect((), [((), survey)])
     waiting, queue = survey.queues.items(), ("queue",)
-    ages = [(name, _find_oldest_s(survey, name)) for name in survey.queues]
+    ages = [(name, survey.find_oldest_s(name)) for name in survey.queues]
     for name, text, labels, rows in (
         ("batchery_queue_waiting_jobs", "Messages that no live worker holds.", queue, waiting),
         ("batchery_queue_leased_jobs", "That live workers hold.", queue, survey.leased.items()),
@@ -265,12 +265,3 @@ def collect_cluster(survey: Survey | None) -> Iterator[Metric]:
         ("celery_queue_length", "batchery_queue_waiting_jobs.", ("queue_name",), waiting),
     ):
         yield _family(name, text, labels, rows)
-
-
-def _find_oldest_s(survey: Survey, queue: str) -> float | None:
-    """Age of the oldest job of a queue, in Redis or in a worker; None if it is unknown."""
-    held = [worker.waiting_by_queue.get(queue) for worker in survey.figures.values()]
-    ages_s = [each.oldest_s for each in held if each is not None]
-    if (waited_s := survey.oldest_s.get(queue)) is not None:
-        ages_s.append(waited_s)
-    return max(ages_s) if ages_s else None if survey.queues[queue] else 0.0

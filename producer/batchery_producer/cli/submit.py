@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
 from textwrap import shorten
 from typing import Any
 
@@ -19,14 +18,11 @@ from batchery.cli.console import Interrupt
 from batchery.cli.main import main
 from batchery.priority_class import LOWEST_PRIORITY
 from batchery_producer.files.options import WINDOW, Snapshot, SubmitOptions, Summary, duration
-from batchery_producer.files.run import submit_file, try_file
+from batchery_producer.files.run import submit_file
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
 
 #: Time between two lines without a terminal, in seconds.
 LINE_EVERY_S = 5.0
-
-#: Maximum number of kinds of failures that are named.
-MAX_KINDS = 3
 
 #: Maximum number of characters of a failure's reason in the summary.
 REASON_CHARS = 300
@@ -64,31 +60,15 @@ def display(console: Console, title: str) -> Iterator[Mapping[str, Any]]:
 
 
 def figures(run: Snapshot) -> str:
-    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`.
-
-    It also has the kinds of failures and the size of batches, if they are known.
-    """
-    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MAX_KINDS)]
-    named += ["..."] if len(run.kinds) > MAX_KINDS else []
+    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`."""
     parts = [
         f"{run.succeeded:,} done",
-        f"{run.failed:,} failed" + (f" ({', '.join(named)})" if named else ""),
+        f"{run.failed:,} failed",
         f"{run.in_flight:,} in flight",
-        *([f"in batches of {run.batch_size:.0f}"] if run.batch_size else []),
         f"{run.rate:,.0f}/s" if run.rate >= 10 else f"{run.rate:.1f}/s",
         *([f"{duration(run.left_s)} left"] if run.left_s is not None else []),
     ]
     return ", ".join(parts)
-
-
-def _read_keywords(_context: Any, _parameter: Any, value: str | None) -> dict[str, Any]:
-    try:
-        keywords = json.loads(value or "{}")
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"not JSON: {error}") from None
-    if not isinstance(keywords, dict):
-        raise click.BadParameter('expected a JSON object, such as \'{"prompt": "query"}\'')
-    return keywords
 
 
 def _read_options(_context: Any, _parameter: Any, values: Sequence[str]) -> dict[str, Any]:
@@ -121,20 +101,19 @@ ON_ERROR = click.Choice(["continue", "stop"])
 @click.option("--format", type=click.Choice(FORMATS), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
 @click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the row's number.")
-@click.option("--delimiter", metavar="CHAR", help="Of CSV; default: as the header shows.")
-@click.option("--encoding", default="utf-8", show_default=True, help="Of lines and CSV.")
 @click.option("--limit", type=NUMBER, metavar="N", help="Only the first N rows.")
-@click.option("--sample", type=NUMBER, metavar="N", help="Only N rows at random.")
-@click.option("--retry-failed", metavar="FILE", help="Only rows that this file of failures names.")
-@click.option("--dry-run", is_flag=True, help="Check everything, try some rows, write nothing.")
 @click.option(
     "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
 )
 @app_options
 @click.option(
-    "--kwargs", "keywords", callback=_read_keywords, help="Keywords of all jobs, as JSON."
+    "--option",
+    "keywords",
+    multiple=True,
+    callback=_read_options,
+    metavar="KEY=VALUE",
+    help="A keyword of all jobs; the value may be JSON.",
 )
-@click.option("--option", "options", multiple=True, callback=_read_options, help="One: KEY=VALUE.")
 @click.option("--window", type=NUMBER, default=WINDOW, help="Maximum number of jobs in flight.")
 @click.option(
     "--timeout", "timeout_s", type=SECONDS, help="Give up after so long without a result."
@@ -171,27 +150,20 @@ def submit(
     \b
     Exit codes:
       0    every row has a result
-      1    some rows failed, or --on-error=stop met the first; they are in the file of failures.
-           Or some that --retry-failed names are not in SOURCE
+      1    some rows failed, or --on-error=stop met the first; they are in the file of failures
       2    could not start, or the output can no longer be written: the disk is full, for example
       3    gave up: no result, or no room in the queue, for --timeout; or Redis stayed away for
            two minutes
       70   a defect of Batchery: the traceback says where
       130  interrupted
     """  # noqa: D301 (click looks for this character)
-    dry_run, quiet, as_json = (flags.pop(name) for name in ("dry_run", "quiet", "as_json"))
-    flags["keywords"] |= flags.pop("options")
+    quiet, as_json = flags.pop("quiet"), flags.pop("as_json")
     flags["stop_at_failure"] = flags.pop("on_error") == "stop"
     if as_json and output == STANDARD_STREAM:
         raise click.UsageError("--json and -o - both want stdout")
     with Interrupt() as interrupt:
         app = load_app(app_path, redis_url)
         options = SubmitOptions(stop=interrupt, **flags)
-        if dry_run:
-            ending, findings = try_file(source, task, output, app=app, options=options)
-            report = json.dumps({"ending": ending.name.lower(), "findings": findings})
-            click.echo(report if as_json else "\n".join(findings), err=not as_json)
-            sys.exit(ending.value)
         with display(Console(stderr=True, quiet=quiet), task) as shown:
             summary = submit_file(source, task, output, app=app, options=options, **shown)
     if as_json:

@@ -3,21 +3,15 @@
 A record becomes one job, or says why it cannot.
 """
 
-import codecs
-import json
-import random
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from batchery.errors import DatasetError
 from batchery.settings import nearest_name
-from batchery_producer.files.journal import FinishedRows
-from batchery_producer.files.json_lines import read_lines, simplify
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
     Damage,
@@ -39,9 +33,6 @@ from batchery_producer.files.source import (
 #: Formats of tables; their rows are no lines.
 TABLES = ("parquet", "arrow")
 
-#: A fixed seed chooses the same rows each time, so that a run can be resumed.
-SEED = 0
-
 #: Size of what is looked at to find the delimiter of a CSV, in bytes.
 SAMPLE_BYTES = 8192
 
@@ -61,8 +52,6 @@ ID_FIELDS = ("id", "custom_id")
 
 #: Marks a field that is absent.
 MISSING = object()
-
-_encode_id = json.JSONEncoder(sort_keys=True, default=simplify).encode
 
 
 class Record(NamedTuple):
@@ -89,53 +78,6 @@ class Record(NamedTuple):
     lacks_field: bool = False
 
 
-class SeenIds:
-    """The ids seen so far, in a temporary database on disk, so that memory does not grow.
-
-    For use by one thread at a time. Each method raises `DatasetError` if the disk is full.
-    """
-
-    def __init__(self) -> None:
-        self._base = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._execute("PRAGMA journal_mode = OFF")
-        self._execute(
-            "CREATE TABLE seen (id TEXT PRIMARY KEY, source INTEGER, line INTEGER) WITHOUT ROWID"
-        )
-        self._execute("BEGIN")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._base.close()
-
-    def add(self, id_: Any, source: int = 0, line: int = 0) -> tuple[int, int] | None:
-        """Remembers the id of a line; returns the source and the line that had it before."""
-        key = _encode_id(id_)
-        if self._execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", key, source, line).rowcount:
-            return None
-        found = self._execute("SELECT source, line FROM seen WHERE id = ?", key).fetchone()
-        return int(found[0]), int(found[1])
-
-    def forget(self, id_: Any) -> bool:
-        """Removes an id; returns whether it was remembered."""
-        return self._execute("DELETE FROM seen WHERE id = ?", _encode_id(id_)).rowcount > 0
-
-    def count(self) -> tuple[int, str]:
-        """How many ids are remembered, and one of them as JSON; empty if there is none."""
-        found = self._execute("SELECT COUNT(*), IFNULL(MIN(id), '') FROM seen").fetchone()
-        return int(found[0]), str(found[1])
-
-    def _execute(self, command: str, *values: Any) -> sqlite3.Cursor:
-        try:
-            return self._base.execute(command, values)
-        except sqlite3.Error as error:
-            raise DatasetError(
-                f"the ids cannot be kept in SQLite's temporary folder: {error}; make room there, or"
-                " name another folder in the environment variable SQLITE_TMPDIR"
-            ) from error
-
-
 class Picker:
     """Picks item and id out of a source's rows; the first row with fields determines them.
 
@@ -146,21 +88,18 @@ class Picker:
         fields: Those of the first row that has some.
     """
 
-    def __init__(
-        self, options: SubmitOptions, seen: SeenIds, source: int, names: Sequence[str]
-    ) -> None:
+    def __init__(self, options: SubmitOptions, source: int, names: Sequence[str]) -> None:
         """Prepares for the first row.
 
         Args:
             options: Which fields hold them, if the caller knows.
-            seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
         """
         self.field, self.id_field = options.field, options.id_field
         self.unseen = {each for each in (self.field, self.id_field) if each is not None}
         self.fields: Sequence[str] = ()
-        self._seen, self._source, self._names = seen, source, names
+        self._source, self._names = source, names
         #: Whether a row could be read, so that it is known whether rows have ids.
         self._has_rows = False
 
@@ -181,11 +120,7 @@ class Picker:
                 self._determine_fields(row)
             item = lookup(row, self.field or ITEM_FIELD)
             id_ = self._find_id(row)
-            if id_ is not None and (first := self._seen.add(id_, self._source, line)):
-                where = "" if first[0] == self._source else f"{self._names[first[0]]}, "
-                broken = f"the id {id_!r:.100} is already used in {where}line {first[1]}"
-                id_ = None  # It is another row's.
-            elif item is MISSING:
+            if item is MISSING:
                 near, lacks_field = nearest_name(str(self.field), row), True
                 broken = f"no field {self.field!r}{near}; {name_fields(row)}"
         if id_ is None and self.id_field is None and self._has_rows:
@@ -254,7 +189,6 @@ class Dataset:
         name: For messages.
         names: Of the files.
         is_stream: Whether it can be read only once: standard input or a pipe.
-        not_found: Which failures to retry are of no row; empty until all rows were read.
     """
 
     def __init__(
@@ -271,8 +205,7 @@ class Dataset:
             changes: Single options, which override those in `options`.
 
         Raises:
-            DatasetError: A file is missing, cannot be read, or has an unknown format or
-                encoding; or a stream was to be sampled, which can be read only once.
+            DatasetError: A file is missing, cannot be read, or has an unknown format.
         """
         self._options = options = replace(options or SubmitOptions(), **changes)
         self.sources = find_sources(names, options.format)
@@ -280,19 +213,8 @@ class Dataset:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.name = self.names[0] + more
         self.is_stream = any(each.size_bytes is None for each in self.sources)
-        self.not_found = ""
         given = [names] if isinstance(names, str | Path) else names
         self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
-        self._delimiter = checked_delimiter(options.delimiter)
-        if self._delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
-            raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
-        self._encoding = checked_encoding(options.encoding)
-        failures = options.retry_failed
-        self._failures = None if failures is None else Path(failures)
-        if self._failures and not self._failures.is_file():
-            raise DatasetError(f"{failures}: there is no such file of failures")
-        if options.sample is not None and self.is_stream:
-            raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
         self._measured = (0, 0)
@@ -303,7 +225,7 @@ class Dataset:
     @property
     def inputs(self) -> Sequence[Path]:
         """Files on this machine that must not be overwritten."""
-        return [each for each in (*(one.path for one in self.sources), self._failures) if each]
+        return [each.path for each in self.sources if each.path]
 
     def would_read(self, path: Path) -> bool:
         """Whether another run with the same names would read a file, once it is there."""
@@ -311,15 +233,12 @@ class Dataset:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that determine the item and the id of a row, and which rows a sample has."""
+        """The settings that determine the item and the id of a row."""
         options = self._options
         return {
             "formats": sorted({each.format for each in self.sources}),
             "field": options.field,
             "id field": options.id_field,
-            "delimiter": self._delimiter,
-            "encoding": self._encoding,
-            "sample": options.sample and f"{options.sample} of {options.limit or 'all'} rows",
         }
 
     @property
@@ -335,12 +254,10 @@ class Dataset:
     @property
     def total(self) -> int | None:
         """Number of rows; an estimate by bytes until all are read, None if unknown."""
-        if self._failures is not None:
-            return None
         if self._complete:
             return self._read_rows
         rows, read_bytes = self._measured
-        limits = [each for each in (self._options.limit, self._options.sample) if each is not None]
+        limits = [] if self._options.limit is None else [self._options.limit]
         if read_bytes and not self.is_stream:
             size_bytes = sum(each.size_bytes or 0 for each in self.sources)
             limits.append(max(rows * size_bytes // read_bytes, self._read_rows))
@@ -352,33 +269,22 @@ class Dataset:
         Raises:
             DatasetError: The input is empty, or has another format than stated.
         """
-        limit, sample = self._options.limit, self._options.sample
-        chosen: set[int] | None = None
-        if sample is not None:
-            with SeenIds() as seen:
-                chosen = _choose(islice(self._all(seen), limit), sample)
-        with SeenIds() as seen:
-            rows: Iterator[Record] = islice(self._all(seen), limit)
-            if chosen is not None:
-                rows = (row for number, row in enumerate(rows) if number in chosen)
-            yield from self._failed(rows, self._failures) if self._failures else rows
-        if chosen is not None:
-            self._read_rows = len(chosen)
+        yield from islice(self._all(), self._options.limit)
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
     def checked(self) -> Iterator[Record]:
-        """As iteration, but a wrong field, format or encoding is noticed before the first row.
+        """As iteration, but a wrong field or format is noticed before the first row.
 
         Raises:
             DatasetError: The input is unusable, or none of the first rows has the fields, or most
                 of them cannot be read, or a later file cannot be read at all.
         """
-        with SeenIds() as seen:  # A run would end at a bad file after hours.
-            for number, source in enumerate(self.sources[1:], 1):
-                if self._options.limit is None and source.path and source.size_bytes is not None:
-                    next(self._read(source, number, seen), None)
+        for number, source in enumerate(self.sources[1:], 1):
+            # A run would end at a bad file after hours.
+            if self._options.limit is None and source.path and source.size_bytes is not None:
+                next(self._read(source, number), None)
         self._first, self._found_delimiter = None, ""
         rows, first, broken = iter(self), list[Record](), list[Record]()
         for row in islice(rows, FIRST_ROWS):
@@ -386,10 +292,10 @@ class Dataset:
             broken += [row] if row.broken and not row.lacks_field else []
             if not (row.broken or broken or self._unseen):
                 break
-        if len(broken) > len(first) / 2 and self._failures is None:
+        if len(broken) > len(first) / 2:
             raise DatasetError(
                 f"{self.line_name(broken[0])}: {broken[0].broken}; of the first {len(first)} rows,"
-                f" {len(broken)} cannot be read: check --format, --encoding and --delimiter"
+                f" {len(broken)} cannot be read: check --format, and the header of a CSV"
             )
         for field in self._unseen:
             fields = self._first.fields if self._first else ()
@@ -408,14 +314,14 @@ class Dataset:
     def _unseen(self) -> Sequence[str]:
         return sorted(self._first.unseen) if self._first else ()
 
-    def _all(self, seen: SeenIds) -> Iterator[Record]:
+    def _all(self) -> Iterator[Record]:
         self._before_bytes = self._read_rows = 0
         for number, source in enumerate(self.sources):
-            yield from self._read(source, number, seen)
+            yield from self._read(source, number)
             self._before_bytes += source.size_bytes or 0
 
-    def _read(self, source: Source, number: int, seen: SeenIds) -> Iterator[Record]:
-        picker = Picker(self._options, seen, number, self.names)
+    def _read(self, source: Source, number: int) -> Iterator[Record]:
+        picker = Picker(self._options, number, self.names)
         self._first = self._first or picker
         with source.reading() as raw:
             try:
@@ -442,83 +348,12 @@ class Dataset:
         stream: Any = decompressed(raw)
         lines = split_lines(stream, is_remote=is_remote)
         if source.format not in ("csv", "tsv"):
-            read = read_json if source.format == "jsonl" else read_text
-            return read(lines, self._encoding)
-        delimiter = self._delimiter or ("\t" if source.format == "tsv" else None)
-        if delimiter is None:
+            return read_json(lines) if source.format == "jsonl" else read_text(lines)
+        delimiter = "\t"
+        if source.format == "csv":
             try:
-                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
+                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES))
             except Exception:  # noqa: BLE001
                 delimiter = ","  # Reading fails again, and says where.
         self._found_delimiter = self._found_delimiter or delimiter
-        return read_csv(lines, self._encoding, delimiter)
-
-    def _failed(self, rows: Iterable[Record], failures: Path) -> Iterator[Record]:
-        """The rows that a file of failures names: by the id; one without an id, by its number.
-
-        Raises:
-            DatasetError: The file has another form, or belongs to another input.
-        """
-        place = FinishedRows(self.names)
-        with SeenIds() as named:
-            for entry, _ in read_lines(failures, has_ends=False):
-                if "error" not in entry:
-                    why = "no file of failures, which has an error in each line"
-                    raise DatasetError(f"{failures}: {why}")
-                has_id = entry.get("id") is not None
-                key = {"id": entry["id"]} if has_id else {"row": place.locate(entry, failures)}
-                named.add(key)
-            total, _ = named.count()
-            if not total:
-                raise DatasetError(f"{failures}: no failures; there is nothing to try again")
-            for row in rows:
-                if named.forget({"id": row.id}) or named.forget({"row": (row.source, row.row)}):
-                    yield row
-            count, which = named.count()
-        if count:
-            self.not_found = (
-                f"{failures}: {count:,} of {total:,} failures are of no row of the input, such as"
-                f" {which}; is it of another input?"
-            )
-        if count == total:
-            raise DatasetError(self.not_found)
-
-
-def _choose(rows: Iterable[Record], size: int) -> set[int]:
-    """Chooses rows at random, each set with equal probability; their numbers from 0."""
-    chooser, chosen = random.Random(SEED), list[int]()
-    for number, _ in enumerate(rows):
-        if number < size:
-            chosen.append(number)
-        elif (replaced := chooser.randrange(number + 1)) < size:
-            chosen[replaced] = number
-    return set(chosen)
-
-
-def checked_delimiter(delimiter: str | None) -> str | None:
-    r"""The delimiter of CSV that a caller means; a shell hands over a tab as `\t`.
-
-    Raises:
-        DatasetError: It is not one character.
-    """
-    delimiter = "\t" if delimiter == "\\t" else delimiter
-    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        raise DatasetError(f"delimiter {delimiter!r}: must be one character, such as ';' or '\\t'")
-    return delimiter
-
-
-def checked_encoding(encoding: str) -> str:
-    """The usual name of an encoding.
-
-    Raises:
-        DatasetError: Python does not know it, or lines cannot be found in it.
-    """
-    try:
-        if b"\n".decode(encoding) == "\n":
-            return codecs.lookup(encoding).name
-    except (LookupError, ValueError):
-        pass
-    raise DatasetError(
-        f"encoding {encoding!r}: unknown, or not read line by line; latin-1, cp1252, gb18030 and"
-        " most others are. Convert UTF-16 to UTF-8, with iconv for example"
-    )
+        return read_csv(lines, delimiter)

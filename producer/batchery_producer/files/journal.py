@@ -151,25 +151,23 @@ class FinishedRows:
         bits = self._bits[source]
         return row >> 3 < len(bits) and bool(bits[row >> 3] & 1 << (row & 7))
 
-    def locate(self, entry: Mapping[str, Any], name: str | Path) -> tuple[int, int]:
-        """The file, counted from 0, and the row that an entry belongs to; raises as `note`."""
-        row = entry.get("row")
-        source = self._numbers.get(entry["file"]) if "file" in entry else 0
-        if source is None or type(row) is not int or not 0 <= row < MAX_ROWS:
-            raise DatasetError(f"{name}: id {entry.get('id')!r}: is of another input")
-        return source, row
-
-    def note(self, entry: Mapping[str, Any], name: str | Path) -> None:
+    def note(self, entry: Mapping[str, Any], name: str | Path) -> tuple[int, int]:
         """Notes an entry of the output or the failures, whose name is for messages.
+
+        Returns:
+            The file, counted from 0, and the row that it belongs to.
 
         Raises:
             DatasetError: The entry belongs to no row of the input.
         """
-        source, row = self.locate(entry, name)
-        if (source, row) in self:
-            return
-        bits = self._bits[source]
-        bits.extend(bytes(max((row >> 3) + 1 - len(bits), 0)))
-        bits[row >> 3] |= 1 << (row & 7)
-        self.count += 1
-        self.failed += "error" in entry
+        row = entry.get("row")
+        source = self._numbers.get(entry["file"]) if "file" in entry else 0
+        if source is None or type(row) is not int or not 0 <= row < MAX_ROWS:
+            raise DatasetError(f"{name}: id {entry.get('id')!r}: is of another input")
+        if (source, row) not in self:
+            bits = self._bits[source]
+            bits.extend(bytes(max((row >> 3) + 1 - len(bits), 0)))
+            bits[row >> 3] |= 1 << (row & 7)
+            self.count += 1
+            self.failed += "error" in entry
+        return source, row

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,6 @@ class Snapshot:
         in_flight: Number of jobs that were sent and have not ended.
         rate: Results and failures per second, over the last seconds.
         total: Number of rows of the input; an estimate by bytes until it is read, None for a pipe.
-        batch_size: Mean size of a job's batch, in items; 0 while unknown.
-        kinds: Number of failures by kind, the most frequent first.
     """
 
     submitted: int
@@ -45,8 +43,6 @@ class Snapshot:
     in_flight: int
     rate: float
     total: int | None
-    batch_size: float = 0.0
-    kinds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def done(self) -> int:
@@ -74,7 +70,7 @@ class Summary:
         in_flight: Number of jobs that were left in the queue or with a worker.
         seconds: Duration of the run.
         queue: Queue to which the jobs were sent.
-        message: Why the run ended early; or which failures to retry are of no row of the input.
+        message: Why the run ended early.
         before: Number of rows that an earlier process of the same run had finished.
         results: Name of the file with the results so far; empty if there is none.
         errors: Name of the file of failures; empty if there is none.
@@ -117,7 +113,7 @@ class SubmitOptions:
         priority: Celery's priority of the jobs; by default that of the task.
         tenant: For whom the jobs run; by default for nobody in particular.
         errors: Gets one line per failure; by default `<output>.errors.jsonl`; in the current
-            directory if results go to a URL or, named after the input, to standard output.
+            directory and named after the input, if results go to standard output.
         ordered: Write results in the order of the input, when all are there.
         overwrite: Replace an output that is there.
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
@@ -136,13 +132,7 @@ class SubmitOptions:
             `text`, or the only field that is a string.
         id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has one,
             otherwise the number of the row is the id.
-        delimiter: Between the columns of CSV; by default what divides the header.
-        encoding: Of lines and CSV; one in which a line feed is one byte.
         limit: Read only so many rows.
-        sample: Read only so many rows, chosen at random, but the same ones each time. This reads
-            the input twice.
-        retry_failed: Only the rows that this file of failures names: by their ids, and those
-            without an id by their numbers. Where one is not there, the run does not succeed.
     """
 
     queue: str | None = None
@@ -165,11 +155,7 @@ class SubmitOptions:
     format: str | None = None
     field: str | None = None
     id_field: str | None = None
-    delimiter: str | None = None
-    encoding: str = "utf-8"
     limit: int | None = None
-    sample: int | None = None
-    retry_failed: str | Path | None = None
 
     @property
     def sending(self) -> dict[str, Any]:

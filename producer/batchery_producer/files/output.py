@@ -1,18 +1,15 @@
 """The files of a run: results, failures and a journal; and the final form of an output.
 
-An output may be sorted, compressed, a table, or at a URL. Then it cannot be written line by line:
-results are gathered in a file of JSON lines, the part, which for a URL is in the current folder.
-When every row is done, the output is written from the part, which is kept until the output is
-complete. So whatever is at a URL is complete.
+An output may be sorted, or a table. Then it cannot be written line by line: results are gathered in
+a file of JSON lines, the part. When every row is done, the output is written from the part, which
+is kept until the output is complete.
 """
 
 import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Self
 
@@ -24,9 +21,7 @@ from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import JsonLines, encoded, read_lines
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.source import (
-    COMPRESSIONS,
     STANDARD_STREAM,
-    Remote,
     extra,
     is_url,
     naming_errors,
@@ -75,7 +70,7 @@ class Output:
 
         Args:
             source: The input, which must not be overwritten.
-            results: A file or a URL, or `-` for standard output.
+            results: A file, or `-` for standard output.
             options: Where failures go, and what becomes of existing files.
             changes: Single options, which override those in `options`.
 
@@ -85,16 +80,15 @@ class Output:
         """
         options = replace(options or SubmitOptions(), **changes)
         name = str(results)
-        self._url = name if is_url(name) else None
-        self._remote = Remote.at(name) if self._url else None
-        self._path = Path(PurePath(name).name if self._url else name)
-        self._is_table, self._compression, self._ordered = False, "", options.ordered
+        if is_url(name):
+            raise DatasetError(f"{name}: results go to a file of this machine; copy it in the end")
+        self._path = Path(name)
+        self._ordered = options.ordered
         is_stream = name == STANDARD_STREAM
         if is_stream and options.ordered:
             raise DatasetError("standard output gets results as they come; name a file to order")
-        if not is_stream:
-            self._is_table, self._compression = _check_format(name)
-        self._needs_part = bool(self._url or self._compression or self._ordered or self._is_table)
+        self._is_table = not is_stream and _check_format(name)
+        self._needs_part = self._ordered or self._is_table
         self.done = FinishedRows(source.names)
         self.first_failure = ""
         self.journal: Journal | None = None
@@ -114,7 +108,7 @@ class Output:
         self.results, self.errors = JsonLines(None if is_stream else place), JsonLines(errors)
 
     def _default_errors(self, is_stream: bool) -> Path:
-        """`out.errors.jsonl` for `out.jsonl.gz`."""
+        """`out.errors.jsonl` for `out.jsonl`."""
         path = self._path
         if is_stream:
             path = Path((self._source.sources[0].path or Path("stdin")).name)
@@ -130,30 +124,27 @@ class Output:
                 f"{self._path}: begun and not finished; --resume submits the missing rows,"
                 " --overwrite begins anew"
             )
-        for file, url, option in ((results, self._url, ""), (errors, None, " with --errors")):
+        for file, option in ((results, ""), (errors, " with --errors")):
             if file is None:
                 continue
-            with naming_errors(url or str(file)):
-                self._check_path(file, url, option)
+            with naming_errors(str(file)):
+                self._check_path(file, option)
                 is_there = file.is_file() and file.stat().st_size > 0
-                if url and self._remote is not None:
-                    is_there = self._remote.filesystem.exists(self._remote.path)
             if is_there and not (options.overwrite or self.is_begun):
                 hint = f"name another file{option}, or use --overwrite"
                 if options.resume:
                     hint = "complete, or of another program; --overwrite begins anew"
-                raise DatasetError(f"{url or file}: already there; {hint}")
+                raise DatasetError(f"{file}: already there; {hint}")
         if results is not None and results.resolve() == errors.resolve():
             raise DatasetError(f"{errors}: results and failures need a file each")
 
-    def _check_path(self, file: Path, url: str | None, option: str) -> None:
+    def _check_path(self, file: Path, option: str) -> None:
         if file.is_dir():
             raise DatasetError(f"{file}: a directory; name a file")
         if not file.parent.is_dir():
             raise DatasetError(f"{file}: there is no directory {file.parent}; create it first")
-        inputs = self._source.inputs
-        if url in self._source.names or (file.exists() and any(map(file.samefile, inputs))):
-            raise DatasetError(f"{url or file}: this is the input; name another file{option}")
+        if file.exists() and any(map(file.samefile, self._source.inputs)):
+            raise DatasetError(f"{file}: this is the input; name another file{option}")
         if self._journal_path and self._source.would_read(file):
             raise DatasetError(
                 f"{file}: a pattern of the input matches it, so that --resume would read it;"
@@ -190,7 +181,7 @@ class Output:
             return self.journal
         self.journal = journal
         self.results.open()
-        final = self._path if self._needs_part and not self._url else None
+        final = self._path if self._needs_part else None
         for path in (self._journal_place, self.errors.path, final):
             if path is not None and path.is_file():
                 path.unlink()
@@ -201,9 +192,8 @@ class Output:
     def _read_finished(self) -> None:
         for file in (self.results, self.errors):
             for entry in file.resume():
-                self.done.note(entry, file.name)
+                place = self.done.note(entry, file.name)
                 if not self.first_failure and isinstance(why := entry.get("error"), dict):
-                    place = self.done.locate(entry, file.name)
                     row = Record(*place, entry.get("line", 0), None)
                     self._note_failure(row, why.get("type"), why.get("message"))
 
@@ -218,10 +208,10 @@ class Output:
     def names(self) -> tuple[str, str]:
         """Names of the files with results and failures so far; empty for one that is not there."""
         results = self._path if self._is_written else self.results.path
-        found = [
+        found, failures = (
             str(each) if each and each.exists() else "" for each in (results, self.errors.path)
-        ]
-        return self._url if self._url and self._is_written else found[0], found[1]
+        )
+        return found, failures
 
     def missing(self, rows: Iterable[Record]) -> Iterator[Record]:
         """Rows of the input that are not done."""
@@ -262,8 +252,8 @@ class Output:
         """Gives the output its final form.
 
         Args:
-            complete: Whether every row is done, so that the journal can be removed; files wait for
-                the other rows, and nothing is at a URL.
+            complete: Whether every row is done, so that the journal can be removed; else files wait
+                for the other rows.
 
         Raises:
             DatasetError: The output cannot be written; no result is lost.
@@ -282,14 +272,12 @@ class Output:
         try:
             with open(new, "wb") as file:
                 self._write(file)
-            if self._remote is None:
-                os.replace(new, self._path)
-            else:
-                self._remote.filesystem.put_file(str(new), self._remote.path)
-        except Exception as error:  # Arrow and filesystems have errors of their own.
-            name, why = self._url or self._path, getattr(error, "strerror", None) or error
-            where = f"the results are in {self.results.path}"
-            raise DatasetError(f"{name}: cannot be written: {why}; {where}") from error
+            os.replace(new, self._path)
+        except Exception as error:  # Arrow has errors of its own.
+            why, where = getattr(error, "strerror", None) or error, self.results.path
+            raise DatasetError(
+                f"{self._path}: cannot be written: {why}; the results are in {where}"
+            ) from error
         finally:
             new.unlink(missing_ok=True)
         self._is_written = True
@@ -297,13 +285,8 @@ class Output:
     def _write(self, file: BinaryIO) -> None:
         if self._is_table:
             write_parquet(self._entries, file)
-            return
-        packed: Any = nullcontext(file)
-        if self._compression:
-            packed = import_module(COMPRESSIONS[self._compression][1]).open(file, "wb")
-        with packed as target:
-            for entry in self._entries():
-                target.write(encoded(entry) + b"\n")
+        else:
+            file.writelines(encoded(entry) + b"\n" for entry in self._entries())
 
     def _entries(self) -> Iterator[Entry]:
         assert self.results.path is not None
@@ -312,24 +295,19 @@ class Output:
         return (entry for entry, _ in read_lines(self.results.path))
 
 
-def _check_format(name: str) -> tuple[bool, str]:
-    """Whether a file is a table, and the extension of its compression.
+def _check_format(name: str) -> bool:
+    """Whether a file is a table.
 
     Raises:
         DatasetError: Results cannot be written in the form that its name asks for.
     """
-    bare, compression = split_compression(name)
-    extension = PurePath(bare.lower()).suffix
+    extension = PurePath(name.lower()).suffix
     if extension not in (*LINES, TABLE):
         known = ", ".join((*LINES[1:], TABLE))
         raise DatasetError(f"{name}: cannot be written as {extension}, but as {known}")
     if extension == TABLE:
         extra("pyarrow")
-        if compression:
-            raise DatasetError(f"{name}: Parquet is compressed in itself; name it without suffix")
-    if compression == ".zst":
-        extra("zstandard")
-    return extension == TABLE, compression
+    return extension == TABLE
 
 
 def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:

@@ -23,6 +23,8 @@ DELIMITERS = ",;\t|"
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+NOT_UTF_8 = "not UTF-8, into which iconv converts other encodings"
+
 #: Number of rows that are converted to Python objects at a time.
 READ_ROWS = 1024
 
@@ -64,33 +66,26 @@ def split_lines(stream: BinaryIO, *, is_remote: bool = False) -> Iterator[bytes 
         yield Damage(str(error))
 
 
-def read_text(
-    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8"
-) -> Iterator[tuple[int, str | InvalidLine]]:
+def read_text(lines: Iterable[bytes | InvalidLine]) -> Iterator[tuple[int, str | InvalidLine]]:
     """Each line is a row, without its line end; blank lines are none."""
     for number, line in enumerate(lines, 1):
         if isinstance(line, InvalidLine):
             yield number, line
             continue
         try:
-            text = line.decode(encoding)
+            text = line.decode()
         except UnicodeDecodeError as error:
-            yield number, _not_encoded(encoding, f": {error.reason} at byte {error.start}")
+            yield number, InvalidLine(f"{NOT_UTF_8}: {error.reason} at byte {error.start}")
         else:
             if text.strip():
                 yield number, text.rstrip("\r\n")
 
 
-def _not_encoded(encoding: str, why: str = "") -> InvalidLine:
-    hint = "; name its encoding, such as --encoding latin-1" if encoding == "utf-8" else ""
-    return InvalidLine(f"not {encoding.upper()}{why}{hint}")
-
-
 def read_json(
-    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8"
+    lines: Iterable[bytes | InvalidLine],
 ) -> Iterator[tuple[int, Mapping[str, Any] | str | InvalidLine]]:
     """Each line is a JSON object, or a string, which is the item."""
-    for number, text in read_text(lines, encoding):
+    for number, text in read_text(lines):
         yield number, text if isinstance(text, InvalidLine) else _parse(text)
 
 
@@ -109,7 +104,7 @@ def _parse(text: str) -> Mapping[str, Any] | str | InvalidLine:
 
 
 def read_csv(
-    lines: Iterable[bytes | InvalidLine], encoding: str = "utf-8", delimiter: str = ","
+    lines: Iterable[bytes | InvalidLine], delimiter: str = ","
 ) -> Iterator[tuple[int, Mapping[str, str] | InvalidLine]]:
     """Values with a delimiter between them, RFC 4180; the first row names the columns.
 
@@ -124,7 +119,7 @@ def read_csv(
         if isinstance(line, InvalidLine):
             raise line
         # Wrongly encoded bytes become surrogates, which their row then reports.
-        return line.decode(encoding, "surrogateescape")
+        return line.decode(errors="surrogateescape")
 
     # The default, 128 KiB, is less than a long document. The setting is the process's.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
@@ -144,7 +139,7 @@ def read_csv(
                 wrong = f"{len(values)} columns; the header has {len(columns)}"
                 yield number, InvalidLine(wrong)
         except (InvalidLine, UnicodeError, csv.Error) as error:
-            invalid = _explain_csv(error, encoding)
+            invalid = _explain_csv(error)
             if not (columns or isinstance(invalid, Damage)):
                 raise DatasetError(f"the CSV header in line {number}: {invalid}") from None
             yield number, invalid
@@ -158,19 +153,19 @@ def _read_header(values: Sequence[str]) -> list[str]:
     return columns
 
 
-def _explain_csv(error: Exception, encoding: str) -> InvalidLine:
+def _explain_csv(error: Exception) -> InvalidLine:
     if isinstance(error, InvalidLine):
         return error
     if isinstance(error, UnicodeError):
-        return _not_encoded(encoding)
+        return InvalidLine(NOT_UTF_8)
     is_old = str(error).startswith("new-line character")
     why = "old Mac line ends; make them line feeds: tr '\\r' '\\n'" if is_old else error
     return InvalidLine(f"not CSV: {why}")
 
 
-def find_delimiter(sample: bytes, encoding: str) -> str:
+def find_delimiter(sample: bytes) -> str:
     """Finds the delimiter of a CSV: the one that divides the header into the most columns."""
-    header = sample.removeprefix(BYTE_ORDER_MARK).decode(encoding, "replace").splitlines()[:1]
+    header = sample.removeprefix(BYTE_ORDER_MARK).decode(errors="replace").splitlines()[:1]
     return max(DELIMITERS, key=lambda each: len(next(csv.reader(header, delimiter=each), ())))
 
 

@@ -5,15 +5,13 @@ thread: a `Stream` takes jobs from it and gives it their answers.
 """
 
 import base64
-import secrets
-import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +35,7 @@ from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary, duration
+from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.output import Output
 from batchery_producer.files.recovery import COMMAND_S, find_in_flight, find_missing
 from batchery_producer.publisher import Publisher
@@ -56,14 +54,6 @@ INVALID_LINE = "InvalidLine"
 
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
-
-#: Number of jobs in the probe, its maximum duration, and after how long they expire, in seconds.
-PROBE_JOBS = 512
-PROBE_S = 15.0
-PROBE_EXPIRES_S = PROBE_S + 5
-
-#: Maximum number of broken rows that a dry run shows.
-MAX_SHOWN = 5
 
 
 class Feed(Generic[T]):
@@ -192,8 +182,7 @@ class FileRun:
         _check_keywords(app, self.task, options.keywords or {})
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
-        self._succeeded = self._batched = self._batched_items = self._submitted = 0
-        self._kinds = Counter[str]()
+        self._succeeded = self._failed = self._submitted = 0
         self._stopped_by = ""
         self._in_flight: Collection[str] | None = None
 
@@ -224,18 +213,17 @@ class FileRun:
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._feed.exhausted and not self._window)
-        failed, not_found = self._kinds.total(), self._dataset.not_found
-        if ending is Ending.SUCCEEDED and (failed or output.done.failed or not_found):
+        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
             ending = Ending.SOME_FAILED
         return Summary(
             ending,
             self._submitted,
             self._succeeded,
-            failed,
+            self._failed,
             len(self._window),
             seconds,
             self.queue,
-            message or not_found,
+            message,
             output.done.count,
             *output.names,
             output.first_failure,
@@ -314,8 +302,6 @@ class FileRun:
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         """Notes how jobs ended, and says how far the run is."""
         for task_id, row, answer in ended:
-            self._batched += answer.batch_size > 0
-            self._batched_items += answer.batch_size
             if answer.error is not None:
                 self._fail(row, *answer.error)
             elif refused := self._output.result(row, answer.value):
@@ -331,7 +317,7 @@ class FileRun:
 
     def _fail(self, row: Record, type_: str, message: str) -> None:
         said = self._output.failure(row, type_, message)
-        self._kinds[type_] += 1
+        self._failed += 1
         if self._options.stop_at_failure and not self._stopped_by:
             self._stopped_by = f"stopped at {said}"
 
@@ -341,20 +327,18 @@ class FileRun:
         self._stream.flush()
 
     def _snapshot(self) -> Snapshot:
-        now_s, failed, total = time.monotonic(), self._kinds.total(), self._dataset.total
-        done, (first_s, before) = self._succeeded + failed, self._counts[0]
+        now_s, total = time.monotonic(), self._dataset.total
+        done, (first_s, before) = self._succeeded + self._failed, self._counts[0]
         rate = (done - before) / (now_s - first_s) if now_s > first_s else 0.0
         if now_s - self._counts[-1][0] >= SAMPLE_S:
             self._counts.append((now_s, done))
         return Snapshot(
             self._submitted,
             self._succeeded,
-            failed,
+            self._failed,
             len(self._window),
             rate,
             None if total is None else max(total - self._output.done.count, 0),
-            self._batched_items / self._batched if self._batched else 0.0,
-            dict(self._kinds.most_common()),
         )
 
 
@@ -376,8 +360,7 @@ def submit_file(
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
             `Dataset`.
         task: Name of the task, or alias of a model.
-        output: Gets one line per result, in the order of completion; `-` is standard output. A
-            URL gets them when every row is done.
+        output: Gets one line per result, in the order of completion; `-` is standard output.
         app: App to which jobs are sent and in which results are stored.
         options: All other options.
         changes: Single options, which override those in `options`: `submit_file(..., limit=10)`.
@@ -413,77 +396,6 @@ def submit_file(
         return replace(summary, message=summary.message + files.hint)
 
 
-def try_file(
-    source: str | Path | Sequence[str | Path],
-    task: str,
-    output: str | Path,
-    *,
-    app: Celery,
-    options: SubmitOptions,
-) -> tuple[Ending, list[str]]:
-    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
-
-    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
-
-    Returns:
-        How the run would probably end, and the findings, a line each.
-
-    Raises:
-        BatcheryError: As `submit_file` does.
-    """
-    dataset, end_s, stop = Dataset(source, options), float("inf"), options.stop
-    Output(dataset, output, options)
-    probing = replace(
-        options,
-        window=min(options.window, PROBE_JOBS),
-        timeout_s=None,
-        stop_at_failure=False,
-        # Those that no worker has begun by then wait for nobody.
-        expires_s=PROBE_EXPIRES_S,
-        stop=lambda: stop() or time.monotonic() > end_s,
-    )
-    run = FileRun(app, dataset, task, probing)
-    first, shown, good, broken = list[Record](), list[str](), 0, 0
-    with suppress(Interrupted):
-        for row in takewhile(lambda _: not stop(), begin(dataset.checked(), stop)):
-            good, broken = good + (not row.broken), broken + bool(row.broken)
-            if not row.broken:
-                first += [row] if good <= PROBE_JOBS else []
-            elif broken <= MAX_SHOWN:
-                shown.append(f"  {dataset.line_name(row)}: {row.broken}")
-    shown += [f"  and {broken - MAX_SHOWN:,} more"] if broken > MAX_SHOWN else []
-    counts = f"{dataset.name}: {good:,} rows can be sent, {broken:,} cannot"
-    lines = [dataset.description, counts, *shown]
-    end_s = time.monotonic() + PROBE_S
-    probe = _probe(run, dataset, first) if first and not stop() else None
-    if stop():
-        return Ending.INTERRUPTED, [*lines, "interrupted"]
-    if probe is None:
-        return Ending.SOME_FAILED, lines
-    if not probe.rate:
-        return Ending.GAVE_UP, [
-            *lines,
-            f"probe: no result within {probe.seconds:.0f} s: {run.explain()}",
-        ]
-    lines.append(
-        f"probe: {probe.succeeded + probe.failed:,} jobs in {probe.seconds:.1f} s,"
-        f" {probe.failed:,} of them failed; all rows would take about"
-        f" {duration(good / probe.rate)}"
-    )
-    lines += [f"  the first failure: {probe.first_failure}"] if probe.failed else []
-    return Ending.SOME_FAILED if broken or probe.failed else Ending.SUCCEEDED, lines
-
-
-def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
-    journal = Journal(secrets.token_hex(8), {}, dataset.names, [])
-    with (
-        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
-        Output(dataset, Path(folder, "probe.jsonl")) as files,
-    ):
-        files.open(journal)
-        return run.run(rows, files)
-
-
 def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:
     """Checks that a task of the app takes an item with these keywords, as `apply_async` would."""
     known: Any = app.tasks.get(task)
@@ -493,4 +405,4 @@ def _check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None
         try:
             check(None, **keywords)
         except TypeError as error:
-            raise SettingsError(f"task {task!r}: {error}; see --kwargs and --option") from None
+            raise SettingsError(f"task {task!r}: {error}; see --option") from None

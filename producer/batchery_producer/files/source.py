@@ -15,7 +15,7 @@ from io import BufferedReader
 from lzma import LZMAError
 from pathlib import Path, PurePath
 from stat import S_ISREG
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 from batchery.errors import DatasetError
 
@@ -121,27 +121,15 @@ def naming_errors(name: str, what: str = "written") -> Iterator[None]:
         raise DatasetError(f"{name}: cannot be {what}: {why}") from None
 
 
-class Remote(NamedTuple):
-    """A file at a URL.
+def find_remote(url: str) -> Any:
+    """The file at a URL, as fsspec has it: its filesystem `fs`, and its `path` there.
 
-    Attributes:
-        filesystem: One of fsspec's.
-        path: Of the file in it.
+    Raises:
+        DatasetError: There is no such filesystem, or its package is missing, which the error names.
     """
-
-    filesystem: Any
-    path: str
-
-    @classmethod
-    def at(cls, url: str) -> "Remote":
-        """Finds the filesystem of a URL.
-
-        Raises:
-            DatasetError: There is none, or its package is not installed, which the error names.
-        """
-        core = extra("fsspec.core")
-        with naming_errors(url, "reached"):
-            return cls(*core.url_to_fs(url))
+    core = extra("fsspec.core")
+    with naming_errors(url, "reached"):
+        return core.open(url, "rb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +141,7 @@ class Source:
         format: One of `FORMATS`.
         size_bytes: Size of the file; None if it can be read only once.
         path: Where it is; None for standard input and URLs.
-        remote: Where a file is that has a URL.
+        remote: Where a file is that has a URL; fsspec's.
         version: Of a file that has a URL: a text that changes with it.
     """
 
@@ -161,7 +149,7 @@ class Source:
     format: str
     size_bytes: int | None
     path: Path | None = None
-    remote: Remote | None = None
+    remote: Any = None
     version: str = ""
 
     @contextmanager
@@ -176,8 +164,7 @@ class Source:
                 # Not sys.stdin, because a thread that waits in it would crash the exit.
                 raw = open(self.path or 0, "rb", closefd=self.path is not None)  # noqa: SIM115
             else:
-                file = self.remote.filesystem.open(self.remote.path, "rb")
-                raw = BufferedReader(file, CHUNK_BYTES)
+                raw = BufferedReader(self.remote.fs.open(self.remote.path, "rb"), CHUNK_BYTES)
             with raw:
                 yield raw
 
@@ -238,13 +225,14 @@ def _expand(name: str) -> list[str]:
     if not glob.has_magic(name) or os.path.lexists(name):
         return [name]
     if is_url(name):
-        remote = Remote.at(name)
+        remote = find_remote(name)
         with naming_errors(name, "read"):
-            if remote.filesystem.exists(remote.path):
+            if remote.fs.exists(remote.path):
                 return [name]  # A question mark may be part of a URL.
-            there = remote.filesystem.glob(remote.path, detail=True)
-            unstrip = remote.filesystem.unstrip_protocol
-            matches = [unstrip(path) for path, info in there.items() if info["type"] == "file"]
+            there = remote.fs.glob(remote.path, detail=True).items()
+            matches = [
+                remote.fs.unstrip_protocol(path) for path, info in there if info["type"] == "file"
+            ]
     else:
         matches = [path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
     if not matches:
@@ -257,11 +245,11 @@ def _find_source(name: str, format_: str | None) -> Source:
         return Source("standard input", _choose_format(name, format_), None)
     with naming_errors(name, "read"):
         if is_url(name):
-            remote = Remote.at(name)
-            info = remote.filesystem.info(remote.path)
+            remote = find_remote(name)
+            info = remote.fs.info(remote.path)
             is_folder, size_bytes = info["type"] == "directory", info["size"]
             # The key of HTTP has neither.
-            version = f"{remote.filesystem.ukey(remote.path)} {size_bytes} {info.get('ETag')}"
+            version = f"{remote.fs.ukey(remote.path)} {size_bytes} {info.get('ETag')}"
             source = Source(name, "", size_bytes, remote=remote, version=version)
         else:
             path = Path(name)

@@ -13,14 +13,7 @@ from starlette.responses import Response
 
 from batchery_producer.gateway.inference import read_timeout_s
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.request_fields import expected
-
-#: Maximum values of a body: parsing and checking as many takes some milliseconds, for which the
-#: event loop stands still. OpenAI takes as many token ids.
-MAX_VALUES = 300_000
-
-#: A list or an object counts as so many values, as it takes as much time and memory.
-CONTAINER_VALUES = 5
+from batchery_producer.request_fields import CONTAINER_VALUES, MAX_VALUES, count_values, expected
 
 #: Bytes whose values are counted at a time, within a millisecond.
 PIECE_BYTES = 1 << 16
@@ -118,21 +111,12 @@ async def parse(body: bytes) -> Any:
 
 async def has_too_many_values(body: bytes) -> bool:
     """Whether a body of JSON has more than `MAX_VALUES`; others have their turn meanwhile."""
-    count, is_text, rest = 0, False, b""
-    for start in range(0, len(body), PIECE_BYTES):
-        if start:
-            await asyncio.sleep(0)
-        # A quote within a text comes behind a backslash that does not come behind another.
-        piece = rest + body[start : start + PIECE_BYTES]
-        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        rest = b"\\" if piece.endswith(b"\\") else b""
-        # Quotes stand between texts and what is not, and a text may have commas and brackets, too.
-        parts = piece.split(b'"')
-        bare = b"".join(parts[is_text::2])
-        is_text ^= len(parts) % 2 == 0
-        count += bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
+    starts = range(0, len(body), PIECE_BYTES)
+    for count in count_values(body[start : start + PIECE_BYTES] for start in starts):
         if count > MAX_VALUES:
             return True
+        if starts[1:]:
+            await asyncio.sleep(0)
     return False
 
 

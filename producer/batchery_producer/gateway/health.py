@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +18,9 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from batchery.cli.app import TIMEOUT_S, check_broker
-from batchery.cli.survey import FirstSeen, Survey, survey
+from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
+from batchery.operations.exporter import ClusterWatch
 from batchery.protocol.figures import WorkerFigures
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
@@ -212,9 +213,8 @@ ANSWER_TIMEOUT_S = 1.0
 #: How often those who wait for a survey look whether Redis answers, in seconds.
 SILENCE_CHECK_S = 0.1
 
-#: From which age on the last survey is followed by another one, in seconds, and from which age on
-#: nobody gets it: the page asks once a second.
-FRESH_S, STALE_S = 0.75, 2.0
+#: After so long without a survey, in seconds, nothing is known of the time before.
+STALE_S = 2.0
 
 #: Surveys that are kept: figures of "now" are those of about so many seconds.
 KEPT_SURVEYS = 6
@@ -254,24 +254,33 @@ class Monitor:
             health: Knows whether Redis answers; if it does not, nobody waits for a survey.
         """
         self._health = health
-        # Of its own: threads that others share may all wait for Redis.
-        self._thread = ThreadPoolExecutor(1, "batchery-monitor")
-        self._ask = partial(survey, app, ANSWER_TIMEOUT_S, queues)
-        self._first_seen = FirstSeen()
-        self._kept: deque[Survey] = deque(maxlen=KEPT_SURVEYS)
-        self._look = ClusterSnapshot(None, None, "", float("-inf"))
-        self._surveying: asyncio.Task[None] | None = None
+        self._watch = ClusterWatch(partial(survey, app, ANSWER_TIMEOUT_S, queues))
+        #: The last one, and those before it.
+        self._kept: deque[Survey] = deque(maxlen=KEPT_SURVEYS + 1)
+        self._taken_s = float("-inf")
 
     async def latest(self) -> ClusterSnapshot:
-        """The last look; the first one after a pause takes about a second, also without Redis."""
-        if self._look.age_s > FRESH_S and (self._surveying is None or self._surveying.done()):
-            self._surveying = asyncio.create_task(self._survey())
-        while self._surveying and self._look.age_s > STALE_S and not self._health.is_silent:
+        """The survey of this moment; it takes up to about a second, also without Redis."""
+        asked = asyncio.wrap_future(self._watch.ask())
+        # Whoever asked may have left before it fails.
+        asked.add_done_callback(lambda each: each.cancelled() or each.exception())
+        while not (asked.done() or self._health.is_silent):
             # A caller who hangs up does not cancel it for the others.
-            await asyncio.wait({self._surveying}, timeout=SILENCE_CHECK_S)
+            await asyncio.wait({asked}, timeout=SILENCE_CHECK_S)
         if self._health.is_silent:
             return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
-        return self._look
+        if error := asked.exception():
+            if redis_log_pace.is_due(str(error)):
+                logger.warning("%s: %s", type(error).__name__, error)
+            return ClusterSnapshot(None, None, UNSEEN, time.monotonic())
+        now = asked.result()
+        if not self._kept or now is not self._kept[-1]:
+            if time.monotonic() - self._taken_s > STALE_S:
+                self._kept.clear()
+            self._taken_s = time.monotonic()
+            self._kept.append(now)
+        before = self._kept[0] if len(self._kept) > 1 else None
+        return ClusterSnapshot(now, before, "", self._taken_s)
 
     async def workers(self) -> Mapping[str, WorkerFigures]:
         """The figures of each worker with devices.
@@ -283,30 +292,3 @@ class Monitor:
         if look.now is None:
             raise Problem(Kind.UNAVAILABLE, look.problem, retry_after_s=INTERVAL_S)
         return look.now.figures
-
-    async def close(self) -> None:
-        """Ends what is under way."""
-        if self._surveying is not None:
-            await stop(self._surveying)
-
-    async def _survey(self) -> None:
-        if self._look.age_s > STALE_S:
-            self._kept.clear()
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
-        except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
-            if redis_log_pace.is_due(str(error)):
-                logger.warning("%s: %s", type(error).__name__, error)
-            self._look = ClusterSnapshot(None, None, UNSEEN, time.monotonic())
-            return
-        now = self._first_seen.date(found)
-        before = self._kept[0] if self._kept else None
-        self._kept.append(now)
-        self._look = ClusterSnapshot(now, before, "", time.monotonic())
-
-
-async def stop(task: "asyncio.Task[None]") -> None:
-    """Cancels a task and waits for its end."""
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

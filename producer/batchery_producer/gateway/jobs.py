@@ -172,15 +172,14 @@ def tidy(context: JobContext) -> None:
         Problem: Redis is away.
         OperationalError: So is the broker.
     """
-    store, files, batches = context.store, context.files, context.batches
+    store = context.store
     # One of the workers is enough.
     key, life_ms = store.key("tidied"), int(TIDY_S * 900)
     if store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
-        for batch_id in batches.find_lost():
+        for batch_id in context.batches.find_lost():
             store.send(BATCH, batch_id)
-        for owner, file_id in files.list_expired():
-            if batches.uses(owner, file_id) is None:
-                files.remove(owner, file_id)
+        for owner, file_id in context.files.list_expired():
+            context.files.remove(owner, file_id)
 
 
 # The worker beside a gateway

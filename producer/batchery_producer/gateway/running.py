@@ -12,7 +12,7 @@ from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
-from batchery_producer.gateway.health import Absence, Health, Monitor, stop
+from batchery_producer.gateway.health import Absence, Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import ModelInfo, PerModel, ServedModels, read_info
 from batchery_producer.gateway.store import Store, TaskRecords
@@ -59,7 +59,6 @@ async def running(
     health = Health(app, Absence(queues, settings.gateway.worker_grace_s))
     store = Store(app)
     files = FileStore(store, Storage(settings.gateway.files))
-    monitor = Monitor(app, queues, health)
     async with AsyncClient(app) as client:
         await health.look()
         watching = asyncio.create_task(health.watch())
@@ -76,9 +75,8 @@ async def running(
                 store=store,
                 task_records=TaskRecords(store),
                 stream_records=TaskRecords(store, "stream"),
-                monitor=monitor,
+                monitor=Monitor(app, queues, health),
                 measurements=measurements,
             )
         finally:
-            await stop(watching)
-            await monitor.close()
+            watching.cancel()

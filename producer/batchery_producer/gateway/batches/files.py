@@ -189,6 +189,10 @@ BYTES = b"bytes"
 #: How long it may take to write a file, in seconds; what is not known by then is removed.
 WRITING_S = 86_400.0
 
+#: How long the content of a file stays after its time, in seconds: a batch whose time is over then,
+#: too, says what it has not done.
+LATE_S = 3600.0
+
 #: After how long what could not be removed is tried again, in seconds.
 REMOVE_AGAIN_S = 60.0
 
@@ -295,7 +299,7 @@ class FileStore:
         if file.expires_at is None:
             pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
         else:
-            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": file.expires_at})
+            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": file.expires_at + LATE_S})
 
     def get(self, owner: str, file_id: str) -> FileObject:
         """A file.

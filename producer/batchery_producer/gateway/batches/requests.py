@@ -6,7 +6,6 @@ a line that is no request, an id that is missing or used twice, another route or
 runs. What only a request's own body has wrong fails alone, later, in the error file.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -36,7 +35,13 @@ from batchery_producer.openai_generation import (
     count_copied_chars,
     count_texts,
 )
-from batchery_producer.request_fields import RequestBody, expected
+from batchery_producer.request_fields import (
+    CONTAINER_VALUES,
+    MAX_VALUES,
+    RequestBody,
+    count_values,
+    expected,
+)
 
 # What a file must be
 
@@ -59,14 +64,7 @@ MAX_ERRORS = 100
 SLICE_JOBS = 512
 SLICE_BYTES = 4 * 1024 * 1024
 
-#: Maximum values of a line, and as how many a list or an object counts: as of a body of the route.
-MAX_VALUES = 300_000
-CONTAINER_VALUES = 5
-
 EXPECTED = "expected an object with custom_id, method, url and body"
-
-#: Texts of JSON, in which commas and brackets are no values.
-TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class WrongLine(ValueError):
@@ -168,9 +166,7 @@ def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
     """The object in a line; one that would take long to be read is wrong."""
     if isinstance(content, InvalidLine):
         raise WrongLine("too_large", str(content))
-    bare = TEXTS.sub(b"", content)
-    values = bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
-    if values > MAX_VALUES:
+    if max(count_values([content])) > MAX_VALUES:
         raise WrongLine(
             "too_large",
             f"more than {MAX_VALUES:,} values, of which a list or an object counts as"

@@ -418,15 +418,6 @@ class BatchStore:
             records.append(record)
         return records
 
-    def uses(self, owner: str, file_id: str) -> str | None:
-        """Id of a batch that still reads a file."""
-        key = self._store.key("open", owner)
-        ids = [each.decode() for each in self._store.call(lambda client: client.smembers(key))]
-        for record in self._read(ids):
-            if record is not None and record.input_file_id == file_id and not record.is_over:
-                return record.id
-        return None
-
     def cancel(self, owner: str, batch_id: str) -> BatchObject:
         """Has a batch cancelled; what has come back by then is kept.
 
@@ -443,19 +434,6 @@ class BatchStore:
             text = f"batch {batch_id} is {record.status}: too late to cancel it"
             raise Problem(Kind.CONFLICT, text)
         return self.get(owner, batch_id)
-
-    def delete_file(self, owner: str, file_id: str) -> None:
-        """Removes a file.
-
-        Raises:
-            Problem: There is none, or a batch still reads it.
-        """
-        self._files.get(owner, file_id)
-        user = self.uses(owner, file_id)
-        if user is not None:
-            text = f"file {file_id}: {user} still reads it; cancel that batch first"
-            raise Problem(Kind.CONFLICT, text)
-        self._files.remove(owner, file_id)
 
     # Steps
 

@@ -319,13 +319,12 @@ def get_content(request: Request, file_id: str) -> Response:
     )
 
 
-@plain_router.delete(
-    "/v1/files/{file_id}",
-    responses={409: {"description": "A batch still reads it."}},
-)
+@plain_router.delete("/v1/files/{file_id}")
 def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Removes a file."""
-    get_gateway(request).batches.delete_file(get_owner(request.state.caller), file_id)
+    files, owner = get_gateway(request).files, get_owner(request.state.caller)
+    files.get(owner, file_id)
+    files.remove(owner, file_id)
     return FileDeleted(id=file_id)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -54,10 +53,9 @@ async def metrics(request: Request) -> Response:
     gateway = get_gateway(request)
     look = await gateway.monitor.latest()
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(gateway.measurements, look))
+    collector = MetricsCollector(gateway.measurements, look)
     # With several processes it reads files.
-    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, registry)
+    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, collector)
     return Response(text, headers={"Content-Type": media_type})
 
 
@@ -129,18 +127,16 @@ def measure_throughput(now: Survey, before: Survey | None) -> dict[str, float] |
 def list_queues(survey: Survey) -> Iterator[dict[str, Any]]:
     """What waits in each queue, by name, be it in Redis or in a worker, and since when."""
     in_workers: Counter[str] = Counter()
-    ages_s = {name: [age_s] for name, age_s in survey.oldest_s.items() if age_s is not None}
     for figures in survey.figures.values():
-        for name, waiting in figures.waiting_by_queue.items():
-            in_workers[name] += waiting.jobs
-            ages_s.setdefault(name, []).append(waiting.oldest_s)
+        for name, held in figures.waiting_by_queue.items():
+            in_workers[name] += held.jobs
     for name in sorted(set(survey.queues) | set(in_workers) - {""}):
-        oldest_s = max(ages_s.get(name, ()), default=None)
+        oldest_s = survey.find_oldest_s(name)
         yield {
             "name": name,
             "waiting": survey.queues.get(name, 0) + in_workers[name],
             "in_workers": in_workers[name],
-            "oldest_s": None if oldest_s is None else round(oldest_s, 3),
+            "oldest_s": round(oldest_s, 3) if oldest_s else None,
         }
 
 

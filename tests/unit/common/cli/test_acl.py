@@ -9,8 +9,8 @@ from celery import Celery
 from click.testing import CliRunner
 from kombu import Queue
 
-from batchery import SettingsError, StartError
-from batchery.cli.acl import ROLES, acl, keep_passwords, name_keys
+from batchery import SettingsError
+from batchery.cli.acl import ROLES, acl, name_keys
 
 EXPIRES = {"x-expires": 9000}
 
@@ -80,21 +80,3 @@ def test_queues_are_those_of_modules_that_only_a_worker_imports(
 def test_what_is_no_redis_is_refused() -> None:
     with pytest.raises(SettingsError, match="amqp://"):
         name_keys(Celery("shop", broker="amqp://h", set_as_current=False), ["q"])
-
-
-def test_passwords_are_made_once_and_only_their_owner_may_read_them(tmp_path: Path) -> None:
-    file = tmp_path / "passwords"
-    first = keep_passwords(file, ["a"])
-    assert len(first["a"]) > 40
-    second = keep_passwords(file, ["a", "b"])
-    assert second["a"] == first["a"] != second["b"]
-    assert keep_passwords(file, ["b"]) == second
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "passwords"
-    file.write_text("a\n")
-    for broken in (file, file / "x"):
-        with pytest.raises(StartError, match="passwords"):
-            keep_passwords(broken, ["a"])

@@ -253,7 +253,7 @@ def test_errors_come_first_and_decide_the_exit_code() -> None:
     found = look(make_deployment(**facts))
     assert [each["severity"] for each in found["findings"]] == ["error", "warning"]
     assert found["exit_code"] == 2
-    assert found["findings"][0]["fix"].startswith("celery -A shop worker -Q embde ")
+    assert found["findings"][0]["fix"].startswith("celery -A shop worker -Q QUEUE ")
     assert look(make_deployment(survey=make_survey(dead_letters=1)))["exit_code"] == 1
     text = draw(found["findings"], {"a": "why", "b": "why"}, 5)
     assert "embde" in text

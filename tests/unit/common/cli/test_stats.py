@@ -193,7 +193,7 @@ def test_job_without_a_time_of_sending_ages_as_long_as_it_is_next() -> None:
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
 def test_a_look_takes_a_time_that_has_an_end(seconds: str) -> None:
-    result = CliRunner().invoke(stats.stats, ["--once", "--timeout", seconds])
+    result = CliRunner().invoke(stats.stats, ["--timeout", seconds])
     assert (result.exit_code, "Invalid value for '--timeout'" in result.output) == (2, True)
 
 
@@ -207,5 +207,5 @@ def test_settings_that_cannot_be_read_are_the_error_and_no_other_broker_is_asked
     app = Celery("models", set_as_current=False)
     app.add_defaults(read)
     monkeypatch.setattr(stats, "load_app", lambda *_: app)
-    ended = CliRunner().invoke(stats.stats, ["--once"])
+    ended = CliRunner().invoke(stats.stats, [])
     assert isinstance(ended.exception, SettingsError)

@@ -17,8 +17,6 @@ def invoke(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--kwargs", "[1]"], "expected a JSON object"),
-        (["--kwargs", "{"], "not JSON"),
         (["--option", "novalue"], "expected KEY=VALUE"),
         (["--window", "0"], "not in the range"),
         (["--timeout", "0"], "not in the range"),
@@ -81,13 +79,5 @@ def test_expiry_priority_and_tenant_are_options_of_each_job() -> None:
 def test_progress_line_has_the_time_left_if_it_is_known() -> None:
     run = Snapshot(1300, 1200, 3, 97, 401.0, 5213)
     assert figures(run) == "1,200 done, 3 failed, 97 in flight, 401/s, 0:10 left"
-    kinds = {"ItemFailed": 1000, "InvalidLine": 2}
-    run = Snapshot(1300, 1200, 1002, 97, 4.0, None, 31.4, kinds)
-    assert figures(run) == (
-        "1,200 done, 1,002 failed (1,000 ItemFailed, 2 InvalidLine), 97 in flight,"
-        " in batches of 31, 4.0/s"
-    )
-    run = Snapshot(9, 0, 5, 0, 0.0, None, 0.0, dict.fromkeys("abcde", 1))
-    assert "5 failed (1 a, 1 b, 1 c, ...), " in figures(run)
     assert "left" not in figures(Snapshot(1, 0, 0, 1, 0.0, None))
     assert [duration(42), duration(725), duration(3723)] == ["0:42", "12:05", "1:02:03"]

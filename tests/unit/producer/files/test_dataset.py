@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset, Record, SeenIds, choose_field
+from batchery_producer.files.dataset import Dataset, Record, choose_field
 from batchery_producer.files.rows import (
     MAX_LINE_BYTES,
     find_delimiter,
@@ -131,13 +131,6 @@ def test_broken_first_row_takes_no_id_from_a_good_one(tmp_path: Path) -> None:
     assert [(row.row, row.id) for row in rows] == [(1, None), (2, 2), (3, 3)]
 
 
-def test_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
-    rows = read(write(tmp_path / "d.csv", "id,text\na,1\nb,2\na,3\n"))
-    assert bad(rows) == [(3, None, "the id 'a' is already used in line 2")]
-    rows = read(write(tmp_path / "d.jsonl", '{"id": 1, "text": "t"}\n{"id": "1", "text": "u"}\n'))
-    assert not bad(rows)
-
-
 def test_broken_json_line_fails_alone(tmp_path: Path) -> None:
     lines = [
         b'{"text": "good"}',
@@ -163,7 +156,7 @@ def test_broken_csv_row_fails_alone(tmp_path: Path) -> None:
     assert bad(rows) == [
         (2, 2, "not CSV: ',' expected after '\"'"),
         (3, 3, "1 columns; the header has 2"),
-        (4, 4, "not UTF-8; name its encoding, such as --encoding latin-1"),
+        (4, 4, "not UTF-8, into which iconv converts other encodings"),
     ]
 
 
@@ -186,22 +179,15 @@ def test_broken_csv_row_fails_alone(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_delimiter_of_a_csv_divides_its_header(delimiter: str, content: str, line_end: str) -> None:
-    assert find_delimiter(content.replace("\n", line_end).encode(), "utf-8") == delimiter
+    assert find_delimiter(content.replace("\n", line_end).encode()) == delimiter
 
 
-def test_delimiter_can_be_named_and_is_described(tmp_path: Path) -> None:
+def test_delimiter_is_described(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "id;text\n1;Hello, world\n")
     dataset = Dataset(path)
     assert good(list(dataset)) == [(1, "1", "Hello, world")]
     expected = f"{path}: the item is 'text', the id is 'id'; columns are divided by ';'"
     assert dataset.description == expected
-    tabs = write(tmp_path / "tabs.csv", "id,text\tb\n1\ta\n")
-    assert good(read(tabs, delimiter="\\t", field="b")) == [(1, 1, "a")]
-    for wrong in ("", "::", '"', "\n"):
-        with pytest.raises(DatasetError, match="must be one character"):
-            Dataset(path, delimiter=wrong)
-    with pytest.raises(DatasetError, match="is no CSV, so it has no delimiter"):
-        Dataset(write(tmp_path / "d.txt", "a"), delimiter=";")
 
 
 def test_description_says_what_an_item_is(tmp_path: Path) -> None:
@@ -215,23 +201,14 @@ def test_description_says_what_an_item_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.csv"])
-def test_encoding_can_be_named_and_the_error_says_how(tmp_path: Path, name: str) -> None:
+def test_what_is_not_utf_8_fails_and_says_what_to_do(tmp_path: Path, name: str) -> None:
     text = {"d.txt": "größer\n", "d.jsonl": '{"text": "größer"}\n', "d.csv": "text,n\ngrößer,1\n"}
     path = write(tmp_path / name, text[name].encode("latin-1"))
     ((_, _, reason),) = bad(read(path, field=None))
-    assert reason.startswith("not UTF-8")
-    assert reason.endswith("; name its encoding, such as --encoding latin-1")
-    ((_, _, item),) = good(read(path, encoding="latin-1"))
-    assert item == "größer"
+    assert reason.startswith("not UTF-8, into which iconv converts other encodings")
 
 
-def test_encoding_that_cannot_be_read_by_lines_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.txt", "a\n")
-    for wrong in ("utf-16", "latin-99", "rot13", "hex"):
-        with pytest.raises(DatasetError, match=f"encoding '{wrong}': unknown, or not read line"):
-            Dataset(path, encoding=wrong)
-    rows = read(write(tmp_path / "d.csv", b"text,n\n\x81,1\n"), encoding="cp932")
-    assert bad(rows) == [(1, None, "not CP932")]
+def test_utf_16_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="UTF-16; convert it"):
         read(write(tmp_path / "d.txt", "one\n".encode("utf-16")))
 
@@ -301,15 +278,3 @@ def test_named_pipe_is_read(tmp_path: Path) -> None:
     dataset = Dataset(path)
     assert len(list(dataset)) == 2
     writer.join()
-
-
-def fill(seen: SeenIds) -> None:
-    for number in range(10_000):
-        seen.add(f"row-{number}", 0, number)
-
-
-def test_full_disk_says_where_the_ids_are_kept() -> None:
-    with SeenIds() as seen:
-        seen._execute("PRAGMA max_page_count = 3")
-        with pytest.raises(DatasetError, match=r"ids cannot be kept .* is full; .* SQLITE_TMPDIR"):
-            fill(seen)

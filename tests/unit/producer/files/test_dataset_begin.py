@@ -38,9 +38,13 @@ def test_reading_does_not_begin_without_a_field_that_the_caller_names(
     [
         ("in.jsonl", b"not JSON\nnor this\n", "line 1: not JSON: .*; of the first 2 rows, 2"),
         ("in.jsonl", b'[{"text": "a"}]\n', "line 1: a JSON list; .*jq .* makes lines of a list"),
-        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n3;auf\n", "line 2: not UTF-8; .*latin-1"),
-        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format, --encoding and"),
-        ("in.csv", b"question; long, or not\nHow?\nWhy?\n", "line 2: 1 columns; .*--delimiter"),
+        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n3;auf\n", "line 2: not UTF-8, .*iconv"),
+        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format, and"),
+        (
+            "in.csv",
+            b"question; long, or not\nHow?\nWhy?\n",
+            "line 2: 1 columns; .*the header of a CSV",
+        ),
     ],
 )
 def test_reading_does_not_begin_if_most_of_the_first_rows_cannot_be_read(

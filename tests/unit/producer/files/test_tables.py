@@ -2,8 +2,6 @@
 
 import io
 import json
-from datetime import date
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +41,6 @@ def test_table_gives_rows_with_their_numbers(tmp_path: Path, name: str, format_:
         (number, row["id"], row["text"]) for number, row in enumerate(ROWS, 1)
     ]
     assert dataset.total == len(ROWS)
-
-
-def test_repeated_id_of_any_type_is_found(tmp_path: Path) -> None:
-    days = [date(2026, 1, 1), date(2026, 1, 2), date(2026, 1, 1)]
-    rows = [{"id": day, "text": "x", "price": Decimal("1.5")} for day in days]
-    found = list(Dataset(write(tmp_path / "d.parquet", rows)))
-    assert [bool(each.broken) for each in found] == [False, False, True]
 
 
 TIMES = {

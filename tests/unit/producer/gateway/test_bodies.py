@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
-from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, parse
+from batchery_producer.gateway.bodies import JsonRoute, parse
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.cohere import CohereRerankRequest
@@ -24,7 +24,7 @@ from batchery_producer.gateway.routes.tei import (
     PredictRequest,
     SimilarityRequest,
 )
-from batchery_producer.request_fields import RequestBody
+from batchery_producer.request_fields import CONTAINER_VALUES, RequestBody
 
 #: Characters that matter in texts of JSON, and others.
 TEXTS = st.text(st.sampled_from('ab,[]{}:"\\\n\u00e9'), max_size=8)
