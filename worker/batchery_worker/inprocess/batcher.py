@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
+from threading import TIMEOUT_MAX
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
-from batchery_worker.inprocess.calls import Answer, Call, Gate, settle
+from batchery_worker.inprocess.calls import Call, settle
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
 from batchery_worker.inprocess.tensors import Collator, Features
 from batchery_worker.job import Lane
@@ -78,13 +79,16 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        gate = Gate()
-        call = self._make(gate, item, isinstance(item, list), others, keywords)
-        if call.left:
-            self._thread.send(call)
-            if not gate.wait(self._call_options.timeout_s):
-                raise self._no_result()
-        return call.result()
+        future: Future[Any] = Future()
+        self._send(future, item, isinstance(item, list), others, keywords, is_blocking=True)
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError:
+            self._give_up(future)
+            return future.result()
+        finally:
+            # The thread may have been interrupted.
+            future.cancel()
 
     @overload
     async def acall(self, item: list[T], /, *others: Any, **keywords: Any) -> list[R]: ...
@@ -100,10 +104,9 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = self._make(future, item, isinstance(item, list), others, keywords)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        call = self._send(future, item, isinstance(item, list), others, keywords)
         if call.left:
-            self._thread.send(call)
             timeout_s = self._call_options.timeout_s
             try:
                 # An `asyncio.timeout` costs more than all else here.
@@ -138,14 +141,12 @@ class BatchedCall(Generic[T, R]):
         self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> "Future[Any]":
         future: Future[Any] = Future()
-        call = self._make(future, item, many, others, keywords)
-        if not call.left:
-            settle([call])  # It has no items, or every item was refused.
-            return future
-        self._thread.send(call)
-        if call.entrance and not call.entrance.wait(self._call_options.timeout_s):
-            future.cancel()
-            raise self._no_result()
+        entrance = self._send(future, item, many, others, keywords).entrance
+        if entrance is not None:
+            try:
+                entrance.result(self._timeout_s)
+            except TimeoutError:
+                self._give_up(future)
         return future
 
     def options(self, **options: Any) -> "BatchedCall[T, R]":
@@ -182,17 +183,19 @@ class BatchedCall(Generic[T, R]):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _make(
+    def _send(
         self,
-        future: Answer,
+        future: "Future[Any] | asyncio.Future[None]",
         item: Any,
         many: bool,
         others: tuple[Any, ...],
         keywords: Mapping[str, Any],
+        *,
+        is_blocking: bool = False,
     ) -> Call:
-        """A call that is ready to be sent."""
+        """Makes a call, and queues it; one without items, or whose items are all wrong, is done."""
         thread, own, options = self._thread, self._call_options, self._thread.options
-        thread.check(waits=not isinstance(future, Future))
+        thread.check(is_blocking=is_blocking)
         if others:
             raise BatchArgumentError(
                 f"{thread.name}: {NO_CLASS_METHODS}"
@@ -202,7 +205,10 @@ class BatchedCall(Generic[T, R]):
             )
         items = tuple(item) if many else (item,)
         key = encode(thread.name, keywords) if keywords else ""
-        call = Call(items, many, future, self._owner, keywords, key, thread.usual_lane, own)
+        call = Call(
+            *(items, many, is_blocking, future, self._owner),
+            *(keywords, key, thread.usual_lane, own),
+        )
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = Lane(
                 own.priority_class or thread.usual_lane.priority_class,
@@ -213,7 +219,21 @@ class BatchedCall(Generic[T, R]):
             _check_items(call, thread.runner.collator)
         elif options.length is not None:
             call.lengths = [_count(thread.name, options.length, each) for each in items]
+        if call.left:
+            thread.send(call)
+        else:
+            settle([call])
         return call
+
+    @property
+    def _timeout_s(self) -> float | None:
+        timeout_s = self._call_options.timeout_s
+        return None if timeout_s is None else min(timeout_s, TIMEOUT_MAX)
+
+    def _give_up(self, future: "Future[Any]") -> None:
+        """Drops a call whose time is up, unless it is done by now. Raises NoResult."""
+        if future.cancel():
+            raise self._no_result()
 
     def _no_result(self) -> NoResult:
         return NoResult(
