@@ -25,8 +25,8 @@ from batchery_worker.models.forward.cuda_graphs import (
     captured,
     shapes,
 )
-from batchery_worker.models.forward.padded import Padded, mask_forms
-from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
+from batchery_worker.models.forward.padded import Padded
+from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose, find_masks
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
@@ -49,7 +49,6 @@ from batchery_worker.models.tokenizer import (
     Truncated,
     load_tokenizer,
     longest_text,
-    padding_position,
 )
 
 logger = logging.getLogger(__name__)
@@ -285,29 +284,13 @@ class TextModel(Model):
         }
 
     def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
+        setting = self._split.choose_forward(self.settings.forward)
         candidate = Candidate(
-            name=source.name,
-            setting="padded"
-            if self.why_padded
-            else self._split.choose_forward(self.settings.forward),
-            model=self.model,
-            device=self._device,
-            padding_position=padding_position(self.model),
-            max_length=self.max_length,
-            padded=padded,
-            values=self._values_by_text,
-            inputs=self._tokenize.names,
-            texts=texts,
+            *(source.name, "padded" if self.why_padded else setting, self.model, self.max_length),
+            *(padded, self._values_by_text, texts),
         )
         if self._device.type == "cuda":
-            padded.masks = mask_forms(
-                self.model,
-                padded,
-                self._values_by_text,
-                texts,
-                self.max_length,
-                TOLERANCE[self.model.dtype],
-            )
+            padded.masks = find_masks(candidate)
         # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
         forward, why = choose(candidate)

@@ -92,19 +92,13 @@ class Fixed(Padded):
     """A padded forward pass of one shape, over the batch of the last `fill`."""
 
     def __init__(self, padded: Padded, shape: Shape) -> None:
-        """Shares the model of a padded pass, and its transfers."""
-        super().__init__(
-            padded._model,
-            padded._device,
-            padding=padded._padding,
-            side=padded._side,
-            to_device=padded._to_device,
-            # A graph has one mask for all batches.
-            masks=padded.masks._replace(none=False),
-        )
+        """Shares all that a padded pass has."""
+        vars(self).update(vars(padded))
+        # A graph has one mask for all batches.
+        self.masks = padded.masks._replace(none=False)
         self._shape = shape
         size = (len(self._padding) + 1, *shape)
-        self._there = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._there = torch.zeros(size, dtype=torch.int64, device=self.device)
 
     def fill(self, batch: Sequence[Prepared]) -> None:
         """Copies a batch, which must fit, into place, behind what is queued on the device."""
