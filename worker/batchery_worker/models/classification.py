@@ -28,7 +28,7 @@ from batchery_worker.models.inputs import (
     check_fields,
     check_text,
 )
-from batchery_worker.models.source import ModelSource, check_weights
+from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import Cut, Input, Located, Prepared, TokenIds, Truncated
 
@@ -57,8 +57,9 @@ class ClassificationModel(TextModel):
 
     reading = "logits"
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "classification head", "classification")
+    trained_part = ("classification head", "classification")
+
+    def _finish_load(self, source: ModelSource) -> None:
         config = self.model.config
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
@@ -71,13 +72,11 @@ class ClassificationModel(TextModel):
             is_single = config.num_labels == 1
             self.multi_label = is_single or config.problem_type == "multi_label_classification"
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.pending.wait().shape[1:]
-        if shape != (len(self.labels),):
-            raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} scores for"
-                f" {len(self.labels)} labels; it is not a text classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape, labels = tuple(values.shape[1:]), len(self.labels)
+        if shape == (labels,):
+            return ""
+        return f"gives {shape} scores for {labels} labels; it is not a text classification model"
 
     def _cut(self, options: Any) -> Cut:
         return super()._cut(options)._replace(max_length=options.max_length)
@@ -129,8 +128,9 @@ class ZeroShotModel(TextModel):
 
     sample_keywords: ClassVar[Mapping[str, Any]] = {"labels": ["one", "another"]}
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "classification head", "natural language inference")
+    trained_part = ("classification head", "natural language inference")
+
+    def _finish_load(self, source: ModelSource) -> None:
         config = self.model.config
         places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
         if not places:
@@ -143,13 +143,11 @@ class ZeroShotModel(TextModel):
         self._entailment = places[0]
         self._contradiction = 0 if self._entailment else -1
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.pending.wait().shape[1:]
-        if shape != (len(self.sample_keywords["labels"]),):
-            raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} scores; it is not a text"
-                " classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape = tuple(values.shape[1:])
+        if shape == (len(self.sample_keywords["labels"]),):
+            return ""
+        return f"gives {shape} scores; it is not a text classification model"
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
         options: ZeroShotKeywords = super()._read_keywords(keywords)
@@ -282,8 +280,9 @@ class TokenClassificationModel(TextModel):
 
     reading = "token_logits"
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "token classification head", "token classification")
+    trained_part = ("token classification head", "token classification")
+
+    def _finish_load(self, source: ModelSource) -> None:
         if not self.tokenizer.is_fast:
             raise ModelLoadError(
                 f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"
@@ -293,14 +292,14 @@ class TokenClassificationModel(TextModel):
         # It says so for each token of a vocabulary without marks.
         warnings.filterwarnings("ignore", "Tokenizer does not support real words")
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = tuple(outputs.pending.wait().shape)
-        options = (outputs.heads[0]["tokens"], self.model.config.num_labels)
-        if shape != options:
-            raise ModelLoadError(
-                f"model {source.name!r}: gives scores of shape {shape}, not {options}; it is not a"
-                " token classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape, labels = tuple(values.shape[1:]), self.model.config.num_labels
+        if shape == (labels,):
+            return ""
+        return (
+            f"gives {shape} scores of a token for {labels} labels; it is not a token"
+            " classification model"
+        )
 
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)

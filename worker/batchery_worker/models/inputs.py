@@ -103,18 +103,28 @@ class PromptKeywords(TextKeywords):
     prompt: str | None = None
 
 
-class EmbeddingKeywords(PromptKeywords):
-    """Keywords of an embedding job. A missing keyword takes the setting of its name.
+class MultiVectorKeywords(PromptKeywords):
+    """Keywords of a job for a vector per token.
 
     Attributes:
-        normalize: Scale the vector to length 1.
-        dimensions: Keep only this many leading dimensions, at least 1.
-        encoding: `float` for a list of numbers, `base64` for their bytes as little-endian float32.
+        normalize: Scale each vector to length 1; None for the setting of that name.
+        encoding: `float` for lists of numbers, `base64` for their bytes as little-endian float32,
+            one vector behind the other.
     """
 
     normalize: bool | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding: Literal["float", "base64"] = "float"
+
+
+class EmbeddingKeywords(MultiVectorKeywords):
+    """Keywords of an embedding job.
+
+    Attributes:
+        dimensions: Keep only this many leading dimensions, at least 1; None for the setting of that
+            name.
+    """
+
+    dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
 class SparseEmbeddingKeywords(PromptKeywords):
@@ -125,19 +135,6 @@ class SparseEmbeddingKeywords(PromptKeywords):
     """
 
     top_k: Annotated[int, Field(ge=1)] | None = None
-
-
-class MultiVectorKeywords(PromptKeywords):
-    """Keywords of a job for a vector per token.
-
-    Attributes:
-        normalize: Scale each vector to length 1; None for the setting of that name.
-        encoding: `float` for lists of numbers, `base64` for the bytes of all of them as
-            little-endian float32.
-    """
-
-    normalize: bool | None = None
-    encoding: Literal["float", "base64"] = "float"
 
 
 class ClassificationKeywords(TextKeywords):

@@ -1,6 +1,6 @@
 """Reranking: how well each text fits a query."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from batchery.errors import ModelLoadError
 from batchery_worker.models.inputs import RerankKeywords, check_fields
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.source import ModelSource, check_weights
+from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs
 from batchery_worker.models.tokenizer import Input
 
@@ -32,21 +32,19 @@ class RerankModel(SentenceModel):
 
     reading = "logits"
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+    trained_part = ("classification head", "reranking")
+
+    def _finish_load(self, source: ModelSource) -> None:
         labels = self.library.num_labels
         if labels != 1:
             raise ModelLoadError(
                 f"model {source.name!r}: has {labels} labels, and a reranker has one;"
                 " kind = 'classification' takes pairs of texts, too"
             )
-        check_weights(source, missing, "classification head", "reranking")
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.pending.wait().shape[1:]
-        if shape != (1,):
-            raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} scores; it is not a reranker"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape = tuple(values.shape[1:])
+        return "" if shape == (1,) else f"gives {shape} scores; it is not a reranker"
 
     def sample_item(self, text: str) -> dict[str, str]:
         """An item that has this text, to check, warm up or measure the model with."""

@@ -213,7 +213,8 @@ class SentenceModel(TextModel):
 
     def _read_features(self, features: Mapping[str, Any]) -> Tensor:
         """What the kind reads of the features that come out of the last module, float32."""
-        raise NotImplementedError
+        vectors: Tensor = features["sentence_embedding"].float()
+        return vectors
 
     def _settle(self, source: ModelSource) -> None:
         """Finds the prompts for which sentence-transformers' own code must run."""

@@ -159,9 +159,7 @@ def _check_weights(name: str, folder: Path) -> None:
             ) from None
 
 
-def check_weights(
-    source: ModelSource, missing: Sequence[str], name: str = "encoder", task: str = "embeddings"
-) -> None:
+def check_weights(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
     """Refuses a model of which something has random weights.
 
     Args:

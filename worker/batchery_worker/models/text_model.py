@@ -38,7 +38,14 @@ from batchery_worker.models.inputs import (
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
-from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
+from batchery_worker.models.source import (
+    ModelSource,
+    check_weights,
+    identity,
+    name_version,
+    quiet,
+    reason,
+)
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
     Cut,
@@ -86,6 +93,9 @@ class TextModel(Model):
 
     #: The keywords that a job of it may have.
     keywords: ClassVar[type[TextKeywords]]
+
+    #: The part without which it has learned nothing, and what it has learned with it.
+    trained_part: ClassVar[tuple[str, str]] = ("encoder", "embeddings")
 
     #: What it reads of a forward pass.
     reading: Reading
@@ -171,7 +181,8 @@ class TextModel(Model):
             )
         weights = int(self.model.num_parameters(exclude_embeddings=True))
         self.flops_per_token = 2 * weights
-        self._finish_load(source, missing)
+        check_weights(source, missing, *self.trained_part)
+        self._finish_load(source)
         self.max_length = self._find_max_length(source)
         self._choose_padding()
         taken = self._place(source)
@@ -192,7 +203,9 @@ class TextModel(Model):
         trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
-        self._check_trial(source, self.forward([trial], **self.sample_keywords))
+        values = self.forward([trial], **self.sample_keywords).pending.wait()
+        if problem := self._find_problem(values):
+            raise ModelLoadError(f"model {source.name!r}: {problem}")
         usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
         texts = RandomTexts(len(self._tokenize.names), usual)
         if self._session is None:
@@ -313,12 +326,11 @@ class TextModel(Model):
         capture = Capture(padded, read, texts, TOLERANCE[self.model.dtype])
         return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
-        raise NotImplementedError
+    def _finish_load(self, source: ModelSource) -> None:
+        """Reads what else the kind needs. Raises ModelLoadError."""
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        """Looks at the outputs of one text. Raises ModelLoadError."""
+    def _find_problem(self, values: Tensor) -> str:
+        """Why the values of one text are none of this kind; empty if they are."""
         raise NotImplementedError
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
