@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.pipelines.token_classification import AggregationStrategy
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models.inputs import (
     ClassificationKeywords,
@@ -28,7 +28,6 @@ from batchery_worker.models.inputs import (
     check_fields,
     check_text,
 )
-from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import Cut, Input, Located, Prepared, TokenIds, Truncated
 
@@ -59,13 +58,11 @@ class ClassificationModel(TextModel):
 
     trained_part = ("classification head", "classification")
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         config = self.model.config
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
-            raise ModelLoadError(
-                f"model {source.name!r}: two labels of id2label have the same name; rename one"
-            )
+            raise ValueError("two labels of id2label have the same name; rename one")
         self.multi_label = self.settings.multi_label
         self._is_regression = self.multi_label is None and config.problem_type == "regression"
         if self.multi_label is None:
@@ -130,14 +127,13 @@ class ZeroShotModel(TextModel):
 
     trained_part = ("classification head", "natural language inference")
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         config = self.model.config
         places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
         if not places:
-            raise ModelLoadError(
-                f"model {source.name!r}: none of its labels begins with 'entail':"
-                f" {', '.join(config.label2id)}; name a model for natural language inference, or"
-                " correct label2id in its config.json"
+            raise ValueError(
+                f"none of its labels begins with 'entail': {', '.join(config.label2id)}; name a"
+                " model for natural language inference, or correct label2id in its config.json"
             )
         # As the pipeline: the opposite is the first label, or the last one.
         self._entailment = places[0]
@@ -282,11 +278,10 @@ class TokenClassificationModel(TextModel):
 
     trained_part = ("token classification head", "token classification")
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         if not self.tokenizer.is_fast:
-            raise ModelLoadError(
-                f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"
-                " it needs a tokenizer.json"
+            raise ValueError(
+                "its tokenizer does not say where tokens stand in a text; it needs a tokenizer.json"
             )
         self._pipeline = EntityPipeline(self.model, self.tokenizer)
         # It says so for each token of a vocabulary without marks.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.inputs import (
     EmbeddingKeywords,
@@ -17,7 +17,6 @@ from batchery_worker.models.inputs import (
     SparseEmbeddingKeywords,
 )
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs
 
 
@@ -38,7 +37,7 @@ class EmbeddingModel(SentenceModel):
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         self.reading = self._read_output
         setting = self.settings.pooling
         if setting == "auto":
@@ -47,9 +46,7 @@ class EmbeddingModel(SentenceModel):
             if type(module).__name__ == "Pooling":
                 module.pooling_mode = "lasttoken" if setting == "last" else setting
                 return
-        raise ModelLoadError(
-            f"model {source.name!r}: pooling = {setting!r}, but it pools no token vectors"
-        )
+        raise ValueError(f"pooling = {setting!r}, but it pools no token vectors")
 
     def _find_problem(self, values: Tensor) -> str:
         self.dimensions = values.shape[1]
@@ -98,12 +95,10 @@ class SparseEmbeddingModel(SentenceModel):
 
     trained_part = ("masked language model", "sparse embeddings")
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         made_up = any(type(each).__name__ == "SparseAutoEncoder" for each in self._tail)
-        if made_up and not self._lists(source, "SparseAutoEncoder"):
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint has no trained masked language model"
-            )
+        if made_up and not self._lists("SparseAutoEncoder"):
+            raise ValueError("its checkpoint has no trained masked language model")
         self.reading = self._read_output
         self._takes_maximum = [
             (type(each).__name__, getattr(each, "pooling_strategy", "")) for each in self._tail
@@ -173,14 +168,14 @@ class MultiVectorEmbeddingModel(SentenceModel):
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
-    def _take_modules(self, source: ModelSource) -> None:
-        architectures = (source.json("config.json") or {}).get("architectures") or ()
-        if not self._lists(source, "Dense") and "HF_ColBERT" not in architectures:
+    def _take_modules(self) -> None:
+        architectures = (self._source.json("config.json") or {}).get("architectures") or ()
+        if not self._lists("Dense") and "HF_ColBERT" not in architectures:
             # Then the library has made one up, with random weights.
             for place in reversed(range(len(self.library))):
                 if type(self.library[place]).__name__ == "Dense":
                     del self.library[place]
-        super()._take_modules(source)
+        super()._take_modules()
 
     def _find_problem(self, values: Tensor) -> str:
         return "" if values.dim() in (2, 3) else "gives no vector per token"

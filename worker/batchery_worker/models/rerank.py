@@ -6,10 +6,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from batchery.errors import ModelLoadError
 from batchery_worker.models.inputs import RerankKeywords, check_fields
 from batchery_worker.models.sentence_model import SentenceModel
-from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs
 from batchery_worker.models.tokenizer import Input
 
@@ -34,12 +32,12 @@ class RerankModel(SentenceModel):
 
     trained_part = ("classification head", "reranking")
 
-    def _finish_load(self, source: ModelSource) -> None:
+    def _finish_load(self) -> None:
         labels = self.library.num_labels
         if labels != 1:
-            raise ModelLoadError(
-                f"model {source.name!r}: has {labels} labels, and a reranker has one;"
-                " kind = 'classification' takes pairs of texts, too"
+            raise ValueError(
+                f"has {labels} labels, and a reranker has one; kind = 'classification' takes pairs"
+                " of texts, too"
             )
 
     def _find_problem(self, values: Tensor) -> str:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from batchery.device_names import main_device
-from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.transfers import DeviceToHost
@@ -61,7 +60,7 @@ class Whole:
         """Looks whether the model of this config fits, before weights are loaded.
 
         Raises:
-            ModelLoadError: It does not; says what to use instead.
+            ValueError: It does not; says what to use instead.
         """
 
     def place(self, model: nn.Module) -> None:
@@ -94,12 +93,12 @@ class Layers(Whole):
         """Looks how much each part of the device may hold.
 
         Raises:
-            ModelLoadError: The kind of the model needs all layers on one card.
+            ValueError: The kind of the model needs all layers on one card.
         """
         if settings.kind == "generation" and device.count("cuda") > 1:
-            raise ModelLoadError(
-                f"model {settings.model!r}: texts are written from one cache, and the layers of"
-                f" {device} would need one each; name one card, or set engine = 'vllm'"
+            raise ValueError(
+                f"texts are written from one cache, and the layers of {device} would need one each;"
+                " name one card, or set engine = 'vllm'"
             )
         super().__init__(main_device(device))
         self._name = device
@@ -126,20 +125,20 @@ class Layers(Whole):
         return int(min(free_bytes, total_bytes * share) * WEIGHTS_SHARE)
 
     def place(self, model: nn.Module) -> None:
-        """Looks where the layers are. Raises ModelLoadError: some are where none must be."""
+        """Looks where the layers are. Raises ValueError: some are where none must be."""
         count = Counter(str(where) for where in getattr(model, "hf_device_map", {}).values())
         spilled = [place for place in PLACES if count[place] and place not in self._parts]
         if spilled:
             sums = ", ".join(f"{size / 2**30:.2f} GiB on {at}" for at, size in self._budget.items())
-            raise ModelLoadError(
-                f"model {self._settings.model!r}: {count[spilled[0]]} of its parts do not fit into"
-                f" {self._name} ({sums}): name more cards, or end the name in +cpu, +disk or both"
-                " for layers that wait in main memory or in the model's files"
+            raise ValueError(
+                f"{count[spilled[0]]} of its parts do not fit into {self._name} ({sums}): name more"
+                " cards, or end the name in +cpu, +disk or both for layers that wait in main"
+                " memory or in the model's files"
             )
         if self._settings.kind == "generation" and next(model.parameters()).is_meta:
-            raise ModelLoadError(
-                f"model {self._settings.model!r}: not even its first layer fits into"
-                f" {self.device}, where the texts that grow are; set more layer_memory_bytes"
+            raise ValueError(
+                f"not even its first layer fits into {self.device}, where the texts that grow are;"
+                " set more layer_memory_bytes"
             )
         found = ", ".join(
             f"{each} in {PLACES.get(place, f'cuda:{place}')}" for place, each in count.items()
@@ -158,18 +157,17 @@ class Pipeline(Layers):
         """Looks how much each part of the device may hold.
 
         Raises:
-            ModelLoadError: The device, or the kind of the model, is not for a pipeline.
+            ValueError: The device, or the kind of the model, is not for a pipeline.
         """
         if device.endswith(("+cpu", "+disk")):
-            raise ModelLoadError(
-                f"model {settings.model!r}: split = 'pipeline' is for layers that stay on cards,"
-                f" not for {device}; set split = 'layers', or name cards alone"
+            raise ValueError(
+                f"split = 'pipeline' is for layers that stay on cards, not for {device}; set split"
+                " = 'layers', or name cards alone"
             )
         if settings.kind == "generation":
-            raise ModelLoadError(
-                f"model {settings.model!r}: split = 'pipeline' is for passes side by side, and"
-                " texts are written one token after the other; name one card, or set"
-                " engine = 'vllm'"
+            raise ValueError(
+                "split = 'pipeline' is for passes side by side, and texts are written one token"
+                " after the other; name one card, or set engine = 'vllm'"
             )
         super().__init__(device, settings)
         self._devices = [device_named(part) for part in self._parts]
@@ -184,19 +182,18 @@ class Pipeline(Layers):
         self._here = threading.local()
 
     def begin(self, model: Any, config: Any) -> None:
-        """Decides which part gets which layers. Raises ModelLoadError: they do not fit."""
-        name = self._settings.model
+        """Decides which part gets which layers. Raises ValueError: they do not fit."""
         if config.is_encoder_decoder:
-            raise ModelLoadError(
-                f"model {name!r}: split = 'pipeline' is for one stack of layers, and a"
-                f" {config.model_type} has two; set split = 'layers'"
+            raise ValueError(
+                f"split = 'pipeline' is for one stack of layers, and a {config.model_type} has two;"
+                " set split = 'layers'"
             )
         whole = build_empty(model.auto_class, config, self._settings)
         layers = find_layers(whole)
         if len(layers) < self.stages:
-            raise ModelLoadError(
-                f"model {name!r}: {self._name} is {self.stages} parts, and a {config.model_type}"
-                f" has {len(layers)} layers that can be shared; name fewer, or set split = 'layers'"
+            raise ValueError(
+                f"{self._name} is {self.stages} parts, and a {config.model_type} has {len(layers)}"
+                " layers that can be shared; name fewer, or set split = 'layers'"
             )
         item_bytes = dtype_for(self._settings.dtype, self.device).itemsize
         needed: Counter[int] = Counter()
@@ -209,9 +206,9 @@ class Pipeline(Layers):
                 f"{needed[part] / 2**30:.2f} of {budget[part] / 2**30:.2f} GiB on {where}"
                 for part, where in enumerate(self._parts)
             )
-            raise ModelLoadError(
-                f"model {name!r}: its layers in equal shares do not fit into {self._name} ({sums}):"
-                " name more cards, or set split = 'layers' and end the name in +cpu"
+            raise ValueError(
+                f"its layers in equal shares do not fit into {self._name} ({sums}): name more"
+                " cards, or set split = 'layers' and end the name in +cpu"
             )
         self._layer_parts = {name: part for name, part, _ in places if name in layers}
         self.options = {}
@@ -345,23 +342,18 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
     """Opens the device of a model.
 
     Raises:
-        ModelLoadError: The model's settings do not go together with several parts.
+        ValueError: The model's settings do not go together with several parts.
     """
     if "+" not in device:
         return Whole(device)
     if settings.quantize != "none":
-        raise ModelLoadError(
-            f"model {settings.model!r}: quantize = {settings.quantize!r} is for one device, not"
-            f" {device}; set it to none"
+        raise ValueError(
+            f"quantize = {settings.quantize!r} is for one device, not {device}; set it to none"
         )
     if settings.engine == "onnx":
-        raise ModelLoadError(
-            f"model {settings.model!r}: engine = 'onnx' is for one device, not {device}"
-        )
+        raise ValueError(f"engine = 'onnx' is for one device, not {device}")
     if find_spec("accelerate") is None:
-        raise ModelLoadError(
-            f"model {settings.model!r}: {device} needs accelerate: pip install 'batchery[split]'"
-        )
+        raise ValueError(f"{device} needs accelerate: pip install 'batchery[split]'")
     kind = Pipeline if settings.split == "pipeline" else Layers
     return kind(device, settings)
 

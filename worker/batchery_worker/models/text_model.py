@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from batchery.errors import InvalidItem, ModelLoadError, StartError
+from batchery.errors import InvalidItem
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
@@ -42,9 +42,8 @@ from batchery_worker.models.source import (
     ModelSource,
     check_weights,
     identity,
+    loading,
     name_version,
-    quiet,
-    reason,
 )
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
@@ -140,6 +139,10 @@ class TextModel(Model):
             ModelLoadError: There is no model, no text model, no safetensors, not all weights, not
                 enough memory, or an impossible setting; one line says which.
         """
+        with loading(self.settings.model):
+            self._open_device(device)
+
+    def _open_device(self, device: str) -> None:
         self._split = open_split(device, self.settings)
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
@@ -155,13 +158,9 @@ class TextModel(Model):
         if self._split.stages > 1:
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
-        try:
-            with quiet(), torch.cuda.stream(self._own_stream):
-                self._load(ModelSource(self.settings, takes_adapter=self.takes_adapter))
-        except StartError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+        with torch.cuda.stream(self._own_stream):
+            self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
+            self._load()
 
     def _open_streams(self, streams: int, extra: int = 0) -> None:
         self.pass_streams = streams
@@ -172,20 +171,17 @@ class TextModel(Model):
             # ended its pass goes on at once.
             self.passes_ahead = streams
 
-    def _load(self, source: ModelSource) -> None:
-        self._source = source
-        missing = self._open(source)
+    def _load(self) -> None:
+        missing = self._open()
         if self.model.main_input_name != "input_ids":
-            raise ModelLoadError(
-                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
-            )
+            raise ValueError(f"is not a text model: it takes {self.model.main_input_name}")
         weights = int(self.model.num_parameters(exclude_embeddings=True))
         self.flops_per_token = 2 * weights
-        check_weights(source, missing, *self.trained_part)
-        self._finish_load(source)
-        self.max_length = self._find_max_length(source)
+        check_weights(missing, *self.trained_part)
+        self._finish_load()
+        self.max_length = self._find_max_length()
         self._choose_padding()
-        taken = self._place(source)
+        taken = self._place()
         self._tokenize = TextTokenizer(
             self.tokenizer,
             [name for name in self._padding if name in taken],
@@ -199,26 +195,27 @@ class TextModel(Model):
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
         self._pass: Forward = padded
-        self._settle(source)
+        self._settle()
         trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
-            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
+            raise ValueError(f"cannot even take 'a': {trial.exception}")  # noqa: TRY004 (no argument)
         values = self.forward([trial], **self.sample_keywords).pending.wait()
         if problem := self._find_problem(values):
-            raise ModelLoadError(f"model {source.name!r}: {problem}")
+            raise ValueError(f"{problem}")
         usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
         texts = RandomTexts(len(self._tokenize.names), usual)
         if self._session is None:
-            self._choose_forward(source, padded, texts)
+            self._choose_forward(padded, texts)
         else:
             compute = partial(padded.values, reading=self.reading)
             self._session.check_longest(compute, texts, self.max_length)
             self.why_padded = "since ONNX Runtime pads"
         self.pads = self._pass.pads
-        self._log_forward(source)
+        self._log_forward()
 
-    def _open(self, source: ModelSource) -> Sequence[str]:
+    def _open(self) -> Sequence[str]:
         """Makes tokenizer and model of transformers; returns the weights that its files lack."""
+        source = self._source
         # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._split.begin(self, config)
@@ -238,23 +235,23 @@ class TextModel(Model):
         )
         return sorted(info["missing_keys"])
 
-    def _find_max_length(self, source: ModelSource) -> int | None:
+    def _find_max_length(self) -> int | None:
         """Maximum length of a text in tokens, special ones included; None if unlimited."""
-        return longest_text(self.settings, source, self.tokenizer, self.model)
+        return longest_text(self.settings, self.tokenizer, self.model)
 
-    def _settle(self, source: ModelSource) -> None:
+    def _settle(self) -> None:
         """Looks whether the padded pass is right, and says why no other can be taken.
 
         Raises:
-            ModelLoadError: It is wrong.
+            ValueError: It is wrong.
         """
 
-    def _place(self, source: ModelSource) -> Collection[str]:
+    def _place(self) -> Collection[str]:
         """Gets ready what computes, on its device; returns the names of what that takes."""
         if self.settings.engine == "onnx":
             threads = max(1, torch.get_num_threads() // self.pass_streams)
             self._session = OnnxSession(
-                source, self.settings.onnx_file, self._field, self._device, threads
+                self._source, self.settings.onnx_file, self._field, self._device, threads
             )
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
@@ -262,7 +259,7 @@ class TextModel(Model):
         how = self.settings.quantize
         if how != "none":
             before_bytes = weights_bytes(self.model)
-            quantize(self.settings.model, self.model, how, self._device)
+            quantize(self.model, how, self._device)
             after_bytes = weights_bytes(self.model)
             logger.info(
                 "model %s: weights in %s, %.1f MiB of %.1f",
@@ -296,10 +293,10 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
+    def _choose_forward(self, padded: Padded, texts: RandomTexts) -> None:
         setting = self._split.choose_forward(self.settings.forward)
         candidate = Candidate(
-            *(source.name, "padded" if self.why_padded else setting, self.model, self.max_length),
+            *("padded" if self.why_padded else setting, self.model, self.max_length),
             *(padded, self._values_by_text, texts),
         )
         if self._device.type == "cuda":
@@ -310,10 +307,10 @@ class TextModel(Model):
         self.why_padded = self.why_padded or why
         self._pass = Graphed(forward, graphs) if graphs else forward
 
-    def _log_forward(self, source: ModelSource) -> None:
+    def _log_forward(self) -> None:
         streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
         where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
-        logger.info("model %s: %s on %s", source.name, self._pass.name, where)
+        logger.info("model %s: %s on %s", self._source.name, self._pass.name, where)
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
@@ -326,8 +323,8 @@ class TextModel(Model):
         capture = Capture(padded, read, texts, TOLERANCE[self.model.dtype])
         return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
-    def _finish_load(self, source: ModelSource) -> None:
-        """Reads what else the kind needs. Raises ModelLoadError."""
+    def _finish_load(self) -> None:
+        """Reads what else the kind needs. Raises ValueError."""
 
     def _find_problem(self, values: Tensor) -> str:
         """Why the values of one text are none of this kind; empty if they are."""

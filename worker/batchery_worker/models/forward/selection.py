@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from batchery.errors import ModelLoadError
 from batchery_worker.models.forward import Forward, RandomTexts, worst_difference
 from batchery_worker.models.forward.attention import HALF, NotPackable, varlen_kernel
 from batchery_worker.models.forward.packed import Packed
@@ -47,7 +46,6 @@ class Candidate(NamedTuple):
     """A model that needs a forward pass.
 
     Attributes:
-        name: For errors.
         setting: `auto`, `padded` or `packed`.
         model: Loaded.
         max_length: Maximum length of a text in tokens; None if unlimited.
@@ -56,7 +54,6 @@ class Candidate(NamedTuple):
         texts: Makes the texts of the check.
     """
 
-    name: str
     setting: str
     model: Any
     max_length: int | None
@@ -110,7 +107,7 @@ def choose(candidate: Candidate) -> tuple[Padded | Packed, str]:
         The pass, and why it is not the packed one.
 
     Raises:
-        ModelLoadError: The setting says packed, and the model cannot be packed.
+        ValueError: The setting says packed, and the model cannot be packed.
     """
     padded = candidate.padded
     if candidate.setting == "padded":
@@ -123,9 +120,7 @@ def choose(candidate: Candidate) -> tuple[Padded | Packed, str]:
             packed.is_proven = True
             return packed, ""
     if candidate.setting == "packed":
-        raise ModelLoadError(
-            f"model {candidate.name!r}: forward = 'packed', but {problem}; set it to auto or padded"
-        )
+        raise ValueError(f"forward = 'packed', but {problem}; set it to auto or padded")
     return padded, f"since {problem}"
 
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER,
 )
 
-from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory, PromptTooLong, StartError
+from batchery.errors import InvalidItem, OutOfMemory, PromptTooLong
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
@@ -40,7 +40,7 @@ from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
-from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
+from batchery_worker.models.source import ModelSource, identity, loading, name_version
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -96,16 +96,11 @@ class GenerationModel(StepModel):
                 be done, or its numbers are not those of `generate`; one line says which.
             DeviceUnavailable: There is no such device.
         """
-        self._split = open_split(device, self.settings)
-        self._device = self._split.device
-        try:
-            with quiet():
-                self._source = ModelSource(self.settings, takes_gguf=True)
-                self._load(self._source)
-        except StartError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+        with loading(self.settings.model):
+            self._split = open_split(device, self.settings)
+            self._device = self._split.device
+            self._source = ModelSource(self.settings, takes_gguf=True)
+            self._load(self._source)
 
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
@@ -125,17 +120,17 @@ class GenerationModel(StepModel):
             **self._split.options,
         )
         if missing := sorted(info["missing_keys"]):
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint lacks {len(missing)} weights"
-                f" ({', '.join(missing[:2])}); name a model that was trained to write texts"
+            raise ValueError(
+                f"its checkpoint lacks {len(missing)} weights ({', '.join(missing[:2])}); name a"
+                " model that was trained to write texts"
             )
         if self.settings.quantize != "none":
-            quantize(self.settings.model, self.model, self.settings.quantize, self._device)
+            quantize(self.model, self.settings.quantize, self._device)
         self._split.place(self.model)
         self.model.eval()
         self._rules = Rules(self.model, source)
         self._read_tokenizer(source)
-        found = longest_text(self.settings, source, self.tokenizer, self.model)
+        found = longest_text(self.settings, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
         known = range(min(len(self.tokenizer), self._vocabulary))
         special = {*self.tokenizer.all_special_ids, *self._endings}
@@ -154,21 +149,20 @@ class GenerationModel(StepModel):
         )
 
     def _check_config(self, config: Any) -> None:
-        """Refuses what writes no texts. Raises ModelLoadError."""
+        """Refuses what writes no texts. Raises ValueError."""
         names = config.architectures or []
         self.has_encoder = config.is_encoder_decoder
         written = WITH_ENCODER if self.has_encoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if names and not self.settings.trust_remote_code and not {*written.values()} & {*names}:
-            raise ModelLoadError(
-                f"model {self.settings.model!r}: is a {names[0]}, and generation takes models that"
-                " write texts (...ForCausalLM, ...ForConditionalGeneration); name one, or choose"
-                " another kind"
+            raise ValueError(
+                f"is a {names[0]}, and generation takes models that write texts (...ForCausalLM,"
+                " ...ForConditionalGeneration); name one, or choose another kind"
             )
         for name in ("cache_tokens", "max_batch_tokens"):
             if self.has_encoder and getattr(self.settings, name) is not None:
-                raise ModelLoadError(
-                    f"model {self.settings.model!r}: {name} has no meaning for a model with an"
-                    " encoder; take it away, and limit its batches by slots"
+                raise ValueError(
+                    f"{name} has no meaning for a model with an encoder; take it away, and limit"
+                    " its batches by slots"
                 )
 
     def _read_tokenizer(self, source: ModelSource) -> None:

@@ -27,7 +27,7 @@ def forms(model: Any) -> MaskForms:
     texts = RandomTexts(len(model._tokenize.names), np.arange(4, 20))
     return find_masks(
         Candidate(
-            *("model", "padded", model.model, model.max_length, model._pass),
+            *("padded", model.model, model.max_length, model._pass),
             *(model._values_by_text, texts),
         )
     )
