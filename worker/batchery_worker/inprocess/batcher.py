@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from math import inf
 from threading import TIMEOUT_MAX
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
@@ -16,7 +15,7 @@ from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Call, settle
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions, encode, read_options
 from batchery_worker.inprocess.tensors import Collator, Features
 from batchery_worker.job import Lane
 
@@ -34,9 +33,6 @@ Function = Callable[Concatenate[list[T], ...], Outcomes[R] | Awaitable[Outcomes[
 Method = Callable[Concatenate[Any, list[T], ...], Outcomes[R] | Awaitable[Outcomes[R]]]
 
 USUAL_CALL = CallOptions()
-
-#: Options of `batched` that are arguments of `Collator`.
-COLLATOR_OPTIONS = ("pad", "mask", "trim", "device")
 
 #: Python 3.13 gives a decorator under `@classmethod` no way to know the class.
 NO_CLASS_METHODS = "no class method can be batched; use a @staticmethod above @batched"
@@ -155,9 +151,13 @@ class BatchedCall(Generic[T, R]):
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        check_names(self._thread.name, options, CallOptions.__dataclass_fields__)
-        chosen = replace(self._call_options, **options)
-        chosen.check(self._thread.options.classes)
+        name, classes = self._thread.name, self._thread.options.classes
+        known = self._call_options.model_dump(exclude_unset=True)
+        chosen = read_options(CallOptions, name, {**known, **options})
+        if chosen.priority_class not in (None, *classes):
+            raise BatchArgumentError(
+                f"{name}: priority_class={chosen.priority_class!r}: there are {', '.join(classes)}"
+            )
         made = BatchedCall[T, R](self._thread, self._owner, chosen)
         made._anchor = self
         return made
@@ -265,7 +265,8 @@ class BatchedFunction(BatchedCall[T, R]):
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
         name = describe_function(self.function)
-        return make_thread(anchor, BatchRunner(self.function, name, *choose(name, self._options)))
+        options = read_options(BatcherOptions, name, self._options)
+        return make_thread(anchor, BatchRunner(self.function, name, options))
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -312,7 +313,8 @@ class Batcher(BatchedCall[Any, Any]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        thread = make_thread(self, BatchRunner(type(self).infer, name, *choose(name, options)))
+        chosen = read_options(BatcherOptions, name, options)
+        thread = make_thread(self, BatchRunner(type(self).infer, name, chosen))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive; a call does, and there is one when it loads.
         load = weakref.WeakMethod(self.load)
@@ -365,34 +367,18 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
         function: Takes a list of items and keywords, and returns one outcome per item, in order: a
             value, or `Failed`. Plain or `async def`. It runs on one thread of its own. If it
             raises, the batch is split until the culprit is alone.
-        options: Those of `BatcherOptions`; and, for items that are dicts of arrays, `pad`, `mask`,
-            `trim` and `device`, which are the arguments of `Collator`.
+        options: Those of `BatcherOptions`.
 
     Raises:
         BatchArgumentError: What is decorated is no function; there is no such option, or its value
             is impossible.
     """
     if function is None:
-        choose("batched", options)  # A wrong option is found where it was written.
+        read_options(
+            BatcherOptions, "batched", options
+        )  # A wrong option is found where it was written.
         return functools.partial(BatchedFunction, given_options=options)
     return BatchedFunction(function, options)
-
-
-def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Collator | None]:
-    """The options of a batcher, and what makes arrays of its items.
-
-    Raises:
-        BatchArgumentError: There is no such option, or its value is impossible.
-    """
-    own = {each: options[each] for each in options if each not in COLLATOR_OPTIONS}
-    arrays = {each: options[each] for each in options if each in COLLATOR_OPTIONS}
-    check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
-    if not arrays:
-        return BatcherOptions(**own), None
-    if "length" in own:
-        raise BatchArgumentError(f"{name}: length: items that are dicts of arrays are counted")
-    collator = Collator(**arrays)
-    return BatcherOptions(**own, length=collator.length if collator.pads else None), collator
 
 
 def _check_items(call: Call, collator: Collator) -> None:

@@ -19,10 +19,11 @@ from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
+    ARRAY_OPTIONS,
     BatcherOptions,
     CallOptions,
     check_names,
-    check_number,
+    read_options,
 )
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
@@ -112,14 +113,20 @@ class Engine(EngineCall):
             device: As torch spells it; None for the first one of the setting `devices`.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
-            options: Those of `batched`, besides `length`; by default the settings of their names.
+            options: Those of `batched`, but for `length` and those for arrays; by default the
+                settings of their names.
 
         Raises:
             SettingsError: There is no such model or device, it runs in slots, or a setting is
                 wrong.
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        check_number("max_batch_tokens", max_batch_tokens, whole=True, optional=True)
+        if max_batch_tokens is not None and (
+            type(max_batch_tokens) is not int or max_batch_tokens < 1
+        ):
+            raise BatchArgumentError(
+                f"max_batch_tokens={max_batch_tokens!r}: give a whole number above 0"
+            )
         settings = Settings.load()
         name, own, make_model = _find(model, settings)
         if own is not None and own.kind == "generation":
@@ -291,9 +298,13 @@ def _options(
     for each in BATCH_SETTINGS:
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model
-    known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
-    check_names(name, given, ["device", *known])
-    return BatcherOptions(**{**usual, **given})
+    others = {"length", "max_batch_tokens", *ARRAY_OPTIONS}
+    check_names(
+        name,
+        given,
+        ["device", *(each for each in BatcherOptions.model_fields if each not in others)],
+    )
+    return read_options(BatcherOptions, name, {**usual, **given})
 
 
 def _checked(device: str) -> str:

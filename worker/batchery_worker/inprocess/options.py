@@ -2,24 +2,26 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from batchery.errors import BatchArgumentError
 
 #: Shares of the priority classes unless others are given, highest class first: the worker's own.
 USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
 
+#: A finite number above 0.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatcherOptions:
+
+class BatcherOptions(BaseModel):
     """How batches are formed. The names are those of a batch task, where it has them.
 
     Attributes:
         max_batch_size: Maximum number of items in a batch, at least 1.
         max_batch_tokens: Maximum number of tokens of one call of the function, padding counted.
-            Needs `length`. A longer item still runs, alone.
+            Needs `length` or `pad`. A longer item still runs, alone.
         length: The number of tokens of an item. Items are then sorted by length, and a batch is
             cut into calls of the function that pad little.
         max_wait_ms: How long an idle batcher waits for a batch to fill, from its oldest item, in
@@ -32,42 +34,52 @@ class BatcherOptions:
         max_waiting: Maximum number of items that wait; None for no limit. A single call with more
             items than that goes in when nothing else waits.
         when_full: What a call does that finds no space: wait for it, or raise `QueueFull`.
+        pad: Of items that are dicts of arrays; see `Collator`, as for the others.
+        mask: The same.
+        trim: The same.
+        device: The same.
     """
 
-    max_batch_size: int = 64
-    max_batch_tokens: int | None = None
-    length: Callable[[Any], int] | None = None
-    max_wait_ms: float = 0.0
-    target_latency_ms: float | None = None
-    small_batch_threshold: int | None = None
-    classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    max_batch_size: PositiveInt = 64
+    max_batch_tokens: PositiveInt | None = None
+    length: Callable[[Any], Any] | None = None
+    max_wait_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    target_latency_ms: Positive | None = None
+    small_batch_threshold: PositiveInt | None = None
+    classes: Annotated[Mapping[str, Positive], Field(min_length=1)] = USUAL_CLASSES
     shed_late: bool = False
-    max_waiting: int | None = None
+    max_waiting: PositiveInt | None = None
     when_full: Literal["wait", "refuse"] = "wait"
+    pad: Mapping[str, bool | int | float] | None = None
+    mask: str | None = None
+    trim: bool = False
+    device: str | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
-            check_number(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
-        check_number("target_latency_ms", self.target_latency_ms, optional=True)
-        if self.max_wait_ms != 0:
-            check_number("max_wait_ms", self.max_wait_ms)
-        if self.when_full not in ("wait", "refuse"):
-            raise BatchArgumentError(f"when_full={self.when_full!r}: give 'wait' or 'refuse'")
-        if not callable(self.length or len) or (self.max_batch_tokens and not self.length):
-            raise BatchArgumentError(
-                f"length={self.length!r}: give a function that counts the tokens of an item;"
-                " max_batch_tokens needs one"
-            )
-        if not isinstance(self.classes, Mapping) or not self.classes:
-            raise BatchArgumentError(
-                f"classes={self.classes!r}: give the share of each, such as {{'usual': 1}}"
-            )
-        for name, share in self.classes.items():
-            check_number(f"classes[{name!r}]", share)
+    @property
+    def has_arrays(self) -> bool:
+        """Whether items are dicts of arrays."""
+        return not self.model_fields_set.isdisjoint(ARRAY_OPTIONS)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.length and self.has_arrays:
+            raise ValueError("length: items that are dicts of arrays are counted")
+        if self.max_batch_tokens and not (self.length or self.pad):
+            raise ValueError("max_batch_tokens needs length, which counts the tokens of an item")
+        if (self.mask is not None or self.trim) and not self.pad:
+            raise ValueError("mask and trim need pad, which says what has tokens")
+        if self.pad and self.pad.get(self.mask or "", 0):
+            raise ValueError(f"mask={self.mask!r}: it is padded with 0")
+        return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+#: Options for items that are dicts of arrays.
+ARRAY_OPTIONS = ("pad", "mask", "trim", "device")
+
+
+class CallOptions(BaseModel):
     """How one call is served.
 
     Attributes:
@@ -81,26 +93,32 @@ class CallOptions:
             failed, as from `asyncio.gather`. Otherwise the first one is raised.
     """
 
-    timeout_s: float | None = None
-    deadline_s: float | None = None
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    timeout_s: Positive | None = None
+    deadline_s: Positive | None = None
     priority_class: str | None = None
     tenant: str = ""
     return_exceptions: bool = False
 
-    def check(self, classes: Mapping[str, float]) -> None:
-        """Checks them for a batcher with these classes.
 
-        Raises:
-            BatchArgumentError: One of them is impossible.
-        """
-        check_number("timeout_s", self.timeout_s, optional=True)
-        check_number("deadline_s", self.deadline_s, optional=True)
-        if self.priority_class is not None and self.priority_class not in classes:
-            raise BatchArgumentError(
-                f"priority_class={self.priority_class!r}: there are {', '.join(classes)}"
-            )
-        if not isinstance(self.tenant, str):
-            raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def read_options(kind: type[Options], name: str, given: Mapping[str, Any]) -> Options:
+    """Reads the options of a batcher of that name, or of its calls.
+
+    Raises:
+        BatchArgumentError: There is no such option, or its value is impossible.
+    """
+    check_names(name, given, kind.model_fields)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+    wrong = str(first["loc"][0]) if first["loc"] else ""
+    option = f"{wrong}={given[wrong]!r:.80}: " if wrong else ""
+    raise BatchArgumentError(f"{name}: {option}{first['msg'].removeprefix('Value error, ')}")
 
 
 def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -113,18 +131,6 @@ def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None
         raise BatchArgumentError(
             f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
         )
-
-
-def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Checks that a number is above 0, and finite.
-
-    Raises:
-        BatchArgumentError: It is not.
-    """
-    kinds = int if whole else int | float
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not (optional and value is None) and not (is_number and 0 < value < inf):
-        raise BatchArgumentError(f"{name}={value!r}: give a {'whole ' * whole}number above 0")
 
 
 def encode(name: str, keywords: Mapping[str, Any]) -> str:
