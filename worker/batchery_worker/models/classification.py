@@ -157,21 +157,20 @@ class ZeroShotModel(TextModel):
             )
         return options
 
-    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
         hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
         self._check_hypotheses(hypotheses)
-        texts = self._inputs(items, "")
-        pairs = [
-            _paired(text, hypothesis)
-            for text in texts
-            if not isinstance(text, Failed)
-            for hypothesis in hypotheses
+        pairs: list[Input] = [
+            TokenIds(text.ids, pair=each) if isinstance(text, TokenIds) else (text, each)
+            for text in inputs
+            for each in hypotheses
         ]
-        tokenized = iter(self._tokenize(pairs, self._cut(options)._replace(only_first=True)))
-        return [
-            each if isinstance(each, Failed) else _together([next(tokenized) for _ in hypotheses])
-            for each in texts
+        encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        together = [
+            encoded[at : at + len(hypotheses)] for at in range(0, len(pairs), len(hypotheses))
         ]
+        # Of an item with wrong sequences, what is wrong with the first of them.
+        return [next((one for one in each if isinstance(one, Failed)), each) for each in together]
 
     def _check_hypotheses(self, hypotheses: Sequence[str]) -> None:
         """Raises InvalidItem if one is too long, or leaves no room for a text."""
@@ -222,18 +221,6 @@ class ZeroShotModel(TextModel):
             best = labels[order[0]]
             results.append({**head, "label": best, "score": scores[best], "scores": scores})
         return results
-
-
-def _paired(text: Any, hypothesis: str) -> Input:
-    if isinstance(text, TokenIds):
-        return TokenIds(text.ids, pair=hypothesis)
-    return text, hypothesis
-
-
-def _together(sequences: list[Any]) -> list[Prepared] | Failed:
-    """The sequences of one item, or what is wrong with the first wrong one."""
-    failed = [each for each in sequences if isinstance(each, Failed)]
-    return failed[0] if failed else sequences
 
 
 class EntityPipeline(TokenClassificationPipeline):
@@ -299,11 +286,8 @@ class TokenClassificationModel(TextModel):
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)
 
-    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
-        inputs = self._inputs(items, "")
-        texts = [each for each in inputs if isinstance(each, str)]
-        located = iter(self._tokenize.located(texts, self._cut(options)))
-        return [each if isinstance(each, Failed) else next(located) for each in inputs]
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
+        return self._tokenize.located(list(inputs), self._cut(options))
 
     def tokens(self, prepared: Located) -> int:
         """Length of a tokenized text in tokens, special ones included."""

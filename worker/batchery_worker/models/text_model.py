@@ -433,8 +433,12 @@ class TextModel(Model):
         """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
         inputs = self._inputs(items, self._prompt(options))
         fit = [each for each in inputs if not isinstance(each, Failed)]
-        tokenized = iter(self._tokenize(fit, self._cut(options)))
-        return [each if isinstance(each, Failed) else next(tokenized) for each in inputs]
+        encoded = iter(self._encode(fit, options))
+        return [each if isinstance(each, Failed) else next(encoded) for each in inputs]
+
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
+        """What goes through the model for each input. Raises InvalidItem: a keyword is wrong."""
+        return self._tokenize(inputs, self._cut(options))
 
     def _inputs(self, items: Sequence[Any], prompt: str) -> list[Input | Failed]:
         """What the tokenizer takes of each item; `Failed` where an item is wrong."""

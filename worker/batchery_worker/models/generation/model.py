@@ -215,7 +215,7 @@ class GenerationModel(StepModel):
                 + (", or ask for fewer new ones" if options.max_new_tokens else "")
             )
         wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)
-        return Prompt(tokens, options, wanted)
+        return Prompt(tokens, options, wanted, options.repetition_penalty or self._penalty)
 
     def tokens(self, prepared: Prompt) -> int:
         """Length of the prompt."""
@@ -243,22 +243,18 @@ class GenerationModel(StepModel):
         for text in job.texts:
             if self._texts.pop(text.name, None) is not None:
                 self._batch.drop(text.name)
-        return None if job.is_streamed else [text.take_rest() for text in job.texts]
+        return None if job.is_streamed else [text.take("") for text in job.texts]
 
     def _add(self, job: TextJob) -> None:
         """Has the texts of a job that have not ended written."""
-        penalty = self._penalty_of(job.prompt)
         for text in job.texts:
             if text.finish_reason is None:
                 if self._rules.hold:
                     text.rules = self._rules.read(text.prompt)
-                elif penalty != 1:
+                elif job.prompt.penalty != 1:
                     text.penalize(self._vocabulary, self._device)
                 self._texts[text.name] = text
                 self._batch.add(text.name, text.prompt, text.tokens)
-
-    def _penalty_of(self, prompt: Prompt) -> float:
-        return prompt.options.repetition_penalty or self._penalty
 
     def step(self) -> list[Advance]:
         """Computes the next token of each text.
@@ -291,7 +287,7 @@ class GenerationModel(StepModel):
         for row, text in enumerate(texts):
             if text.rules:
                 logits[row] = self._rules.apply(text, logits[row])
-        samplings = [text.sampling(self._penalty_of(text.prompt)) for text in texts]
+        samplings = [text.sampling() for text in texts]
         scores = penalize(logits, samplings)
         tokens = choose_tokens(scores, samplings)
         widths = [text.prompt.options.logprobs for text in texts]
@@ -321,8 +317,8 @@ class GenerationModel(StepModel):
 
     def _advance(self, text: SlotText, token: int) -> list[Advance]:
         """What became of a text; nothing if its job has ended in this step."""
-        job = self._jobs.get(text.slot)
-        if job is None or text not in job.texts:
+        job = text.job
+        if self._jobs.get(job.slot) is not job:
             return []
         job.note_token()
         released = text.add(token, self._endings)
