@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import httpx2
@@ -73,48 +72,6 @@ class ServerItem(Keywords):
     tool_choice: Any = None
     extra_body: Any = None
     options: dict[str, Any] | None = None
-
-
-def read_prompt(
-    item: Any,
-    keywords: Mapping[str, Any],
-    settings: ModelSettings,
-    kind: type[ServerKeywords] = ServerKeywords,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> ServerPrompt:
-    """The request for an item.
-
-    Args:
-        item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
-        keywords: Keywords of its job.
-        settings: The model's.
-        kind: Which keywords there are.
-        defaults: Fields of the request unless the job says something else.
-    """
-    read = read_item(item)
-    own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
-    options = read_keywords(kind, {**keywords, **own, **(read.options or {})})
-    asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
-    body = {**defaults, **asked_for}
-    body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
-    body["temperature"] = options.temperature
-    body["stream_options"] = {"include_usage": True}
-    if read.messages and options.logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": options.logprobs}
-    body |= options.extra_body or {}
-    body |= {"prompt": read.prompt, "messages": read.messages}
-    body |= {"model": settings.model, "stream": True}
-    body = {name: value for name, value in body.items() if value is not None}
-    text = json.dumps(body, ensure_ascii=False)
-    check_text("item", text, settings.max_chars)
-    asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-    asked += [options.max_new_tokens or settings.max_new_tokens]
-    return ServerPrompt(
-        path="chat/completions" if read.messages else "completions",
-        content=text.encode(),
-        choices=options.n,
-        max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
-    )
 
 
 def read_item(item: Any) -> ServerItem:
@@ -213,13 +170,43 @@ class OpenAIServerModel(StepModel):
 
     def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Sequence[Any]:
         """Makes a request of each item."""
-        return [self._prepare(item, keywords) for item in items]
+        prepared: list[ServerPrompt | Failed] = []
+        for item in items:
+            try:
+                prepared.append(self._read_prompt(item, keywords))
+            except InvalidItem as error:
+                prepared.append(Failed(error))
+        return prepared
 
-    def _prepare(self, item: Any, keywords: dict[str, Any]) -> ServerPrompt | Failed:
-        try:
-            return read_prompt(item, keywords, self.settings, self.keywords, self.defaults)
-        except InvalidItem as error:
-            return Failed(error)
+    def _read_prompt(self, item: Any, keywords: Mapping[str, Any]) -> ServerPrompt:
+        """The request for an item. Raises InvalidItem: it is none, or a keyword is wrong."""
+        read, settings = read_item(item), self.settings
+        own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
+        options = read_keywords(self.keywords, {**keywords, **own, **(read.options or {})})
+        asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+        max_tokens = options.max_new_tokens or settings.max_new_tokens
+        body = {
+            **self.defaults,
+            **asked_for,
+            "max_tokens": max_tokens,
+            "temperature": options.temperature,
+            "stream_options": {"include_usage": True},
+        }
+        if read.messages and options.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": options.logprobs}
+        body |= options.extra_body or {}
+        body |= {"prompt": read.prompt, "messages": read.messages}
+        body |= {"model": settings.model, "stream": True}
+        body = {name: value for name, value in body.items() if value is not None}
+        text = json.dumps(body, ensure_ascii=False)
+        check_text("item", text, settings.max_chars)
+        asked = (max_tokens, body.get("max_tokens"), body.get("max_completion_tokens"))
+        return ServerPrompt(
+            path="chat/completions" if read.messages else "completions",
+            content=text.encode(),
+            choices=options.n,
+            max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
+        )
 
     def join(self, slot: int, prepared: ServerPrompt, pieces: Sequence[Any], **_: Any) -> None:
         """Sends the request of an item.
