@@ -273,21 +273,43 @@ def read_keywords(kind: type[K], given: Mapping[str, Any]) -> K:
     raise InvalidItem(f"keyword {name} = {first['input']!r:.80}: {first['msg']}")
 
 
-def split_options(item: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A prompt or a chat, and what it says of how its text is made.
+class GenerationItem(Keywords):
+    """What a text is written for.
 
-    Args:
-        item: May be an object with `options`: keywords for this item alone, as lines of one file
-            have them. `{"prompt": ...}` is as good as the prompt. `extra_body` is for servers.
+    Attributes:
+        prompt: A text, or its tokens.
+        messages: A chat; either this or `prompt`.
+        tools: Functions that the model may call.
+        tool_choice: Which of them it must call.
+        extra_body: More fields of a server's request; other engines have none.
+        options: Keywords of this item alone, as lines of one file have them; they outrank those of
+            its job.
+    """
+
+    prompt: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    extra_body: dict[str, Any] | None = None
+    options: dict[str, Any] = {}
+
+
+def read_item(item: Any) -> GenerationItem:
+    """Reads an item of text generation: its fields, or a prompt or the messages of a chat alone.
 
     Raises:
-        InvalidItem: The options are no object.
+        InvalidItem: It is none; names what is wrong.
     """
-    if not isinstance(item, Mapping):
-        return item, {}
-    rest = dict(item)
-    rest.pop("extra_body", None)
-    options = rest.pop("options", {})
-    if not isinstance(options, Mapping):
-        raise InvalidItem(f"options: must be an object of keywords, not {type(options).__name__}")
-    return rest["prompt"] if rest.keys() == {"prompt"} else rest, options
+    is_chat = isinstance(item, list) and bool(item) and isinstance(item[0], dict)
+    fields = item if isinstance(item, dict) else {"messages" if is_chat else "prompt": item}
+    try:
+        read = GenerationItem.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = first["msg"]
+        if first["type"] == "extra_forbidden":
+            problem = "no such field; options are keywords of the call, or stand in 'options'"
+        raise InvalidItem(f"item.{first['loc'][0]}: {problem}") from None
+    if bool(read.prompt) == bool(read.messages):
+        raise InvalidItem("item: must be a prompt, or the messages of a chat, and not empty")
+    return read

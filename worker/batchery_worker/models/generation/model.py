@@ -22,7 +22,6 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.generation.prompts import (
     Prompts,
     ending_tokens,
-    is_chat,
     make_decoder,
     make_speller,
     read_bytes,
@@ -39,7 +38,7 @@ from batchery_worker.models.generation.trial import Candidate, choose_batch, gen
 from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
+from batchery_worker.models.inputs import GenerationKeywords, read_item, read_keywords
 from batchery_worker.models.source import ModelSource, identity, loading, name_version
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
@@ -193,10 +192,10 @@ class GenerationModel(StepModel):
         prepared: list[Any] = []
         for item in items:
             try:
-                content, own = split_options(item)
-                options = read_keywords(GenerationKeywords, {**keywords, **own})
-                field = "messages" if is_chat(content) else "prompt"
-                prepared.append(self._prompt(self._prompts.read(content), options, field))
+                read = read_item(item)
+                options = read_keywords(GenerationKeywords, {**keywords, **read.options})
+                field = "messages" if read.messages else "prompt"
+                prepared.append(self._prompt(self._prompts.read(read), options, field))
             except InvalidItem as error:
                 prepared.append(Failed(type(error)(str(error))))
         return prepared
