@@ -19,8 +19,8 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.forward import Forward, RandomTexts, Reading
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
+    Graph,
     Graphed,
-    Runs,
     Shape,
     captured,
     shapes,
@@ -312,7 +312,7 @@ class TextModel(Model):
         where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
         logger.info("model %s: %s on %s", self._source.name, self._pass.name, where)
 
-    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
+    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Graph]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
             return {}
         # With `per_token`, how many tokens are no padding is different in each batch.
