@@ -7,7 +7,7 @@ ask, whether it is installed or not.
 import contextvars
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +34,24 @@ class TracedBatch:
     error: str = ""
 
 
-class Tracing(Protocol):
-    """What `batchery.otel` does."""
-
-    def headers(self) -> dict[str, str]:
-        """The headers that carry the current trace to a worker; empty without one."""
-
-    def batch(self, batch: TracedBatch) -> None:
-        """Makes the span of a batch."""
-
-    def is_receiver(self, receiver: Any) -> bool:
-        """Whether a receiver of `before_task_publish` is the one that adds `headers`."""
+#: What `batchery.otel` does; None if nothing makes traces. It has three methods: `headers()`, which
+#: carry the current trace to a worker; `batch(TracedBatch)`, which makes its span; and
+#: `is_receiver(receiver)`, whether a receiver of `before_task_publish` adds these headers.
+_tracing: Any = None
 
 
-_tracing: Tracing | None = None
-
-
-def switch(tracing: Tracing | None) -> None:
+def switch(tracing: Any) -> None:
     """Switches traces on, or off with None; for the whole process."""
     global _tracing
     _tracing = tracing
 
 
-def current_tracing() -> Tracing | None:
+def current_tracing() -> Any:
     """What makes traces; None if nothing does."""
     return _tracing
 
 
 def trace_headers() -> dict[str, str]:
     """The headers that carry the current trace to a worker; empty without one."""
-    return {} if _tracing is None else _tracing.headers()
+    found: dict[str, str] = {} if _tracing is None else _tracing.headers()
+    return found

@@ -210,8 +210,12 @@ class _Device:
         assert served is not None
         if self.problem:
             return self._refuse(items)
-        prepared = self._prepared(items, keywords)
-        self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        # Callers may have given up since it was prepared.
+        if ahead is not None and keywords == ahead[1] and are_same(items, ahead[0]):
+            prepared = ahead[2]
+        else:
+            prepared = prepare(served.model, items, keywords)
 
         def start_next() -> None:
             if self._ahead is None:
@@ -242,15 +246,6 @@ class _Device:
     def _refuse(self, items: Sequence[Any]) -> tuple[list[Any], int, int]:
         # Not raised: halves of the batch would try it again.
         return [Failed(DeviceDied(self.problem)) for _ in items], 0, 0
-
-    def _prepared(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-        """The items, prepared now or before: callers may have given up in between."""
-        assert self._served is not None
-        if self._ahead is not None:
-            ahead, same_keywords, prepared = self._ahead
-            if keywords == same_keywords and are_same(items, ahead):
-                return prepared
-        return prepare(self._served.model, items, keywords)
 
 
 def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:

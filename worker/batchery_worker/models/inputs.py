@@ -1,11 +1,12 @@
 """What a job of a built-in model may ask: items and keywords, and what is wrong with others."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchery.errors import ONE_JOB_EACH, InvalidItem
+from batchery.outcomes import Failed
 
 
 def check_text(field: str, text: Any, max_chars: int) -> str:
@@ -72,6 +73,18 @@ def check_fields(item: Any, fields: Collection[str], max_chars: int) -> tuple[st
         names = " and ".join(map(repr, fields))
         raise InvalidItem(f"item: must be a dictionary with {names}, not {given:.80}")
     return tuple(check_text(field, item[field], max_chars) for field in fields)
+
+
+def read_each(items: Iterable[Any], read: Callable[[Any], Any]) -> list[Any]:
+    """What is read of each item; `Failed` where reading it raises `InvalidItem`."""
+    found: list[Any] = []
+    for item in items:
+        try:
+            found.append(read(item))
+        except InvalidItem as error:
+            # Without its frames, which hold other items.
+            found.append(Failed(type(error)(str(error))))
+    return found
 
 
 class Keywords(BaseModel):

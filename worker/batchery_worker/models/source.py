@@ -110,6 +110,17 @@ class ModelSource:
         except EntryNotFoundError:
             return None
 
+    def load(self, auto_class: Any, **options: Any) -> tuple[Any, list[str]]:
+        """Loads a model of transformers; returns it, and the weights that its files lack."""
+        model, info = auto_class.from_pretrained(
+            self.name,
+            use_safetensors=True,
+            output_loading_info=True,
+            **self.options,
+            **options,
+        )
+        return model, sorted(info["missing_keys"])
+
     def json(self, name: str) -> Any:
         """Reads a JSON file; None where `path` finds none.
 
@@ -272,14 +283,14 @@ def loading(name: str) -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], model: Any) -> str:
+def identity(settings: ModelSettings, source: ModelSource, model: Any, run: dict[str, str]) -> str:
     """A text that changes whenever results may change.
 
     Args:
         settings: The model's settings.
         source: Where the model comes from.
-        run: The chosen device, number format and forward pass.
         model: The model of transformers.
+        run: How it is run, besides its number format.
 
     Raises:
         OSError: The model's files cannot be read.
@@ -295,7 +306,7 @@ def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], 
     known = {
         "files": files,
         "settings": settings.model_dump(mode="json", exclude=NEUTRAL),
-        "run": run,
+        "run": {"dtype": str(model.dtype), **run},
         "versions": {name: version(name) for name in packages},
     }
     return json.dumps(known, sort_keys=True)

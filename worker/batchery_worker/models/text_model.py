@@ -29,12 +29,13 @@ from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose, find_masks
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
-from batchery_worker.models.hardware.quantization import quantize, weights_bytes
+from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
     TextKeywords,
     check_text,
     check_token_ids,
+    read_each,
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
@@ -224,16 +225,11 @@ class TextModel(Model):
             self.model = build_empty(self.auto_class, config, self.settings)
             return ()
         # transformers chooses the attention: sdpa if the model supports it.
-        self.model, info = self.auto_class.from_pretrained(
-            source.name,
-            config=config,
-            dtype=dtype_for(self.settings.dtype, self._device),
-            use_safetensors=True,
-            output_loading_info=True,
-            **source.options,
-            **self._split.options,
+        dtype = dtype_for(self.settings.dtype, self._device)
+        self.model, missing = source.load(
+            self.auto_class, config=config, dtype=dtype, **self._split.options
         )
-        return sorted(info["missing_keys"])
+        return missing
 
     def _find_max_length(self) -> int | None:
         """Maximum length of a text in tokens, special ones included; None if unlimited."""
@@ -256,15 +252,7 @@ class TextModel(Model):
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
-        how = self.settings.quantize
-        if how != "none":
-            before_bytes = weights_bytes(self.model)
-            quantize(self.model, how, self._device)
-            after_bytes = weights_bytes(self.model)
-            logger.info(
-                "model %s: weights in %s, %.1f MiB of %.1f",
-                *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
-            )
+        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         return inspect.signature(self.model.forward).parameters
@@ -389,14 +377,9 @@ class TextModel(Model):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        run = {
-            "device": self._device.type,
-            "dtype": str(self.model.dtype),
-            "forward": self._pass.name,
-        }
-        if self._session is not None:
-            run["onnx"] = self._session.identity()
-        return identity(self.settings, self._source, run, self.model)
+        onnx = {} if self._session is None else {"onnx": self._session.identity()}
+        run = {"device": self._device.type, "forward": self._pass.name, **onnx}
+        return identity(self.settings, self._source, self.model, run)
 
     def version(self) -> str:
         """Changes with the model's files and options."""
@@ -431,7 +414,8 @@ class TextModel(Model):
 
     def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
         """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
-        inputs = self._inputs(items, self._prompt(options))
+        prompt = self._prompt(options)
+        inputs = read_each(items, lambda item: self._input(item, prompt))
         fit = [each for each in inputs if not isinstance(each, Failed)]
         encoded = iter(self._encode(fit, options))
         return [each if isinstance(each, Failed) else next(encoded) for each in inputs]
@@ -439,16 +423,6 @@ class TextModel(Model):
     def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
         """What goes through the model for each input. Raises InvalidItem: a keyword is wrong."""
         return self._tokenize(inputs, self._cut(options))
-
-    def _inputs(self, items: Sequence[Any], prompt: str) -> list[Input | Failed]:
-        """What the tokenizer takes of each item; `Failed` where an item is wrong."""
-        inputs: list[Input | Failed] = []
-        for item in items:
-            try:
-                inputs.append(self._input(item, prompt))
-            except InvalidItem as error:
-                inputs.append(Failed(InvalidItem(str(error))))
-        return inputs
 
     def _cut(self, options: TextKeywords) -> Cut:
         truncate, side = self._tokenize.usual_cut[:2]

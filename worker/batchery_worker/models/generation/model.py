@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER,
 )
 
-from batchery.errors import InvalidItem, OutOfMemory, PromptTooLong
+from batchery.errors import OutOfMemory, PromptTooLong
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
@@ -38,7 +38,7 @@ from batchery_worker.models.generation.trial import Candidate, choose_batch, gen
 from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_item, read_keywords
+from batchery_worker.models.inputs import GenerationKeywords, read_each, read_item, read_keywords
 from batchery_worker.models.source import ModelSource, identity, loading, name_version
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
@@ -110,21 +110,14 @@ class GenerationModel(StepModel):
         self._check_config(config)
         self._split.begin(self, config)
         loader: Any = AutoModelForSeq2SeqLM if self.has_encoder else AutoModelForCausalLM
-        self.model, info = loader.from_pretrained(
-            source.name,
-            dtype=dtype_for(self.settings.dtype, self._device),
-            use_safetensors=True,
-            output_loading_info=True,
-            **source.options,
-            **self._split.options,
-        )
-        if missing := sorted(info["missing_keys"]):
+        dtype = dtype_for(self.settings.dtype, self._device)
+        self.model, missing = source.load(loader, dtype=dtype, **self._split.options)
+        if missing:
             raise ValueError(
                 f"its checkpoint lacks {len(missing)} weights ({', '.join(missing[:2])}); name a"
                 " model that was trained to write texts"
             )
-        if self.settings.quantize != "none":
-            quantize(self.model, self.settings.quantize, self._device)
+        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         self._rules = Rules(self.model, source)
@@ -180,8 +173,7 @@ class GenerationModel(StepModel):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        run = {"device": self._device.type, "dtype": str(self.model.dtype)}
-        return identity(self.settings, self._source, run, self.model)
+        return identity(self.settings, self._source, self.model, {"device": self._device.type})
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
         """Reads items and keywords.
@@ -189,16 +181,14 @@ class GenerationModel(StepModel):
         Returns:
             A `Prompt` per item; `Failed` with an `InvalidItem` for each that cannot run.
         """
-        prepared: list[Any] = []
-        for item in items:
-            try:
-                read = read_item(item)
-                options = read_keywords(GenerationKeywords, {**keywords, **read.options})
-                field = "messages" if read.messages else "prompt"
-                prepared.append(self._prompt(self._prompts.read(read), options, field))
-            except InvalidItem as error:
-                prepared.append(Failed(type(error)(str(error))))
-        return prepared
+
+        def read(item: Any) -> Prompt:
+            found = read_item(item)
+            options = read_keywords(GenerationKeywords, {**keywords, **found.options})
+            field = "messages" if found.messages else "prompt"
+            return self._prompt(self._prompts.read(found), options, field)
+
+        return read_each(items, read)
 
     def _prompt(
         self, tokens: list[int], options: GenerationKeywords, field: str = "prompt"

@@ -1,10 +1,15 @@
 """Weights of eight bits, by torchao: less memory, and the same forward passes."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from batchery.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 #: Minimum compute capability of CUDA devices with float8.
 FLOAT8_CAPABILITY = (8, 9)
@@ -13,8 +18,10 @@ FLOAT8_CAPABILITY = (8, 9)
 FEATURE_MULTIPLE = 16
 
 
-def quantize(model: Any, how: str, device: torch.device) -> None:
-    """Makes the weights of a model's linear layers smaller; heads and embeddings stay as they are.
+def quantize(settings: ModelSettings, model: Any, device: torch.device) -> None:
+    """Makes the weights of a model's linear layers smaller, if its settings say so.
+
+    Heads and embeddings stay as they are.
 
     Each output of a layer has its own scale. The layers go to the device one by one, so that it
     never holds all unquantized weights.
@@ -22,6 +29,9 @@ def quantize(model: Any, how: str, device: torch.device) -> None:
     Raises:
         ValueError: torchao is missing, the device has no float8, or there is no such layer.
     """
+    how = settings.quantize
+    if how == "none":
+        return
     option = f"quantize = {how!r}"
     if how == "float8":
         _check_float8(option, device)
@@ -32,9 +42,13 @@ def quantize(model: Any, how: str, device: torch.device) -> None:
     except ImportError:
         raise ValueError(f"{option} needs torchao: pip install 'batchery[quantize]'") from None
     kinds = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
-    config = getattr(quantization, kinds[how])()
+    config, before_bytes = getattr(quantization, kinds[how])(), weights_bytes(model)
     quantization.quantize_(
         model.base_model, config, filter_fn=lambda layer, _: _fits(layer), device=device
+    )
+    logger.info(
+        "model %s: weights in %s, %.1f MiB of %.1f",
+        *(settings.model, how, weights_bytes(model) / 2**20, before_bytes / 2**20),
     )
 
 

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import httpx2
 
-from batchery.errors import InvalidItem, ModelLoadError, ServerFailed
+from batchery.errors import ModelLoadError, ServerFailed
 from batchery.model import GOES_ON, Advance, StepModel
-from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
 from batchery_worker.models.inputs import (
     GenerationKeywords,
     check_text,
     check_token_ids,
+    read_each,
     read_item,
     read_keywords,
 )
@@ -135,13 +135,7 @@ class OpenAIServerModel(StepModel):
 
     def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Sequence[Any]:
         """Makes a request of each item."""
-        prepared: list[ServerPrompt | Failed] = []
-        for item in items:
-            try:
-                prepared.append(self._read_prompt(item, keywords))
-            except InvalidItem as error:
-                prepared.append(Failed(error))
-        return prepared
+        return read_each(items, lambda item: self._read_prompt(item, keywords))
 
     def _read_prompt(self, item: Any, keywords: Mapping[str, Any]) -> ServerPrompt:
         """The request for an item. Raises InvalidItem: it is none, or a keyword is wrong."""
