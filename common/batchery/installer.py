@@ -26,7 +26,7 @@ REFUSALS_STEP = "batchery_worker.devices_step:RefusalsStep"
 KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
-    "rerank": "batchery_worker.models.rerank:RerankModel",
+    "rerank": "batchery_worker.models.classification:RerankModel",
     "token_classification": "batchery_worker.models.classification:TokenClassificationModel",
     "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
     "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",

@@ -67,10 +67,6 @@ class Whole:
         """Moves a model of transformers, once loaded."""
         model.to(self.device)
 
-    def choose_forward(self, setting: str) -> str:
-        """Which forward pass may be tried, as the setting `forward` has it."""
-        return setting
-
     def settle_thread(self) -> None:
         """Gets a thread ready to compute passes."""
 
@@ -144,10 +140,6 @@ class Layers(Whole):
             f"{each} in {PLACES.get(place, f'cuda:{place}')}" for place, each in count.items()
         )
         logger.info("model %s: parts by place: %s", self._settings.model, found)
-
-    def choose_forward(self, setting: str) -> str:
-        """No other than the padded one unless asked: to prove one takes tens of passes."""
-        return "padded" if setting == "auto" else setting
 
 
 class Pipeline(Layers):

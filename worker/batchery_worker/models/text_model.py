@@ -202,7 +202,7 @@ class TextModel(Model):
             raise ValueError(f"cannot even take 'a': {trial.exception}")  # noqa: TRY004 (no argument)
         values = self.forward([trial], **self.sample_keywords).pending.wait()
         if problem := self._find_problem(values):
-            raise ValueError(f"{problem}")
+            raise ValueError(problem)
         usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
         texts = RandomTexts(len(self._tokenize.names), usual)
         if self._session is None:
@@ -212,7 +212,9 @@ class TextModel(Model):
             self._session.check_longest(compute, texts, self.max_length)
             self.why_padded = "since ONNX Runtime pads"
         self.pads = self._pass.pads
-        self._log_forward()
+        streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
+        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
+        logger.info("model %s: %s on %s", self._source.name, self._pass.name, where)
 
     def _open(self) -> Sequence[str]:
         """Makes tokenizer and model of transformers; returns the weights that its files lack."""
@@ -282,9 +284,12 @@ class TextModel(Model):
         }
 
     def _choose_forward(self, padded: Padded, texts: RandomTexts) -> None:
-        setting = self._split.choose_forward(self.settings.forward)
+        setting = self.settings.forward
+        # To prove another one takes tens of passes, which are slow where layers are fetched.
+        if self.why_padded or (setting == "auto" and not self._split.is_whole):
+            setting = "padded"
         candidate = Candidate(
-            *("padded" if self.why_padded else setting, self.model, self.max_length),
+            *(setting, self.model, self.max_length),
             *(padded, self._values_by_text, texts),
         )
         if self._device.type == "cuda":
@@ -294,11 +299,6 @@ class TextModel(Model):
         forward, why = choose(candidate)
         self.why_padded = self.why_padded or why
         self._pass = Graphed(forward, graphs) if graphs else forward
-
-    def _log_forward(self) -> None:
-        streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
-        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
-        logger.info("model %s: %s on %s", self._source.name, self._pass.name, where)
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Graph]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
