@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from math import inf
 from threading import TIMEOUT_MAX
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
@@ -15,7 +16,7 @@ from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Call, settle
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions, encode, read_options
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
 from batchery_worker.inprocess.tensors import Collator, Features
 from batchery_worker.job import Lane
 
@@ -152,8 +153,8 @@ class BatchedCall(Generic[T, R]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name, classes = self._thread.name, self._thread.options.classes
-        known = self._call_options.model_dump(exclude_unset=True)
-        chosen = read_options(CallOptions, name, {**known, **options})
+        check_names(name, options, CallOptions.__dataclass_fields__)
+        chosen = replace(self._call_options, **options)
         if chosen.priority_class not in (None, *classes):
             raise BatchArgumentError(
                 f"{name}: priority_class={chosen.priority_class!r}: there are {', '.join(classes)}"
@@ -265,7 +266,7 @@ class BatchedFunction(BatchedCall[T, R]):
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
         name = describe_function(self.function)
-        options = read_options(BatcherOptions, name, self._options)
+        options = choose(name, self._options)
         return make_thread(anchor, BatchRunner(self.function, name, options))
 
     @overload
@@ -313,7 +314,7 @@ class Batcher(BatchedCall[Any, Any]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        chosen = read_options(BatcherOptions, name, options)
+        chosen = choose(name, options)
         thread = make_thread(self, BatchRunner(type(self).infer, name, chosen))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive; a call does, and there is one when it loads.
@@ -374,11 +375,19 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             is impossible.
     """
     if function is None:
-        read_options(
-            BatcherOptions, "batched", options
-        )  # A wrong option is found where it was written.
+        choose("batched", options)  # A wrong option is found where it was written.
         return functools.partial(BatchedFunction, given_options=options)
     return BatchedFunction(function, options)
+
+
+def choose(name: str, options: Mapping[str, Any]) -> BatcherOptions:
+    """The options of a batcher.
+
+    Raises:
+        BatchArgumentError: There is no such option, or its value is impossible.
+    """
+    check_names(name, options, BatcherOptions.__dataclass_fields__)
+    return BatcherOptions(**options)
 
 
 def _check_items(call: Call, collator: Collator) -> None:

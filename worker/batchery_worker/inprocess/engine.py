@@ -23,11 +23,14 @@ from batchery_worker.inprocess.options import (
     BatcherOptions,
     CallOptions,
     check_names,
-    read_options,
+    check_number,
 )
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
+
+#: Options of `batched` that engines have not, or have as arguments.
+NOT_OF_ENGINES = ("length", "max_batch_tokens", *ARRAY_OPTIONS)
 
 #: Says which batch comes next, if that is known: its items and its keywords.
 LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
@@ -121,12 +124,7 @@ class Engine(EngineCall):
                 wrong.
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        if max_batch_tokens is not None and (
-            type(max_batch_tokens) is not int or max_batch_tokens < 1
-        ):
-            raise BatchArgumentError(
-                f"max_batch_tokens={max_batch_tokens!r}: give a whole number above 0"
-            )
+        check_number("max_batch_tokens", max_batch_tokens, whole=True, optional=True)
         settings = Settings.load()
         name, own, make_model = _find(model, settings)
         if own is not None and own.kind == "generation":
@@ -293,13 +291,9 @@ def _options(
     for each in BATCH_SETTINGS:
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model
-    others = {"length", "max_batch_tokens", *ARRAY_OPTIONS}
-    check_names(
-        name,
-        given,
-        ["device", *(each for each in BatcherOptions.model_fields if each not in others)],
-    )
-    return read_options(BatcherOptions, name, {**usual, **given})
+    known = [each for each in BatcherOptions.__dataclass_fields__ if each not in NOT_OF_ENGINES]
+    check_names(name, given, ["device", *known])
+    return BatcherOptions(**{**usual, **given})
 
 
 def _checked(device: str) -> str:

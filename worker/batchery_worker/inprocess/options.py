@@ -2,20 +2,21 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Literal
 
 from batchery.errors import BatchArgumentError
 
 #: Shares of the priority classes unless others are given, highest class first: the worker's own.
 USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
 
-#: A finite number above 0.
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Options for items that are dicts of arrays.
+ARRAY_OPTIONS = ("pad", "mask", "trim", "device")
 
 
-class BatcherOptions(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherOptions:
     """How batches are formed. The names are those of a batch task, where it has them.
 
     Attributes:
@@ -40,19 +41,17 @@ class BatcherOptions(BaseModel):
         device: The same.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    max_batch_size: PositiveInt = 64
-    max_batch_tokens: PositiveInt | None = None
+    max_batch_size: int = 64
+    max_batch_tokens: int | None = None
     length: Callable[[Any], Any] | None = None
-    max_wait_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    target_latency_ms: Positive | None = None
-    small_batch_threshold: PositiveInt | None = None
-    classes: Annotated[Mapping[str, Positive], Field(min_length=1)] = USUAL_CLASSES
+    max_wait_ms: float = 0.0
+    target_latency_ms: float | None = None
+    small_batch_threshold: int | None = None
+    classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
     shed_late: bool = False
-    max_waiting: PositiveInt | None = None
+    max_waiting: int | None = None
     when_full: Literal["wait", "refuse"] = "wait"
-    pad: Mapping[str, bool | int | float] | None = None
+    pad: Mapping[str, float] | None = None
     mask: str | None = None
     trim: bool = False
     device: str | None = None
@@ -60,26 +59,41 @@ class BatcherOptions(BaseModel):
     @property
     def has_arrays(self) -> bool:
         """Whether items are dicts of arrays."""
-        return not self.model_fields_set.isdisjoint(ARRAY_OPTIONS)
+        return self.pad is not None or self.device is not None
 
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        if self.length and self.has_arrays:
-            raise ValueError("length: items that are dicts of arrays are counted")
-        if self.max_batch_tokens and not (self.length or self.pad):
-            raise ValueError("max_batch_tokens needs length, which counts the tokens of an item")
-        if (self.mask is not None or self.trim) and not self.pad:
-            raise ValueError("mask and trim need pad, which says what has tokens")
-        if self.pad and self.pad.get(self.mask or "", 0):
-            raise ValueError(f"mask={self.mask!r}: it is padded with 0")
-        return self
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
+            check_number(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
+        check_number("target_latency_ms", self.target_latency_ms, optional=True)
+        if self.max_wait_ms != 0:
+            check_number("max_wait_ms", self.max_wait_ms)
+        pad, mask = {} if self.pad is None else self.pad, self.mask
+        has_classes = isinstance(self.classes, Mapping) and bool(self.classes)
+        is_pad = isinstance(pad, Mapping) and all(isinstance(n, int | float) for n in pad.values())
+        counts, both = bool(self.length or pad), self.length and self.has_arrays
+        for is_right, problem in (
+            (
+                self.when_full in ("wait", "refuse"),
+                f"when_full={self.when_full!r}: give 'wait' or 'refuse'",
+            ),
+            (has_classes, f"classes={self.classes!r}: give the share of each"),
+            (callable(self.length or len), f"length={self.length!r}: give a function"),
+            (is_pad, f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'),
+            (isinstance(mask, str | None), f"mask={mask!r}: name a feature"),
+            (is_pad and not pad.get(str(mask or ""), 0), f"mask={mask!r}: it is padded with 0"),
+            (isinstance(self.device, str | None), f'device={self.device!r}: such as "cuda:0"'),
+            (not both, "length: items that are dicts of arrays are counted"),
+            (pad or not (mask or self.trim), "mask and trim need pad, which says what has tokens"),
+            (counts or not self.max_batch_tokens, "max_batch_tokens needs length, or pad"),
+        ):
+            if not is_right:
+                raise BatchArgumentError(problem)
+        for name, share in self.classes.items():
+            check_number(f"classes[{name!r}]", share)
 
 
-#: Options for items that are dicts of arrays.
-ARRAY_OPTIONS = ("pad", "mask", "trim", "device")
-
-
-class CallOptions(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
     """How one call is served.
 
     Attributes:
@@ -93,32 +107,17 @@ class CallOptions(BaseModel):
             failed, as from `asyncio.gather`. Otherwise the first one is raised.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    timeout_s: Positive | None = None
-    deadline_s: Positive | None = None
+    timeout_s: float | None = None
+    deadline_s: float | None = None
     priority_class: str | None = None
     tenant: str = ""
     return_exceptions: bool = False
 
-
-Options = TypeVar("Options", bound=BaseModel)
-
-
-def read_options(kind: type[Options], name: str, given: Mapping[str, Any]) -> Options:
-    """Reads the options of a batcher of that name, or of its calls.
-
-    Raises:
-        BatchArgumentError: There is no such option, or its value is impossible.
-    """
-    check_names(name, given, kind.model_fields)
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-    wrong = str(first["loc"][0]) if first["loc"] else ""
-    option = f"{wrong}={given[wrong]!r:.80}: " if wrong else ""
-    raise BatchArgumentError(f"{name}: {option}{first['msg'].removeprefix('Value error, ')}")
+    def __post_init__(self) -> None:
+        check_number("timeout_s", self.timeout_s, optional=True)
+        check_number("deadline_s", self.deadline_s, optional=True)
+        if not isinstance(self.tenant, str):
+            raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
 
 
 def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -131,6 +130,18 @@ def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None
         raise BatchArgumentError(
             f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
         )
+
+
+def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
+    """Checks that a number is above 0, and finite.
+
+    Raises:
+        BatchArgumentError: It is not.
+    """
+    kinds = int if whole else int | float
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not (optional and value is None) and not (is_number and 0 < value < inf):
+        raise BatchArgumentError(f"{name}={value!r}: give a {'whole ' * whole}number above 0")
 
 
 def encode(name: str, keywords: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def test_coroutines_of_any_event_loop_call_it() -> None:
 
 
 def test_usual_classes_are_those_of_a_worker() -> None:
-    # `batched` must not load the settings.
+    # `batched` must not load the settings, which need pydantic.
     assert dict(USUAL_CLASSES) == {
         name: each.share for name, each in Settings.model_fields["classes"].default.items()
     }
@@ -392,7 +392,7 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"max_batch_size": 0}, "max_batch_size=0: Input should be greater than 0"),
+        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number above 0"),
         ({"max_batch_size": None}, "max_batch_size=None"),
         ({"max_batch_size": 2.5}, r"max_batch_size=2\.5"),
         ({"max_wait_ms": -1}, "max_wait_ms=-1"),
@@ -400,13 +400,13 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"target_latency_ms": 0}, "target_latency_ms=0"),
         ({"max_batch_tokens": 5}, "max_batch_tokens needs length"),
         ({"small_batch_threshold": "2"}, "small_batch_threshold='2'"),
-        ({"classes": {}}, "classes="),
-        ({"classes": ["a"]}, "classes="),
-        ({"length": 3}, "length=3: Input should be callable"),
+        ({"classes": {}}, "give the share of each"),
+        ({"classes": ["a"]}, "give the share of each"),
+        ({"length": 3}, "length=3: give a function"),
         ({"length": len, "pad": {}}, "length: items that are dicts of arrays"),
-        ({"classes": {"a": -1}}, "classes={'a': -1}: Input should be greater than 0"),
+        ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
-        ({"when_full": "drop"}, "when_full='drop': Input should be 'wait' or 'refuse'"),
+        ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
         ({"batch_size": 2}, "there is no option batch_size; there are max_batch_size, "),
     ],
 )

@@ -208,7 +208,7 @@ class Capture:
     texts: RandomTexts
     tolerance: float
     _: KW_ONLY
-    make: Callable[..., Graph] = Graph
+    make: Callable[..., Any] = Graph
     wait: Callable[[], None] = torch.cuda.synchronize
     clock: Callable[[], float] = time.perf_counter
     graphs: dict[Shape, Graph] = field(default_factory=dict)
