@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from batchery_worker.models.generation.texts import Prompt, SlotText
 from batchery_worker.models.inputs import GenerationKeywords
@@ -18,6 +18,44 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("diversity_penalty", "penalty_alpha", "token_healing"), (None, 0, False)),
     "guidance_scale": (None, 1),
 }
+
+#: Fields that transformers makes processors of.
+PROCESSORS = frozenset(
+    """
+    bad_words_ids begin_suppress_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id min_length
+    min_new_tokens no_repeat_ngram_size remove_invalid_values renormalize_logits repetition_penalty
+    sequence_bias suppress_tokens
+    """.split()  # noqa: SIM905
+)
+
+#: Other fields of `GenerationConfig` of transformers 5.23, and why they change no text here.
+HARMLESS = {
+    "it is known where texts begin and end": """
+        bos_token_id decoder_start_token_id eos_token_id pad_token_id
+    """,
+    "jobs and settings say how texts are drawn, how many there are, and how long they are": """
+        do_sample epsilon_cutoff eta_cutoff min_p temperature top_h top_k top_p typical_p
+        num_return_sequences max_length max_new_tokens max_time
+    """,
+    "docs/generation.md says that no beams are searched": """
+        early_stopping length_penalty low_memory num_beam_groups num_beams
+    """,
+    "it is computed in another way, with the same outcome": """
+        assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+        assistant_lookbehind is_assistant max_matching_ngram_size num_assistant_tokens
+        num_assistant_tokens_schedule prompt_lookup_num_tokens speculation_type target_lookbehind
+        use_mtp cache_config cache_implementation compile_config continuous_batching_config
+        disable_compile max_cache_len prefill_chunk_size use_cache
+    """,
+    "it says what is told of a text, or of the file": """
+        output_attentions output_hidden_states output_logits output_scores return_dict_in_generate
+        _from_model_config transformers_version _commit_hash _original_object_hash
+    """,
+}
+
+#: Any other field is refused where a model sets it.
+KNOWN = PROCESSORS.union(" ".join(HARMLESS.values()).split())
 
 
 class Rules:
@@ -41,12 +79,8 @@ class Rules:
         asked = source.json(file)
         if asked is None:
             file, asked = "config.json", vars(model.generation_config)
-        # What transformers does not know is for another version or program. Private fields are not
-        # of the text.
-        known = vars(GenerationConfig()).keys() - REFUSED.keys()  # type: ignore[no-untyped-call]
         for field, value in asked.items():
-            is_known = field in known or field.startswith("_")
-            if not is_known and value not in REFUSED.get(field, (None,)):
+            if field not in KNOWN and value not in REFUSED.get(field, (None,)):
                 raise ValueError(
                     f"{file} has {field} = {value!r:.80}, which may change its texts and is not"
                     " supported; take it away"

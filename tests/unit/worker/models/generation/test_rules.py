@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from batchery.errors import ModelLoadError
+from batchery_worker.models.generation.rules import KNOWN, REFUSED
 from support.tiny_models import CORPUS, Load
 from support.tiny_writers import Driver, make_byte_tokenizer, save_writer
 
@@ -44,6 +45,11 @@ def test_another_way_to_generate_is_refused(ruled: Any, load: Load) -> None:
     file.write_text("def generate(model, **_):\n    return None\n")
     with pytest.raises(ModelLoadError, match=r"custom_generate/generate\.py writes"):
         load("generation", folder, trust_remote_code=True)
+
+
+def test_every_field_of_the_installed_transformers_is_known() -> None:
+    fields = vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
+    assert fields - KNOWN <= REFUSED.keys()
 
 
 def test_an_end_token_that_is_not_special_is_not_shown(ruled: Any, load: Load) -> None:
