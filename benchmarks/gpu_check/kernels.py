@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from batchery_worker.models.forward.attention import (
-    VarlenKernel,
     varlen_kernel,
 )
 from batchery_worker.models.forward.selection import CHECK_LENGTHS
@@ -100,7 +99,7 @@ def varlen_against_sdpa(check: Check) -> dict[str, Any]:
     return found
 
 
-def _kernels(check: Check) -> dict[str, VarlenKernel]:
+def _kernels(check: Check) -> dict[str, Callable[..., Tensor]]:
     if check.dry:
         return {"stand-in": _stand_in}
     kernel = varlen_kernel()
@@ -109,7 +108,7 @@ def _kernels(check: Check) -> dict[str, VarlenKernel]:
 
 def _difference(
     check: Check,
-    kernel: VarlenKernel,
+    kernel: Callable[..., Tensor],
     heads: int,
     key_heads: int,
     width: int,

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 #: How long a fork waits for our threads, in seconds. They work for a millisecond at a time. Only a
 #: thread that waits for Redis works longer, and it holds no lock but that of a connection, which a
@@ -18,18 +18,11 @@ from typing import Protocol
 MAX_WAIT_S = 0.1
 
 
-class Closable(Protocol):
-    """A connection that belongs to the parent alone."""
-
-    def close(self) -> object:
-        """Closes this process's end."""
-
-
 class ForkGate:
     """Counts the threads that work, and holds back new ones while a process forks."""
 
     def __init__(self) -> None:
-        self._private: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._private: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reset()
 
     def _reset(self) -> None:
@@ -52,7 +45,7 @@ class ForkGate:
                 if self._forking:
                     self._changed.notify_all()
 
-    def keep_private(self, connection: Closable) -> None:
+    def keep_private(self, connection: Any) -> None:
         """Closes a connection in every child that is forked from now on."""
         self._private.add(connection)
 

@@ -26,13 +26,11 @@ REFUSALS_STEP = "batchery_worker.devices_step:RefusalsStep"
 KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
-    "rerank": "batchery_worker.models.rerank:RerankModel",
+    "rerank": "batchery_worker.models.classification:RerankModel",
     "token_classification": "batchery_worker.models.classification:TokenClassificationModel",
     "zero_shot": "batchery_worker.models.classification:ZeroShotModel",
-    "sparse_embedding": "batchery_worker.models.sparse_embedding:SparseEmbeddingModel",
-    "multi_vector_embedding": (
-        "batchery_worker.models.multi_vector_embedding:MultiVectorEmbeddingModel"
-    ),
+    "sparse_embedding": "batchery_worker.models.embedding:SparseEmbeddingModel",
+    "multi_vector_embedding": "batchery_worker.models.embedding:MultiVectorEmbeddingModel",
     "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 

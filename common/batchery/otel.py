@@ -64,7 +64,7 @@ def _headers_of_current_job() -> dict[str, str]:
 
 
 class _OpenTelemetry:
-    """See `tracing.Tracing`."""
+    """Makes traces; see `tracing`."""
 
     def __init__(self, provider: trace.TracerProvider | None) -> None:
         self._tracer = trace.get_tracer("batchery", tracer_provider=provider)

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Result(BaseModel):
-    """What every built-in result has."""
+class Frozen(BaseModel):
+    """Part of a result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Result(Frozen):
+    """What every built-in result has."""
 
     tokens: Annotated[int, Field(ge=0, description="Tokens of the text, special ones included.")]
     truncated: Annotated[
@@ -70,7 +74,7 @@ class Score(Result):
     score: float
 
 
-class Entity(BaseModel):
+class Entity(Frozen):
     """A part of a text with a label.
 
     Attributes:
@@ -80,8 +84,6 @@ class Entity(BaseModel):
         start: Where it begins, in characters (Unicode code points) of the text.
         end: Where it ends: the place behind its last character.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     label: str
     score: float
@@ -133,7 +135,7 @@ class MultiVectorEmbedding(Result):
         return np.array(self.vectors, dtype=np.float32)
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(Frozen):
     """A token of a text, and how likely it was.
 
     Attributes:
@@ -145,8 +147,6 @@ class TokenLogprob(BaseModel):
             where they are those of the texts.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     token: str
     id: int | None
     logprob: float
@@ -154,7 +154,7 @@ class TokenLogprob(BaseModel):
     bytes: list[list[int] | None] = []
 
 
-class GeneratedText(BaseModel):
+class GeneratedText(Frozen):
     """A text that a model has written.
 
     Attributes:
@@ -165,25 +165,21 @@ class GeneratedText(BaseModel):
         message: As OpenAI has it, if a server sends more than a text: calls of tools, reasoning.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     text: str
     finish_reason: str
     logprobs: list[TokenLogprob] | None = None
     message: dict[str, Any] | None = None
 
 
-class GenerationTimings(BaseModel):
+class GenerationTimings(Frozen):
     """How long a job of text generation took, from when it had a slot."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_token_ms: float
     total_ms: float
     tokens_per_s: float | None
 
 
-class Generation(BaseModel):
+class Generation(Frozen):
     """What a model has written for one item.
 
     Attributes:
@@ -196,8 +192,6 @@ class Generation(BaseModel):
         tokens_out: Tokens of all texts, with the ones that end them.
         timings: How long it took.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     text: str | None = None
     finish_reason: str | None = None

@@ -73,24 +73,25 @@ def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         SettingsError: An entry names no setting; it would be ignored silently.
     """
-    # An app with a namespace, as in Django projects, spells its settings CELERY_BATCHERY_...
     # Iterating loads a configuration that Celery loads late; `in` does not.
-    keys = list(conf)
+    keys, found = list(conf), {}
+    # An app with a namespace, as in Django projects, spells its settings CELERY_BATCHERY_...
     namespace = str(getattr(conf, "prefix", None) or "")
-    spelled = {
-        key: key.removeprefix(namespace).lower().removeprefix("batchery_")
-        for key in keys
-        if key.removeprefix(namespace).lower().startswith("batchery_")
-        and not isinstance(conf[key], ModuleType)
-    }
-    for key, name in spelled.items():
-        if name not in known or f"batchery_{name}" not in conf:
-            names = [f"batchery_{each}" for each in sorted(known)]
-            raise SettingsError(
-                f"app.conf.{key}: no such setting{nearest_name(f'batchery_{name}', names)};"
-                f" there are {', '.join(names)}"
-            )
-    return {name: conf[f"batchery_{name}"] for name in spelled.values()}
+    for key in keys:
+        spelled = key.removeprefix(namespace).lower()
+        if not spelled.startswith("batchery_") or isinstance(conf[key], ModuleType):
+            continue
+        name = spelled.removeprefix("batchery_")
+        if name not in known or spelled not in conf:
+            raise _unknown(f"app.conf.{key}", spelled, [f"batchery_{each}" for each in known])
+        found[name] = conf[spelled]
+    return found
+
+
+def _unknown(where: str, name: str, known: Iterable[str]) -> SettingsError:
+    names = sorted(known)
+    near = nearest_name(name, names)
+    return SettingsError(f"{where}: no such setting{near}; there are {', '.join(names)}")
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
@@ -335,13 +336,9 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
     """A misspelt variable would be ignored silently, and the default would be used."""
     known = {PREFIX + name.upper() for name in cls.model_fields} | {FILE_VARIABLE}
     for variable in os.environ:
-        if variable.upper().startswith(PREFIX):
-            name = variable.upper().removeprefix(PREFIX).split("__")[0]
-            if PREFIX + name not in known:
-                raise SettingsError(
-                    f"environment variable {variable}: no such setting"
-                    f"{nearest_name(PREFIX + name, known)}; there are {', '.join(sorted(known))}"
-                )
+        name = variable.upper().split("__")[0]
+        if name.startswith(PREFIX) and name not in known:
+            raise _unknown(f"environment variable {variable}", name, known)
 
 
 def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping[str, Any]) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 from celery import Celery, signals
 
 from batchery import install
-from batchery_worker.operations import health
+from batchery_worker.operations import watch
 
 #: No test waits for half a minute.
-health.MAX_STILL_S = 1.0
+watch.MAX_STILL_S = 1.0
 
 app = install(Celery("stuck", set_as_current=False))
 # Another worker of the tests would take its jobs from Celery's usual queue, and drop them.

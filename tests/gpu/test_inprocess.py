@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchery_worker.inprocess.batcher import batched
+from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator
 
 pytestmark = [
@@ -29,7 +30,7 @@ def stacked(collator: Collator, *lengths: int) -> dict[str, Any]:
 
 
 def test_arrays_arrive_whole_however_many_are_under_way() -> None:
-    collator = Collator({"ids": 0}, "mask", device="cuda:0")
+    collator = Collator(BatcherOptions(pad={"ids": 0}, mask="mask", device="cuda:0"))
     stacked(collator, 1)
     # What was sent is read much later than the next ones are written.
     CUDA._sleep(BUSY_CYCLES)
@@ -42,7 +43,7 @@ def test_arrays_arrive_whole_however_many_are_under_way() -> None:
 
 
 def test_batches_are_copied_while_the_device_computes() -> None:
-    collator = Collator({"ids": 0}, device="cuda:0")
+    collator = Collator(BatcherOptions(pad={"ids": 0}, device="cuda:0"))
     stacked(collator, 1000, 10)
     torch.cuda.synchronize()
     CUDA._sleep(BUSY_CYCLES)
@@ -83,7 +84,7 @@ def test_results_of_many_threads_are_those_of_single_items() -> None:
 
 
 def test_tensors_that_are_on_the_device_stay_there() -> None:
-    collator = Collator({"x": 0.0}, "mask", device="cuda:0")
+    collator = Collator(BatcherOptions(pad={"x": 0.0}, mask="mask", device="cuda:0"))
     items = [{"x": torch.ones(length, device="cuda:0")} for length in (3, 1)]
     batch = collator.stack([collator.features(each) for each in items])
     assert {each.device for each in batch.values()} == {torch.device("cuda:0")}

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -74,13 +74,30 @@ class Lookahead:
         """Whether one more pass may be started."""
         return len(self._started) < max_lookahead(self._model)
 
-    def is_idle(self, outputs: Any) -> bool:
-        """Whether the device has computed these outputs, or will have in a moment.
+    def run(
+        self,
+        items: Sequence[Any],
+        keywords: Mapping[str, Any],
+        coming: Iterable[Sequence[Any]],
+        start_next_batch: Callable[[], None],
+    ) -> Any:
+        """Runs a pass; starts others meanwhile, unless its outputs are there in a moment.
 
-        Models that know say so by `has_computed`.
+        Args:
+            items: Of the pass.
+            keywords: Of the batch.
+            coming: The items of the next passes of the batch.
+            start_next_batch: Called when there is room for passes of another batch.
         """
-        has_computed = getattr(self._model, "has_computed", None)
-        return has_computed is not None and has_computed(outputs)
+        outputs = self.forward(items, keywords)
+        # Models that know say so.
+        has_computed = getattr(self._model, "has_computed", lambda _: False)
+        if not has_computed(outputs):
+            for each in islice(coming, max_lookahead(self._model)):
+                self.start(each, keywords)
+            if self.has_room:
+                start_next_batch()
+        return self._model.postprocess(outputs, **keywords)
 
     def start(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Starts a pass that is likely to come soon, unless it has started.
@@ -272,101 +289,73 @@ def compute(
         One outcome per item, in order; then the number of tokens that were needed, and the number
         that were computed, with padding.
     """
-    passes = _Passes(model, prepared, keywords, limit, memory, lookahead or Lookahead(model))
-    lengths = passes.lengths
-    name = f"{type(model).__name__}.forward"
-    computed_tokens = 0
+    passes = lookahead or Lookahead(model)
+    outcomes, lengths = _measure(model, prepared)
+    failures = computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
+
+    def run(positions: Sequence[int]) -> Any:
+        nonlocal failures
+        tokens = _computed(model, lengths, positions)
+        coming = (_choose(prepared, each) for each in ahead)
+        try:
+            with limit():
+                items = _choose(prepared, positions)
+                answer = passes.run(items, keywords, coming, start_next_batch)
+        except BaseException as error:
+            failures += _has_no_room(error, tokens, memory)
+            raise
+        if memory is not None:
+            memory.passed(tokens)
+        return answer
+
     while ahead:
-        positions = ahead.popleft()
-        passes.start_next = partial(
-            passes.start, list(islice(ahead, max_lookahead(model))), start_next_batch
-        )
-        failures = passes.failures
-        results = isolate(passes.run, positions, name=name)
+        positions, before = ahead.popleft(), failures
+        results = isolate(run, positions, name=f"{type(model).__name__}.forward")
         for position, result in zip(positions, results, strict=True):
-            passes.outcomes[position] = result
+            outcomes[position] = result
         computed_tokens += _computed(model, lengths, positions)
-        if ahead and passes.failures > failures:
+        if failures > before:
             ahead = _cut(plan, lengths, [position for part in ahead for position in part])
         if ahead:
             between_passes()
-    return passes.outcomes, sum(lengths.values()), computed_tokens
+    return outcomes, sum(lengths.values()), computed_tokens
 
 
 def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
     """The items of the passes that may be started before the turn of this batch, in order."""
-    lengths = {
-        position: length
-        for position, length in enumerate(_lengths(model, prepared))
-        if not isinstance(length, NON_VALUES)
-    }
-    ahead = _cut(plan, lengths, list(lengths))
-    return [
-        [prepared[position] for position in positions]
-        for positions in islice(ahead, max_lookahead(model))
-    ]
+    _, lengths = _measure(model, prepared)
+    ahead = islice(_cut(plan, lengths, list(lengths)), max_lookahead(model))
+    return [_choose(prepared, positions) for positions in ahead]
 
 
-class _Passes:
-    """The forward passes of one prepared batch; items are identified by their positions."""
+def _choose(prepared: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    return [prepared[position] for position in positions]
 
-    def __init__(
-        self,
-        model: Model,
-        prepared: Sequence[Any],
-        keywords: Mapping[str, Any],
-        limit: Limit,
-        memory: PassMemory | None,
-        lookahead: Lookahead,
-    ) -> None:
-        self._model = model
-        self._lookahead = lookahead
-        self._prepared = prepared
-        self._keywords = keywords
-        self._limit = limit
-        self._memory = memory
-        self.outcomes = list(prepared)
-        #: Tokens of the items that are fit to run, by position.
-        self.lengths: dict[int, int] = {}
-        #: How often memory ran out.
-        self.failures = 0
-        #: Called between a pass and its results.
-        self.start_next: Callable[[], None] = lambda: None
-        for position, length in enumerate(_lengths(model, prepared)):
-            if isinstance(length, NON_VALUES):
-                self.outcomes[position] = length
-            else:
-                self.lengths[position] = length
 
-    def start(self, passes: Sequence[Sequence[int]], start_next_batch: Callable[[], None]) -> None:
-        """Starts the passes over the items at these positions, which are likely to come next."""
-        for positions in passes:
-            self._lookahead.start(self._items(positions), self._keywords)
-        if self._lookahead.has_room:
-            start_next_batch()
+def _has_no_room(error: BaseException, tokens: int, memory: PassMemory | None) -> bool:
+    """Whether a pass of so many tokens had no memory; tells whoever learns from that."""
+    is_short = is_out_of_memory(error)
+    if is_short and memory is not None:
+        memory.failed(tokens)
+    return is_short
 
-    def run(self, positions: Sequence[int]) -> Any:
-        """Runs one pass, over the items at these positions."""
-        tokens = _computed(self._model, self.lengths, positions)
-        try:
-            with self._limit():
-                outputs = self._lookahead.forward(self._items(positions), self._keywords)
-                if not self._lookahead.is_idle(outputs):
-                    self.start_next()
-                answer = self._model.postprocess(outputs, **self._keywords)
-        except BaseException as error:
-            if is_out_of_memory(error):
-                self.failures += 1
-                if self._memory is not None:
-                    self._memory.failed(tokens)
-            raise
-        if self._memory is not None:
-            self._memory.passed(tokens)
-        return answer
 
-    def _items(self, positions: Sequence[int]) -> list[Any]:
-        return [self._prepared[position] for position in positions]
+def _measure(model: Model, prepared: Sequence[Any]) -> tuple[list[Any], dict[int, int]]:
+    """The prepared items, or why one is not fit to run; and tokens of the others, by position."""
+
+    def count(items: Sequence[Any]) -> list[Any]:
+        return [each if isinstance(each, NON_VALUES) else int(model.tokens(each)) for each in items]
+
+    name = f"{type(model).__name__}.tokens"
+    counted = isolate(count, prepared, name=name, convert=lambda outcome: outcome)
+    outcomes, lengths = list(prepared), {}
+    for position, length in enumerate(counted):
+        if isinstance(length, NON_VALUES):
+            outcomes[position] = length
+        else:
+            lengths[position] = length
+    return outcomes, lengths
 
 
 def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
@@ -381,16 +370,6 @@ def _computed(model: Model, lengths: Mapping[int, int], positions: Sequence[int]
     """Tokens of a pass over the items at these positions, padding counted if there is any."""
     chosen = [lengths[position] for position in positions]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
-
-
-def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
-    """Tokens of each prepared item; instead of a number, the outcome of an item that has failed."""
-
-    def count(items: Sequence[Any]) -> list[Any]:
-        return [each if isinstance(each, NON_VALUES) else int(model.tokens(each)) for each in items]
-
-    name = f"{type(model).__name__}.tokens"
-    return isolate(count, prepared, name=name, convert=lambda outcome: outcome)
 
 
 def _resolve(coroutine: Any) -> Any:

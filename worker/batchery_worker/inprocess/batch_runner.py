@@ -76,13 +76,7 @@ class BatcherStats:
 class BatchRunner:
     """Calls a batch function; used by one thread."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        name: str,
-        options: BatcherOptions,
-        collator: Collator | None = None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, options: BatcherOptions) -> None:
         """Runs nothing yet.
 
         Args:
@@ -90,17 +84,17 @@ class BatchRunner:
                 returns one outcome per item. Plain or `async def`.
             name: Its name in errors.
             options: How batches are formed.
-            collator: Makes arrays of items, and items of the arrays that the function returns.
         """
         self._function = function
         self.name = name
         self.options = options
-        self.collator = collator
+        #: Makes arrays of items, and items of the arrays that the function returns.
+        self.collator = Collator(options) if options.has_arrays else None
         self.stats = BatcherStats()
         #: Whether the function runs, so that a call of its own would wait for itself.
         self.is_computing = False
-        self._is_sorted = options.length is not None or collator is not None
-        device_type = "cpu" if collator is None else collator.device_type
+        self._is_sorted = bool(options.length or options.pad)
+        device_type = (options.device or "cpu").partition(":")[0]
         self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cpu"])
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._event_loop: asyncio.Runner | None = None

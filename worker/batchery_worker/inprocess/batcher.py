@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
+from threading import TIMEOUT_MAX
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner
 from batchery_worker.inprocess.batcher_thread import BatcherThread
-from batchery_worker.inprocess.calls import Answer, Call, Gate, settle
+from batchery_worker.inprocess.calls import Call, settle
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
 from batchery_worker.inprocess.tensors import Collator, Features
 from batchery_worker.job import Lane
@@ -33,9 +34,6 @@ Function = Callable[Concatenate[list[T], ...], Outcomes[R] | Awaitable[Outcomes[
 Method = Callable[Concatenate[Any, list[T], ...], Outcomes[R] | Awaitable[Outcomes[R]]]
 
 USUAL_CALL = CallOptions()
-
-#: Options of `batched` that are arguments of `Collator`.
-COLLATOR_OPTIONS = ("pad", "mask", "trim", "device")
 
 #: Python 3.13 gives a decorator under `@classmethod` no way to know the class.
 NO_CLASS_METHODS = "no class method can be batched; use a @staticmethod above @batched"
@@ -78,13 +76,16 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        gate = Gate()
-        call = self._make(gate, item, isinstance(item, list), others, keywords)
-        if call.left:
-            self._thread.send(call)
-            if not gate.wait(self._call_options.timeout_s):
-                raise self._no_result()
-        return call.result()
+        future: Future[Any] = Future()
+        self._send(future, item, isinstance(item, list), others, keywords, is_blocking=True)
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError:
+            self._give_up(future)
+            return future.result()
+        finally:
+            # The thread may have been interrupted.
+            future.cancel()
 
     @overload
     async def acall(self, item: list[T], /, *others: Any, **keywords: Any) -> list[R]: ...
@@ -100,10 +101,9 @@ class BatchedCall(Generic[T, R]):
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = self._make(future, item, isinstance(item, list), others, keywords)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        call = self._send(future, item, isinstance(item, list), others, keywords)
         if call.left:
-            self._thread.send(call)
             timeout_s = self._call_options.timeout_s
             try:
                 # An `asyncio.timeout` costs more than all else here.
@@ -138,14 +138,12 @@ class BatchedCall(Generic[T, R]):
         self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> "Future[Any]":
         future: Future[Any] = Future()
-        call = self._make(future, item, many, others, keywords)
-        if not call.left:
-            settle([call])  # It has no items, or every item was refused.
-            return future
-        self._thread.send(call)
-        if call.entrance and not call.entrance.wait(self._call_options.timeout_s):
-            future.cancel()
-            raise self._no_result()
+        entrance = self._send(future, item, many, others, keywords).entrance
+        if entrance is not None:
+            try:
+                entrance.result(self._timeout_s)
+            except TimeoutError:
+                self._give_up(future)
         return future
 
     def options(self, **options: Any) -> "BatchedCall[T, R]":
@@ -154,9 +152,13 @@ class BatchedCall(Generic[T, R]):
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        check_names(self._thread.name, options, CallOptions.__dataclass_fields__)
+        name, classes = self._thread.name, self._thread.options.classes
+        check_names(name, options, CallOptions.__dataclass_fields__)
         chosen = replace(self._call_options, **options)
-        chosen.check(self._thread.options.classes)
+        if chosen.priority_class not in (None, *classes):
+            raise BatchArgumentError(
+                f"{name}: priority_class={chosen.priority_class!r}: there are {', '.join(classes)}"
+            )
         made = BatchedCall[T, R](self._thread, self._owner, chosen)
         made._anchor = self
         return made
@@ -182,17 +184,19 @@ class BatchedCall(Generic[T, R]):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _make(
+    def _send(
         self,
-        future: Answer,
+        future: "Future[Any] | asyncio.Future[None]",
         item: Any,
         many: bool,
         others: tuple[Any, ...],
         keywords: Mapping[str, Any],
+        *,
+        is_blocking: bool = False,
     ) -> Call:
-        """A call that is ready to be sent."""
+        """Makes a call, and queues it; one without items, or whose items are all wrong, is done."""
         thread, own, options = self._thread, self._call_options, self._thread.options
-        thread.check(waits=not isinstance(future, Future))
+        thread.check(is_blocking=is_blocking)
         if others:
             raise BatchArgumentError(
                 f"{thread.name}: {NO_CLASS_METHODS}"
@@ -202,7 +206,10 @@ class BatchedCall(Generic[T, R]):
             )
         items = tuple(item) if many else (item,)
         key = encode(thread.name, keywords) if keywords else ""
-        call = Call(items, many, future, self._owner, keywords, key, thread.usual_lane, own)
+        call = Call(
+            *(items, many, is_blocking, future, self._owner),
+            *(keywords, key, thread.usual_lane, own),
+        )
         if own is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = Lane(
                 own.priority_class or thread.usual_lane.priority_class,
@@ -213,7 +220,21 @@ class BatchedCall(Generic[T, R]):
             _check_items(call, thread.runner.collator)
         elif options.length is not None:
             call.lengths = [_count(thread.name, options.length, each) for each in items]
+        if call.left:
+            thread.send(call)
+        else:
+            settle([call])
         return call
+
+    @property
+    def _timeout_s(self) -> float | None:
+        timeout_s = self._call_options.timeout_s
+        return None if timeout_s is None else min(timeout_s, TIMEOUT_MAX)
+
+    def _give_up(self, future: "Future[Any]") -> None:
+        """Drops a call whose time is up, unless it is done by now. Raises NoResult."""
+        if future.cancel():
+            raise self._no_result()
 
     def _no_result(self) -> NoResult:
         return NoResult(
@@ -245,7 +266,8 @@ class BatchedFunction(BatchedCall[T, R]):
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
         name = describe_function(self.function)
-        return make_thread(anchor, BatchRunner(self.function, name, *choose(name, self._options)))
+        options = choose(name, self._options)
+        return make_thread(anchor, BatchRunner(self.function, name, options))
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -292,7 +314,8 @@ class Batcher(BatchedCall[Any, Any]):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        thread = make_thread(self, BatchRunner(type(self).infer, name, *choose(name, options)))
+        chosen = choose(name, options)
+        thread = make_thread(self, BatchRunner(type(self).infer, name, chosen))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive; a call does, and there is one when it loads.
         load = weakref.WeakMethod(self.load)
@@ -345,8 +368,7 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
         function: Takes a list of items and keywords, and returns one outcome per item, in order: a
             value, or `Failed`. Plain or `async def`. It runs on one thread of its own. If it
             raises, the batch is split until the culprit is alone.
-        options: Those of `BatcherOptions`; and, for items that are dicts of arrays, `pad`, `mask`,
-            `trim` and `device`, which are the arguments of `Collator`.
+        options: Those of `BatcherOptions`.
 
     Raises:
         BatchArgumentError: What is decorated is no function; there is no such option, or its value
@@ -358,21 +380,14 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     return BatchedFunction(function, options)
 
 
-def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Collator | None]:
-    """The options of a batcher, and what makes arrays of its items.
+def choose(name: str, options: Mapping[str, Any]) -> BatcherOptions:
+    """The options of a batcher.
 
     Raises:
         BatchArgumentError: There is no such option, or its value is impossible.
     """
-    own = {each: options[each] for each in options if each not in COLLATOR_OPTIONS}
-    arrays = {each: options[each] for each in options if each in COLLATOR_OPTIONS}
-    check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
-    if not arrays:
-        return BatcherOptions(**own), None
-    if "length" in own:
-        raise BatchArgumentError(f"{name}: length: items that are dicts of arrays are counted")
-    collator = Collator(**arrays)
-    return BatcherOptions(**own, length=collator.length if collator.pads else None), collator
+    check_names(name, options, BatcherOptions.__dataclass_fields__)
+    return BatcherOptions(**options)
 
 
 def _check_items(call: Call, collator: Collator) -> None:

@@ -22,7 +22,7 @@ from batchery.execution.bisect_failures import as_exception
 from batchery.outcomes import Failed
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.inprocess.batch_runner import BatcherStats, BatchRunner, Item
-from batchery_worker.inprocess.calls import Call, Gate, limited, settle
+from batchery_worker.inprocess.calls import Call, settle
 from batchery_worker.inprocess.tensors import Features
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
@@ -88,11 +88,11 @@ class BatcherThread:
         with self._lock:
             return replace(self.runner.stats, waiting=self._count_waiting())
 
-    def check(self, *, waits: bool) -> None:
+    def check(self, *, is_blocking: bool) -> None:
         """Makes sure that a call would be answered.
 
         Args:
-            waits: Whether the calling thread waits for the answer.
+            is_blocking: Whether the calling thread waits for the answer.
 
         Raises:
             BatcherClosed: It would not.
@@ -101,7 +101,7 @@ class BatcherThread:
         """
         if self._problem is not None:
             raise self._closed()
-        if self._is_own_thread() and (waits or self.runner.is_computing):
+        if self._is_own_thread() and (is_blocking or self.runner.is_computing):
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
                 " itself; call the bare function. A callback of a future may only submit"
@@ -124,8 +124,9 @@ class BatcherThread:
             elif self.options.when_full == "refuse":
                 raise self._full()
             else:
+                # A callback of a future must not wait: it runs on the thread that makes space.
                 if isinstance(call.future, Future) and not self._is_own_thread():
-                    call.entrance = Gate()
+                    call.entrance = Future()
                 self._outside.append(call)
 
     def start(self) -> "Future[None]":
@@ -166,7 +167,7 @@ class BatcherThread:
         for call in refused:
             call.fail(self._closed())
             if call.entrance is not None:
-                call.entrance.open()
+                call.entrance.set_result(None)
         if wait and thread is not None and not self._is_own_thread():
             thread.join()
 
@@ -233,7 +234,9 @@ class BatcherThread:
         """Takes in what is there, and waits for it if need be."""
         with suppress(Empty):
             while not self._is_ending:
-                self._admit(self._incoming.get(timeout=limited(timeout_s)))
+                self._admit(
+                    self._incoming.get(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+                )
                 timeout_s = 0.0
 
     def _admit(self, call: "Call | Future[None] | None") -> None:
@@ -326,7 +329,7 @@ class BatcherThread:
         ]
         self.runner.stats.failed += sum([isinstance(each, Failed) for each in outcomes])
         settle(ended)
-        return sum([isinstance(call.future, Gate) for call in ended])
+        return sum([call.is_blocking for call in ended])
 
     def _give_up_late(self, now_s: float) -> None:
         if late := self._scheduler.take_late(now_s):
@@ -348,7 +351,7 @@ class BatcherThread:
                 self._waiting += call.left
                 self._put(call)
                 if call.entrance is not None:
-                    call.entrance.open()
+                    call.entrance.set_result(None)
 
     def _fail_all(self, error: BaseException) -> None:
         """Fails every call that was taken in, or that the batch under way has not answered."""

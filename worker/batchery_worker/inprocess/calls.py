@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -17,43 +17,6 @@ from batchery_worker.job import Lane
 logger = logging.getLogger("batchery.inprocess")
 
 
-def limited(timeout_s: float) -> float:
-    """A time-out, in seconds, that a lock can wait for."""
-    return min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
-
-
-class Gate:
-    """What one thread waits for: a future's `result` takes a fifth of such a call longer."""
-
-    __slots__ = ("_has_left", "_lock")
-
-    def __init__(self) -> None:
-        self._has_left = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def open(self) -> None:
-        """Lets the thread go on."""
-        self._lock.release()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Waits until the gate is open; False if it was not in time, or for nothing."""
-        is_open = False
-        try:
-            is_open = self._lock.acquire(timeout=-1 if timeout_s is None else limited(timeout_s))
-        finally:
-            self._has_left = not is_open
-        return is_open
-
-    def cancelled(self) -> bool:
-        """Whether the thread has given up."""
-        return self._has_left
-
-
-#: What a caller waits for.
-Answer = Gate | Future[Any] | asyncio.Future[Any]
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """One call and its outcomes; each item is answered once, by the batcher's thread."""
@@ -61,8 +24,10 @@ class Call:
     items: Sequence[Any]
     #: Whether the caller gave a list, and gets one.
     many: bool
+    #: Whether the thread that called waits for the answer.
+    is_blocking: bool
     #: Once it is cancelled, nobody waits any more: what has not begun is dropped.
-    future: Answer
+    future: "Future[Any] | asyncio.Future[None]"
     #: The object whose method is called; it lives as long as the call.
     owner: Any
     keywords: Mapping[str, Any]
@@ -72,8 +37,8 @@ class Call:
     options: CallOptions
     #: The number of tokens of each item; None where they are not counted.
     lengths: Sequence[int] | None = None
-    #: Where its caller waits for space alone, it opens when there is some.
-    entrance: Gate | None = None
+    #: Where its caller waits for space alone, it is done when there is some.
+    entrance: "Future[None] | None" = None
     sent_s: float = 0.0
     outcomes: list[Any] = field(init=False)
     #: How many items are not answered yet.
@@ -120,18 +85,15 @@ def _value(outcome: Any) -> Any:
 def settle(calls: Iterable[Call]) -> None:
     """Tells callers that all their items are answered; from any thread.
 
-    Threads and coroutines ask for the result themselves. The coroutines of an event loop are told
-    in one turn of it, as each turn costs a system call.
+    The coroutines of an event loop are told in one turn of it, as each turn costs a system call,
+    and ask for the result themselves.
     """
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Any]]] = {}
+    by_loop = defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]](list)
     for call in calls:
-        future = call.future
-        if isinstance(future, Gate):
-            future.open()
-        elif isinstance(future, Future):
-            _set_result(call, future)
+        if isinstance(call.future, Future):
+            _set_result(call, call.future)
         else:
-            by_loop.setdefault(future.get_loop(), []).append(future)
+            by_loop[call.future.get_loop()].append(call.future)
     for loop, futures in by_loop.items():
         with suppress(RuntimeError):  # The loop has ended, and whoever waited with it.
             loop.call_soon_threadsafe(_wake, futures)
@@ -153,7 +115,7 @@ def _set_result(call: Call, future: "Future[Any]") -> None:
         logger.exception("a callback of a future raised")
 
 
-def _wake(futures: "Iterable[asyncio.Future[Any]]") -> None:
+def _wake(futures: "Iterable[asyncio.Future[None]]") -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)

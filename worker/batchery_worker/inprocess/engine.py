@@ -17,6 +17,7 @@ from batchery.settings import ModelSettings, Settings
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
+    ARRAY_OPTIONS,
     BatcherOptions,
     CallOptions,
     check_names,
@@ -27,6 +28,9 @@ from batchery_worker.serving.served_model import LoadedModel
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
+
+#: Options of `batched` that engines have not, or have as arguments.
+NOT_OF_ENGINES = ("length", "max_batch_tokens", *ARRAY_OPTIONS)
 
 #: Says which batch comes next, if that is known: its items and its keywords.
 LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
@@ -112,7 +116,8 @@ class Engine(EngineCall):
             device: As torch spells it; None for the first one of the setting `devices`.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
-            options: Those of `batched`, besides `length`; by default the settings of their names.
+            options: Those of `batched`, but for `length` and those for arrays; by default the
+                settings of their names.
 
         Raises:
             SettingsError: There is no such model or device, it runs in slots, or a setting is
@@ -203,8 +208,12 @@ class _Device:
         assert served is not None
         if self.problem:
             return self._refuse(items)
-        prepared = self._prepared(items, keywords)
-        self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        # Callers may have given up since it was prepared.
+        if ahead is not None and keywords == ahead[1] and are_same(items, ahead[0]):
+            prepared = ahead[2]
+        else:
+            prepared = prepare(served.model, items, keywords)
 
         def start_next() -> None:
             if self._ahead is None:
@@ -235,15 +244,6 @@ class _Device:
     def _refuse(self, items: Sequence[Any]) -> tuple[list[Any], int, int]:
         # Not raised: halves of the batch would try it again.
         return [Failed(DeviceDied(self.problem)) for _ in items], 0, 0
-
-    def _prepared(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-        """The items, prepared now or before: callers may have given up in between."""
-        assert self._served is not None
-        if self._ahead is not None:
-            ahead, same_keywords, prepared = self._ahead
-            if keywords == same_keywords and are_same(items, ahead):
-                return prepared
-        return prepare(self._served.model, items, keywords)
 
 
 def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:
@@ -291,7 +291,7 @@ def _options(
     for each in BATCH_SETTINGS:
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model
-    known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
+    known = [each for each in BatcherOptions.__dataclass_fields__ if each not in NOT_OF_ENGINES]
     check_names(name, given, ["device", *known])
     return BatcherOptions(**{**usual, **given})
 

@@ -11,6 +11,9 @@ from batchery.errors import BatchArgumentError
 #: Shares of the priority classes unless others are given, highest class first: the worker's own.
 USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
 
+#: Options for items that are dicts of arrays.
+ARRAY_OPTIONS = ("pad", "mask", "trim", "device")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherOptions:
@@ -19,7 +22,7 @@ class BatcherOptions:
     Attributes:
         max_batch_size: Maximum number of items in a batch, at least 1.
         max_batch_tokens: Maximum number of tokens of one call of the function, padding counted.
-            Needs `length`. A longer item still runs, alone.
+            Needs `length` or `pad`. A longer item still runs, alone.
         length: The number of tokens of an item. Items are then sorted by length, and a batch is
             cut into calls of the function that pad little.
         max_wait_ms: How long an idle batcher waits for a batch to fill, from its oldest item, in
@@ -32,11 +35,15 @@ class BatcherOptions:
         max_waiting: Maximum number of items that wait; None for no limit. A single call with more
             items than that goes in when nothing else waits.
         when_full: What a call does that finds no space: wait for it, or raise `QueueFull`.
+        pad: Of items that are dicts of arrays; see `Collator`, as for the others.
+        mask: The same.
+        trim: The same.
+        device: The same.
     """
 
     max_batch_size: int = 64
     max_batch_tokens: int | None = None
-    length: Callable[[Any], int] | None = None
+    length: Callable[[Any], Any] | None = None
     max_wait_ms: float = 0.0
     target_latency_ms: float | None = None
     small_batch_threshold: int | None = None
@@ -44,6 +51,15 @@ class BatcherOptions:
     shed_late: bool = False
     max_waiting: int | None = None
     when_full: Literal["wait", "refuse"] = "wait"
+    pad: Mapping[str, float] | None = None
+    mask: str | None = None
+    trim: bool = False
+    device: str | None = None
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether items are dicts of arrays."""
+        return self.pad is not None or self.device is not None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
@@ -51,17 +67,27 @@ class BatcherOptions:
         check_number("target_latency_ms", self.target_latency_ms, optional=True)
         if self.max_wait_ms != 0:
             check_number("max_wait_ms", self.max_wait_ms)
-        if self.when_full not in ("wait", "refuse"):
-            raise BatchArgumentError(f"when_full={self.when_full!r}: give 'wait' or 'refuse'")
-        if not callable(self.length or len) or (self.max_batch_tokens and not self.length):
-            raise BatchArgumentError(
-                f"length={self.length!r}: give a function that counts the tokens of an item;"
-                " max_batch_tokens needs one"
-            )
-        if not isinstance(self.classes, Mapping) or not self.classes:
-            raise BatchArgumentError(
-                f"classes={self.classes!r}: give the share of each, such as {{'usual': 1}}"
-            )
+        pad, mask = {} if self.pad is None else self.pad, self.mask
+        has_classes = isinstance(self.classes, Mapping) and bool(self.classes)
+        is_pad = isinstance(pad, Mapping) and all(isinstance(n, int | float) for n in pad.values())
+        counts, both = bool(self.length or pad), self.length and self.has_arrays
+        for is_right, problem in (
+            (
+                self.when_full in ("wait", "refuse"),
+                f"when_full={self.when_full!r}: give 'wait' or 'refuse'",
+            ),
+            (has_classes, f"classes={self.classes!r}: give the share of each"),
+            (callable(self.length or len), f"length={self.length!r}: give a function"),
+            (is_pad, f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'),
+            (isinstance(mask, str | None), f"mask={mask!r}: name a feature"),
+            (is_pad and not pad.get(str(mask or ""), 0), f"mask={mask!r}: it is padded with 0"),
+            (isinstance(self.device, str | None), f'device={self.device!r}: such as "cuda:0"'),
+            (not both, "length: items that are dicts of arrays are counted"),
+            (pad or not (mask or self.trim), "mask and trim need pad, which says what has tokens"),
+            (counts or not self.max_batch_tokens, "max_batch_tokens needs length, or pad"),
+        ):
+            if not is_right:
+                raise BatchArgumentError(problem)
         for name, share in self.classes.items():
             check_number(f"classes[{name!r}]", share)
 
@@ -87,18 +113,9 @@ class CallOptions:
     tenant: str = ""
     return_exceptions: bool = False
 
-    def check(self, classes: Mapping[str, float]) -> None:
-        """Checks them for a batcher with these classes.
-
-        Raises:
-            BatchArgumentError: One of them is impossible.
-        """
+    def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, optional=True)
         check_number("deadline_s", self.deadline_s, optional=True)
-        if self.priority_class is not None and self.priority_class not in classes:
-            raise BatchArgumentError(
-                f"priority_class={self.priority_class!r}: there are {', '.join(classes)}"
-            )
         if not isinstance(self.tenant, str):
             raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
 

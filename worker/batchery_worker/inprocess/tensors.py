@@ -9,7 +9,8 @@ from functools import lru_cache
 from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
+from batchery.errors import DeviceUnavailable, InvalidItem, WrongLength
+from batchery_worker.inprocess.options import BatcherOptions
 
 if TYPE_CHECKING:
     from batchery_worker.models.hardware.transfers import HostToDevice
@@ -61,61 +62,29 @@ class Collator:
     - Several of them, in a tuple or a dict, also in one another. Each item gets a tuple or a dict
       of its rows.
     - A list with one outcome per item, as from any batch function: a value, or `Failed`.
+
+    Options:
+
+    - `pad`: feature -> the number that it is padded with. Other features are stacked.
+    - `mask`: a feature that is 1 for tokens and 0 for padding, int64. It is made where items do
+      not bring it. Where they do, it is padded with 0, and keeps its dtype.
+    - `trim`: whether the second dimension of every output is tokens: then each row is cut back to
+      the tokens of its item.
+    - `device`: where the function wants its tensors, such as "cuda:0". Numpy arrays become tensors.
+      Copies to CUDA run on a stream of their own, from pinned memory, and the current stream waits
+      for them. By default, everything stays where it is.
     """
 
-    def __init__(
-        self,
-        pad: Mapping[str, float] | None = None,
-        mask: str | None = None,
-        trim: bool = False,
-        device: str | None = None,
-    ) -> None:
-        """Loads nothing.
-
-        Args:
-            pad: Feature -> the number that it is padded with. Other features are stacked.
-            mask: A feature that is 1 for tokens and 0 for padding, int64. It is made where items do
-                not bring it. Where they do, it is padded with 0, and keeps its dtype.
-            trim: Whether the second dimension of every output is tokens: then each row is cut back
-                to the tokens of its item.
-            device: Where the function wants its tensors, such as "cuda:0". Numpy arrays become
-                tensors. Copies to CUDA run on a stream of their own, from pinned memory, and the
-                current stream waits for them. By default, everything stays where it is.
-
-        Raises:
-            BatchArgumentError: One of them is impossible.
-        """
-        own = {} if pad is None else pad
-        if not isinstance(own, Mapping) or not all(
-            isinstance(fill, int | float) for fill in own.values()
-        ):
-            text = f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'
-        elif not isinstance(mask, str | None) or own.get(mask or "", 0):
-            text = f"mask={mask!r}: name a feature; it is padded with 0"
-        elif (mask is not None or trim) and not own:
-            text = "mask and trim need pad, which says what has tokens"
-        elif not isinstance(device, str | None):
-            text = f'device={device!r}: give a name, such as "cuda:0"'
-        else:
-            text = ""
-        if text:
-            raise BatchArgumentError(text)
-        #: Whether items have a number of tokens.
-        self.pads = bool(own)
-        #: The kind of the device, such as "cuda"; "cpu" where none was given.
-        self.device_type = (device or "cpu").partition(":")[0]
+    def __init__(self, options: BatcherOptions) -> None:
+        """Loads nothing."""
         #: Features with tokens, of which an item needs one; and what they are padded with.
-        self._padded = dict(own)
-        self._fill = {**own, mask: 0} if mask is not None else self._padded
-        self._mask = mask
-        self._trim = trim
-        self._device = device
+        self._padded = dict(options.pad or {})
+        self._mask = options.mask
+        self._fill = self._padded | ({} if self._mask is None else {self._mask: 0})
+        self._trim = options.trim
+        self._device = options.device
         self._to_device: HostToDevice | None = None
         self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._spell)
-
-    def length(self, item: Any) -> int:
-        """The number of tokens of an item: the length of its features in `pad`."""
-        return self.features(item).length
 
     def features(self, item: Any) -> Features:
         """Checks an item; in its caller's thread.

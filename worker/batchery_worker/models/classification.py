@@ -1,6 +1,7 @@
-"""What labels texts: classification, zero-shot classification, and entities of tokens.
+"""What labels texts: classification, reranking, zero-shot classification, entities of tokens.
 
-Scores and entities are those of transformers' pipelines.
+Scores and entities are those of transformers' pipelines, and a reranker's are those of
+sentence-transformers.
 """
 
 import warnings
@@ -19,21 +20,25 @@ from transformers import (
 )
 from transformers.pipelines.token_classification import AggregationStrategy
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models.inputs import (
     ClassificationKeywords,
+    RerankKeywords,
     TokenClassificationKeywords,
     ZeroShotKeywords,
     check_fields,
     check_text,
 )
-from batchery_worker.models.source import ModelSource, check_weights
+from batchery_worker.models.sentence_model import SentenceModel
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import Cut, Input, Located, Prepared, TokenIds, Truncated
 
 #: What stands for the label in a template.
 PLACE = "{}"
+
+#: The query of items that are made of a text alone.
+SAMPLE_QUERY = "what is it about"
 
 #: One item: the text with each hypothesis, tokenized.
 Sequences = Sequence[Prepared]
@@ -57,27 +62,24 @@ class ClassificationModel(TextModel):
 
     reading = "logits"
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "classification head", "classification")
+    trained_part = ("classification head", "classification")
+
+    def _finish_load(self) -> None:
         config = self.model.config
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
-            raise ModelLoadError(
-                f"model {source.name!r}: two labels of id2label have the same name; rename one"
-            )
+            raise ValueError("two labels of id2label have the same name; rename one")
         self.multi_label = self.settings.multi_label
         self._is_regression = self.multi_label is None and config.problem_type == "regression"
         if self.multi_label is None:
             is_single = config.num_labels == 1
             self.multi_label = is_single or config.problem_type == "multi_label_classification"
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.pending.wait().shape[1:]
-        if shape != (len(self.labels),):
-            raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} scores for"
-                f" {len(self.labels)} labels; it is not a text classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape, labels = tuple(values.shape[1:]), len(self.labels)
+        if shape == (labels,):
+            return ""
+        return f"gives {shape} scores for {labels} labels; it is not a text classification model"
 
     def _cut(self, options: Any) -> Cut:
         return super()._cut(options)._replace(max_length=options.max_length)
@@ -110,6 +112,65 @@ class ClassificationModel(TextModel):
         return results
 
 
+class RerankModel(SentenceModel):
+    """Scores texts for a query, with any cross-encoder: a classification model of one label.
+
+    An item is `{"query": ..., "text": ...}`. Of a pair that is too long, the longer one is cut.
+    Keywords of a job: see `RerankKeywords`. A result has the shape of `batchery.Score`.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    library_class = "CrossEncoder"
+
+    keywords = RerankKeywords
+
+    reading = "logits"
+
+    trained_part = ("classification head", "reranking")
+
+    def _finish_load(self) -> None:
+        labels = self.library.num_labels
+        if labels != 1:
+            raise ValueError(
+                f"has {labels} labels, and a reranker has one; kind = 'classification' takes pairs"
+                " of texts, too"
+            )
+
+    def _find_problem(self, values: Tensor) -> str:
+        shape = tuple(values.shape[1:])
+        return "" if shape == (1,) else f"gives {shape} scores; it is not a reranker"
+
+    def sample_item(self, text: str) -> dict[str, str]:
+        """An item that has this text, to check, warm up or measure the model with."""
+        return {"query": SAMPLE_QUERY, "text": text}
+
+    def _input(self, item: Any, prompt: str) -> Input:  # noqa: ARG002 (the library's code puts it)
+        query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
+        return query, text
+
+    def _read_features(self, features: Mapping[str, Any]) -> Tensor:
+        """The model's outputs, (B, 1)."""
+        scores: Tensor = features["scores"].float()
+        return scores.reshape(-1, 1)
+
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (`_results` does)
+        """The model's outputs, (B, 1)."""
+        return values
+
+    def _results(
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        # In float32 all outputs from 17 on would have the score 1, and no order.
+        scores = values[:, 0].double()
+        if not self._read_keywords(keywords).raw_scores:
+            scores = scores.sigmoid()
+        return [
+            {**head, "score": score}
+            for head, score in zip(outputs.heads, scores.tolist(), strict=True)
+        ]
+
+
 class ZeroShotModel(TextModel):
     """Finds which labels fit a text, with models that know whether one text follows from another.
 
@@ -129,27 +190,25 @@ class ZeroShotModel(TextModel):
 
     sample_keywords: ClassVar[Mapping[str, Any]] = {"labels": ["one", "another"]}
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "classification head", "natural language inference")
+    trained_part = ("classification head", "natural language inference")
+
+    def _finish_load(self) -> None:
         config = self.model.config
         places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
         if not places:
-            raise ModelLoadError(
-                f"model {source.name!r}: none of its labels begins with 'entail':"
-                f" {', '.join(config.label2id)}; name a model for natural language inference, or"
-                " correct label2id in its config.json"
+            raise ValueError(
+                f"none of its labels begins with 'entail': {', '.join(config.label2id)}; name a"
+                " model for natural language inference, or correct label2id in its config.json"
             )
         # As the pipeline: the opposite is the first label, or the last one.
         self._entailment = places[0]
         self._contradiction = 0 if self._entailment else -1
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.pending.wait().shape[1:]
-        if shape != (len(self.sample_keywords["labels"]),):
-            raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(shape)} scores; it is not a text"
-                " classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape = tuple(values.shape[1:])
+        if shape == (len(self.sample_keywords["labels"]),):
+            return ""
+        return f"gives {shape} scores; it is not a text classification model"
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
         options: ZeroShotKeywords = super()._read_keywords(keywords)
@@ -163,21 +222,20 @@ class ZeroShotModel(TextModel):
             )
         return options
 
-    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
         hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
         self._check_hypotheses(hypotheses)
-        texts = self._inputs(items, "")
-        pairs = [
-            _paired(text, hypothesis)
-            for text in texts
-            if not isinstance(text, Failed)
-            for hypothesis in hypotheses
+        pairs: list[Input] = [
+            TokenIds(text.ids, pair=each) if isinstance(text, TokenIds) else (text, each)
+            for text in inputs
+            for each in hypotheses
         ]
-        tokenized = iter(self._tokenize(pairs, self._cut(options)._replace(only_first=True)))
-        return [
-            each if isinstance(each, Failed) else _together([next(tokenized) for _ in hypotheses])
-            for each in texts
+        encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        together = [
+            encoded[at : at + len(hypotheses)] for at in range(0, len(pairs), len(hypotheses))
         ]
+        # Of an item with wrong sequences, what is wrong with the first of them.
+        return [next((one for one in each if isinstance(one, Failed)), each) for each in together]
 
     def _check_hypotheses(self, hypotheses: Sequence[str]) -> None:
         """Raises InvalidItem if one is too long, or leaves no room for a text."""
@@ -230,18 +288,6 @@ class ZeroShotModel(TextModel):
         return results
 
 
-def _paired(text: Any, hypothesis: str) -> Input:
-    if isinstance(text, TokenIds):
-        return TokenIds(text.ids, pair=hypothesis)
-    return text, hypothesis
-
-
-def _together(sequences: list[Any]) -> list[Prepared] | Failed:
-    """The sequences of one item, or what is wrong with the first wrong one."""
-    failed = [each for each in sequences if isinstance(each, Failed)]
-    return failed[0] if failed else sequences
-
-
 class EntityPipeline(TokenClassificationPipeline):
     """Of transformers' pipeline only what makes entities of logits, and asks for no more."""
 
@@ -282,34 +328,31 @@ class TokenClassificationModel(TextModel):
 
     reading = "token_logits"
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        check_weights(source, missing, "token classification head", "token classification")
+    trained_part = ("token classification head", "token classification")
+
+    def _finish_load(self) -> None:
         if not self.tokenizer.is_fast:
-            raise ModelLoadError(
-                f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"
-                " it needs a tokenizer.json"
+            raise ValueError(
+                "its tokenizer does not say where tokens stand in a text; it needs a tokenizer.json"
             )
         self._pipeline = EntityPipeline(self.model, self.tokenizer)
         # It says so for each token of a vocabulary without marks.
         warnings.filterwarnings("ignore", "Tokenizer does not support real words")
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = tuple(outputs.pending.wait().shape)
-        options = (outputs.heads[0]["tokens"], self.model.config.num_labels)
-        if shape != options:
-            raise ModelLoadError(
-                f"model {source.name!r}: gives scores of shape {shape}, not {options}; it is not a"
-                " token classification model"
-            )
+    def _find_problem(self, values: Tensor) -> str:
+        shape, labels = tuple(values.shape[1:]), self.model.config.num_labels
+        if shape == (labels,):
+            return ""
+        return (
+            f"gives {shape} scores of a token for {labels} labels; it is not a token"
+            " classification model"
+        )
 
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)
 
-    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
-        inputs = self._inputs(items, "")
-        texts = [each for each in inputs if isinstance(each, str)]
-        located = iter(self._tokenize.located(texts, self._cut(options)))
-        return [each if isinstance(each, Failed) else next(located) for each in inputs]
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
+        return self._tokenize.located(list(inputs), self._cut(options))
 
     def tokens(self, prepared: Located) -> int:
         """Length of a tokenized text in tokens, special ones included."""

@@ -1,11 +1,12 @@
 """What a job of a built-in model may ask: items and keywords, and what is wrong with others."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchery.errors import ONE_JOB_EACH, InvalidItem
+from batchery.outcomes import Failed
 
 
 def check_text(field: str, text: Any, max_chars: int) -> str:
@@ -74,6 +75,18 @@ def check_fields(item: Any, fields: Collection[str], max_chars: int) -> tuple[st
     return tuple(check_text(field, item[field], max_chars) for field in fields)
 
 
+def read_each(items: Iterable[Any], read: Callable[[Any], Any]) -> list[Any]:
+    """What is read of each item; `Failed` where reading it raises `InvalidItem`."""
+    found: list[Any] = []
+    for item in items:
+        try:
+            found.append(read(item))
+        except InvalidItem as error:
+            # Without its frames, which hold other items.
+            found.append(Failed(type(error)(str(error))))
+    return found
+
+
 class Keywords(BaseModel):
     """Common rules: unknown keywords are refused, and nothing is converted."""
 
@@ -103,18 +116,28 @@ class PromptKeywords(TextKeywords):
     prompt: str | None = None
 
 
-class EmbeddingKeywords(PromptKeywords):
-    """Keywords of an embedding job. A missing keyword takes the setting of its name.
+class MultiVectorKeywords(PromptKeywords):
+    """Keywords of a job for a vector per token.
 
     Attributes:
-        normalize: Scale the vector to length 1.
-        dimensions: Keep only this many leading dimensions, at least 1.
-        encoding: `float` for a list of numbers, `base64` for their bytes as little-endian float32.
+        normalize: Scale each vector to length 1; None for the setting of that name.
+        encoding: `float` for lists of numbers, `base64` for their bytes as little-endian float32,
+            one vector behind the other.
     """
 
     normalize: bool | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding: Literal["float", "base64"] = "float"
+
+
+class EmbeddingKeywords(MultiVectorKeywords):
+    """Keywords of an embedding job.
+
+    Attributes:
+        dimensions: Keep only this many leading dimensions, at least 1; None for the setting of that
+            name.
+    """
+
+    dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
 class SparseEmbeddingKeywords(PromptKeywords):
@@ -125,19 +148,6 @@ class SparseEmbeddingKeywords(PromptKeywords):
     """
 
     top_k: Annotated[int, Field(ge=1)] | None = None
-
-
-class MultiVectorKeywords(PromptKeywords):
-    """Keywords of a job for a vector per token.
-
-    Attributes:
-        normalize: Scale each vector to length 1; None for the setting of that name.
-        encoding: `float` for lists of numbers, `base64` for the bytes of all of them as
-            little-endian float32.
-    """
-
-    normalize: bool | None = None
-    encoding: Literal["float", "base64"] = "float"
 
 
 class ClassificationKeywords(TextKeywords):
@@ -276,21 +286,43 @@ def read_keywords(kind: type[K], given: Mapping[str, Any]) -> K:
     raise InvalidItem(f"keyword {name} = {first['input']!r:.80}: {first['msg']}")
 
 
-def split_options(item: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A prompt or a chat, and what it says of how its text is made.
+class GenerationItem(Keywords):
+    """What a text is written for.
 
-    Args:
-        item: May be an object with `options`: keywords for this item alone, as lines of one file
-            have them. `{"prompt": ...}` is as good as the prompt. `extra_body` is for servers.
+    Attributes:
+        prompt: A text, or its tokens.
+        messages: A chat; either this or `prompt`.
+        tools: Functions that the model may call.
+        tool_choice: Which of them it must call.
+        extra_body: More fields of a server's request; other engines have none.
+        options: Keywords of this item alone, as lines of one file have them; they outrank those of
+            its job.
+    """
+
+    prompt: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    extra_body: dict[str, Any] | None = None
+    options: dict[str, Any] = {}
+
+
+def read_item(item: Any) -> GenerationItem:
+    """Reads an item of text generation: its fields, or a prompt or the messages of a chat alone.
 
     Raises:
-        InvalidItem: The options are no object.
+        InvalidItem: It is none; names what is wrong.
     """
-    if not isinstance(item, Mapping):
-        return item, {}
-    rest = dict(item)
-    rest.pop("extra_body", None)
-    options = rest.pop("options", {})
-    if not isinstance(options, Mapping):
-        raise InvalidItem(f"options: must be an object of keywords, not {type(options).__name__}")
-    return rest["prompt"] if rest.keys() == {"prompt"} else rest, options
+    is_chat = isinstance(item, list) and bool(item) and isinstance(item[0], dict)
+    fields = item if isinstance(item, dict) else {"messages" if is_chat else "prompt": item}
+    try:
+        read = GenerationItem.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = first["msg"]
+        if first["type"] == "extra_forbidden":
+            problem = "no such field; options are keywords of the call, or stand in 'options'"
+        raise InvalidItem(f"item.{first['loc'][0]}: {problem}") from None
+    if bool(read.prompt) == bool(read.messages):
+        raise InvalidItem("item: must be a prompt, or the messages of a chat, and not empty")
+    return read

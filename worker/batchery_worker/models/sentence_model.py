@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoConfig
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.selection import TOLERANCE
@@ -107,15 +107,16 @@ class SentenceModel(TextModel):
     #: Name of the prompt for jobs that choose none; None if there is none.
     default_prompt: str | None
 
-    def _open(self, source: ModelSource) -> Sequence[str]:
+    def _open(self) -> Sequence[str]:
+        source = self._source
         if not self._split.is_whole:
             config = AutoConfig.from_pretrained(source.name, **source.options)
             self._split.begin(self, config)
         unknown = sorted(set(source.json(GENERAL) or ()) - GENERAL_FIELDS)
         if unknown and not self.settings.trust_remote_code:
-            raise ModelLoadError(
-                f"model {source.name!r}: {GENERAL} has {unknown[0]}, which sentence-transformers"
-                " does not know; choose another model"
+            raise ValueError(
+                f"{GENERAL} has {unknown[0]}, which sentence-transformers does not know; choose"
+                " another model"
             )
         is_onnx = self.settings.engine == "onnx"
         options = {
@@ -141,14 +142,14 @@ class SentenceModel(TextModel):
                 **source.options,
             )
         self.prompts, self.default_prompt = self.library.prompts, self.library.default_prompt_name
-        self._take_modules(source)
+        self._take_modules()
         self.model, self.tokenizer = self._transformer.model, self._transformer.tokenizer
         modules = source.json("modules.json") or [{"type": "Transformer", "path": ""}]
         if modules[0]["type"].endswith("Transformer"):
             check_tokenizer(source, self.tokenizer, modules[0]["path"])
         return missing
 
-    def _take_modules(self, source: ModelSource) -> None:
+    def _take_modules(self) -> None:
         """Finds the transformer, and the modules that read its output."""
         from sentence_transformers.base.modules import Router, Transformer
 
@@ -165,32 +166,30 @@ class SentenceModel(TextModel):
             known = [route for route in routes if isinstance(route[0], Transformer)]
             modules = known[0] + modules[1:] if known else modules
         if not isinstance(modules[0], Transformer):
-            raise ModelLoadError(
-                f"model {source.name!r}: modules.json has no Transformer; choose another model"
-            )
+            problem = "modules.json has no Transformer; choose another model"
+            raise ValueError(problem)  # noqa: TRY004 (no argument has it)
         self._transformer: Any = modules[0]
         self._tail = modules[1:]
         output = self._transformer.modality_config.get("text", {}).get("method_output_name")
         self._field = output if isinstance(output, str) else "last_hidden_state"
 
-    @staticmethod
-    def _lists(source: ModelSource, kind: str) -> bool:
+    def _lists(self, kind: str) -> bool:
         """Whether files have modules of a kind; else the library makes them, of random weights."""
-        modules = source.json("modules.json") or ()
+        modules = self._source.json("modules.json") or ()
         return any(module["type"].endswith(kind) for module in modules)
 
-    def _find_max_length(self, source: ModelSource) -> int | None:
+    def _find_max_length(self) -> int | None:
         for each in self.library.modules():
             # A Router has several.
             if isinstance(each, type(self._transformer)):
                 known = each.tokenizer, each.model
-                found = longest_text(self.settings, source, *known, files_decide=True)
+                found = longest_text(self.settings, *known, files_decide=True)
                 each.max_seq_length = found or each.max_seq_length
         found = self._transformer.max_seq_length
         return found if found < NO_LIMIT_TOKENS else None
 
-    def _place(self, source: ModelSource) -> Collection[str]:
-        taken = super()._place(source)
+    def _place(self) -> Collection[str]:
+        taken = super()._place()
         if self._session is not None:
             self.model.to("meta")
             for module in self._tail:
@@ -213,9 +212,10 @@ class SentenceModel(TextModel):
 
     def _read_features(self, features: Mapping[str, Any]) -> Tensor:
         """What the kind reads of the features that come out of the last module, float32."""
-        raise NotImplementedError
+        vectors: Tensor = features["sentence_embedding"].float()
+        return vectors
 
-    def _settle(self, source: ModelSource) -> None:
+    def _settle(self) -> None:
         """Finds the prompts for which sentence-transformers' own code must run."""
         known = self.tokenizer.pad_token_id
         if known is None or known >= self._vocabulary:
@@ -242,9 +242,8 @@ class SentenceModel(TextModel):
         names = ", ".join(repr(name) if name else "none" for name in self._own_code)
         first = next(iter(self._own_code.values()))
         if self._session is not None:
-            raise ModelLoadError(
-                f"model {source.name!r}: engine = 'onnx' cannot compute prompt {names}: {first};"
-                " leave engine out"
+            raise ValueError(
+                f"engine = 'onnx' cannot compute prompt {names}: {first}; leave engine out"
             )
         self.why_padded = f"since sentence-transformers' own code runs for prompt {names}: {first}"
 
@@ -374,7 +373,7 @@ def _warnings_of_library(source: ModelSource) -> Iterator[None]:
     """Refuses a model of whose files sentence-transformers leaves something out.
 
     Raises:
-        ModelLoadError: It has warned of that, or does not know a field.
+        ValueError: It has warned of that, or does not know a field.
     """
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -389,14 +388,14 @@ def _warnings_of_library(source: ModelSource) -> Iterator[None]:
             raise
         module, field = unknown.groups()
         file = "sentence_bert_config.json" if module.endswith("Transformer") else "config.json"
-        raise ModelLoadError(
-            f"model {source.name!r}: {file} of its module {module} has {field}, which"
-            " sentence-transformers does not know; choose another model, or install a later version"
+        raise ValueError(
+            f"{file} of its module {module} has {field}, which sentence-transformers does not know;"
+            " choose another model, or install a later version"
         ) from error
     finally:
         library.removeHandler(handler)
         library.propagate = propagates
     for message in found:
         if LEFT_OUT.search(message):
-            raise ModelLoadError(f"model {source.name!r}: {reason(ValueError(message))}")
+            raise ValueError(f"{reason(ValueError(message))}")
         logger.info("model %s: %s", source.name, message)

@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
-from batchery.errors import ModelLoadError
+from batchery.errors import ModelLoadError, StartError
 from batchery.model_settings import HUB_ID, PLACE_OPTIONS, TASK_OPTIONS, ModelSettings
 from batchery_worker.result_cache import DIGEST_BYTES
 
@@ -52,7 +52,7 @@ class ModelSource:
         options: Keyword arguments that every `from_pretrained` needs.
 
     Raises:
-        ModelLoadError: The setting is a path, and there is no folder with a model.
+        ValueError: The setting is a path, and there is no folder with a model.
     """
 
     def __init__(
@@ -62,27 +62,28 @@ class ModelSource:
         self.folder: Path | None
         self.options: dict[str, Any]
         if takes_gguf and folder.suffix == ".gguf" and folder.is_file():
-            _check_gguf(settings.model)
+            if find_spec("gguf") is None:
+                raise ValueError("a file of this format needs: pip install gguf")
             self.folder = folder.parent
             self.name = str(folder.parent)
             self.options = {"gguf_file": folder.name}
             return
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
-            raise ModelLoadError(f"model {settings.model!r}: there is no such folder")
+            raise ValueError("there is no such folder")
         if self.folder is not None:
-            _check_folder(settings.model, self.folder)
+            _check_folder(self.folder)
             if settings.engine != "onnx":
-                _check_weights(settings.model, self.folder)
+                _check_files(self.folder)
         self.name = settings.model if self.folder is None else str(folder)
         self.options = {
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
         if not takes_adapter and self.path("adapter_config.json") is not None:
-            raise ModelLoadError(
-                f"model {settings.model!r}: adapter_config.json is of an adapter, which is not"
-                " applied; merge it into the weights (peft: merge_and_unload), or take it away"
+            raise ValueError(
+                "adapter_config.json is of an adapter, which is not applied; merge it into the"
+                " weights (peft: merge_and_unload), or take it away"
             )
 
     @property
@@ -109,11 +110,22 @@ class ModelSource:
         except EntryNotFoundError:
             return None
 
+    def load(self, auto_class: Any, **options: Any) -> tuple[Any, list[str]]:
+        """Loads a model of transformers; returns it, and the weights that its files lack."""
+        model, info = auto_class.from_pretrained(
+            self.name,
+            use_safetensors=True,
+            output_loading_info=True,
+            **self.options,
+            **options,
+        )
+        return model, sorted(info["missing_keys"])
+
     def json(self, name: str) -> Any:
         """Reads a JSON file; None where `path` finds none.
 
         Raises:
-            ModelLoadError: The file is not JSON.
+            ValueError: The file is not JSON.
         """
         path = self.path(name)
         if path is None:
@@ -121,31 +133,24 @@ class ModelSource:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ModelLoadError(f"model {self.name!r}: {name} is not JSON: {error}") from None
+            raise ValueError(f"{name} is not JSON: {error}") from None
 
 
-def _check_gguf(name: str) -> None:
-    if find_spec("gguf") is None:
-        raise ModelLoadError(f"model {name!r}: a file of this format needs: pip install gguf")
-
-
-def _check_folder(name: str, folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     """Finds common mistakes that transformers explains in many lines or not at all."""
     if not folder.is_dir():
-        raise ModelLoadError(f"model {name!r}: is a file; name the folder that it is in")
+        raise ValueError("is a file; name the folder that it is in")
     # Some have the transformer's in a folder of their own, and adapters none.
     if not any((folder / name).is_file() for name in CONFIGS):
-        raise ModelLoadError(
-            f"model {name!r}: the folder has no config.json; name one that save_pretrained wrote"
-        )
+        raise ValueError("the folder has no config.json; name one that save_pretrained wrote")
 
 
-def _check_weights(name: str, folder: Path) -> None:
+def _check_files(folder: Path) -> None:
     weights = sorted(folder.rglob("*.safetensors"))
     if not weights:
-        raise ModelLoadError(
-            f"model {name!r}: the folder has no weights in safetensors, the only format that is"
-            " loaded; load the model with transformers once and save it with save_pretrained"
+        raise ValueError(
+            "the folder has no weights in safetensors, the only format that is loaded; load the"
+            " model with transformers once and save it with save_pretrained"
         )
     for path in weights:
         try:
@@ -153,32 +158,29 @@ def _check_weights(name: str, folder: Path) -> None:
             with safe_open(path, framework="numpy"):
                 pass
         except SafetensorError as error:
-            raise ModelLoadError(
-                f"model {name!r}: {path.name} is damaged, or not all of it is there: {error};"
-                " copy or download it again"
+            raise ValueError(
+                f"{path.name} is damaged, or not all of it is there: {error}; copy or download it"
+                " again"
             ) from None
 
 
-def check_weights(
-    source: ModelSource, missing: Sequence[str], name: str = "encoder", task: str = "embeddings"
-) -> None:
+def check_weights(missing: Sequence[str], name: str, task: str) -> None:
     """Refuses a model of which something has random weights.
 
     Args:
-        source: The model.
         missing: Names of its weights that its files lack.
         name: What would have them.
         task: What a model has learned that has them.
 
     Raises:
-        ModelLoadError: Weights are missing; names two of them.
+        ValueError: Weights are missing; names two of them.
     """
     # A pooler follows the token vectors, and is often missing; no encoder needs it.
     lost = [key for key in missing if name != "encoder" or "pooler" not in key.split(".")]
     if lost:
-        raise ModelLoadError(
-            f"model {source.name!r}: its checkpoint has no trained {name}, as it lacks {len(lost)}"
-            f" of its weights ({', '.join(lost[:2])}); name a model that was fine-tuned for {task}"
+        raise ValueError(
+            f"its checkpoint has no trained {name}, as it lacks {len(lost)} of its weights"
+            f" ({', '.join(lost[:2])}); name a model that was fine-tuned for {task}"
         )
 
 
@@ -259,28 +261,36 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps progress bars and advice out of the worker's log; errors say what matters."""
+def loading(name: str) -> Iterator[None]:
+    """Around all that loads a model: an error names it, in one line, and libraries are quiet.
+
+    Raises:
+        ValueError: In the place of any other error but a `StartError`.
+    """
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
+    except StartError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"model {name!r}: {reason(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], model: Any) -> str:
+def identity(settings: ModelSettings, source: ModelSource, model: Any, run: dict[str, str]) -> str:
     """A text that changes whenever results may change.
 
     Args:
         settings: The model's settings.
         source: Where the model comes from.
-        run: The chosen device, number format and forward pass.
         model: The model of transformers.
+        run: How it is run, besides its number format.
 
     Raises:
         OSError: The model's files cannot be read.
@@ -296,7 +306,7 @@ def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], 
     known = {
         "files": files,
         "settings": settings.model_dump(mode="json", exclude=NEUTRAL),
-        "run": run,
+        "run": {"dtype": str(model.dtype), **run},
         "versions": {name: version(name) for name in packages},
     }
     return json.dumps(known, sort_keys=True)

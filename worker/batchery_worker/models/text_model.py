@@ -12,33 +12,40 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from batchery.errors import InvalidItem, ModelLoadError, StartError
+from batchery.errors import InvalidItem
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.forward import Forward, RandomTexts, Reading
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
+    Graph,
     Graphed,
-    Runs,
     Shape,
     captured,
     shapes,
 )
-from batchery_worker.models.forward.padded import Padded, mask_forms
-from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
+from batchery_worker.models.forward.padded import Padded
+from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose, find_masks
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
 from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
-from batchery_worker.models.hardware.quantization import quantize, weights_bytes
+from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
     TextKeywords,
     check_text,
     check_token_ids,
+    read_each,
     read_keywords,
 )
 from batchery_worker.models.onnx_session import OnnxSession
-from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
+from batchery_worker.models.source import (
+    ModelSource,
+    check_weights,
+    identity,
+    loading,
+    name_version,
+)
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
     Cut,
@@ -49,7 +56,6 @@ from batchery_worker.models.tokenizer import (
     Truncated,
     load_tokenizer,
     longest_text,
-    padding_position,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,6 +93,9 @@ class TextModel(Model):
 
     #: The keywords that a job of it may have.
     keywords: ClassVar[type[TextKeywords]]
+
+    #: The part without which it has learned nothing, and what it has learned with it.
+    trained_part: ClassVar[tuple[str, str]] = ("encoder", "embeddings")
 
     #: What it reads of a forward pass.
     reading: Reading
@@ -131,6 +140,10 @@ class TextModel(Model):
             ModelLoadError: There is no model, no text model, no safetensors, not all weights, not
                 enough memory, or an impossible setting; one line says which.
         """
+        with loading(self.settings.model):
+            self._open_device(device)
+
+    def _open_device(self, device: str) -> None:
         self._split = open_split(device, self.settings)
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
@@ -146,13 +159,9 @@ class TextModel(Model):
         if self._split.stages > 1:
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
-        try:
-            with quiet(), torch.cuda.stream(self._own_stream):
-                self._load(ModelSource(self.settings, takes_adapter=self.takes_adapter))
-        except StartError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+        with torch.cuda.stream(self._own_stream):
+            self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
+            self._load()
 
     def _open_streams(self, streams: int, extra: int = 0) -> None:
         self.pass_streams = streams
@@ -163,19 +172,17 @@ class TextModel(Model):
             # ended its pass goes on at once.
             self.passes_ahead = streams
 
-    def _load(self, source: ModelSource) -> None:
-        self._source = source
-        missing = self._open(source)
+    def _load(self) -> None:
+        missing = self._open()
         if self.model.main_input_name != "input_ids":
-            raise ModelLoadError(
-                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
-            )
+            raise ValueError(f"is not a text model: it takes {self.model.main_input_name}")
         weights = int(self.model.num_parameters(exclude_embeddings=True))
         self.flops_per_token = 2 * weights
-        self._finish_load(source, missing)
-        self.max_length = self._find_max_length(source)
+        check_weights(missing, *self.trained_part)
+        self._finish_load()
+        self.max_length = self._find_max_length()
         self._choose_padding()
-        taken = self._place(source)
+        taken = self._place()
         self._tokenize = TextTokenizer(
             self.tokenizer,
             [name for name in self._padding if name in taken],
@@ -189,24 +196,29 @@ class TextModel(Model):
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
         self._pass: Forward = padded
-        self._settle(source)
+        self._settle()
         trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
-            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
-        self._check_trial(source, self.forward([trial], **self.sample_keywords))
+            raise ValueError(f"cannot even take 'a': {trial.exception}")  # noqa: TRY004 (no argument)
+        values = self.forward([trial], **self.sample_keywords).pending.wait()
+        if problem := self._find_problem(values):
+            raise ValueError(problem)
         usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
         texts = RandomTexts(len(self._tokenize.names), usual)
         if self._session is None:
-            self._choose_forward(source, padded, texts)
+            self._choose_forward(padded, texts)
         else:
             compute = partial(padded.values, reading=self.reading)
             self._session.check_longest(compute, texts, self.max_length)
             self.why_padded = "since ONNX Runtime pads"
         self.pads = self._pass.pads
-        self._log_forward(source)
+        streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
+        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
+        logger.info("model %s: %s on %s", self._source.name, self._pass.name, where)
 
-    def _open(self, source: ModelSource) -> Sequence[str]:
+    def _open(self) -> Sequence[str]:
         """Makes tokenizer and model of transformers; returns the weights that its files lack."""
+        source = self._source
         # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._split.begin(self, config)
@@ -215,47 +227,34 @@ class TextModel(Model):
             self.model = build_empty(self.auto_class, config, self.settings)
             return ()
         # transformers chooses the attention: sdpa if the model supports it.
-        self.model, info = self.auto_class.from_pretrained(
-            source.name,
-            config=config,
-            dtype=dtype_for(self.settings.dtype, self._device),
-            use_safetensors=True,
-            output_loading_info=True,
-            **source.options,
-            **self._split.options,
+        dtype = dtype_for(self.settings.dtype, self._device)
+        self.model, missing = source.load(
+            self.auto_class, config=config, dtype=dtype, **self._split.options
         )
-        return sorted(info["missing_keys"])
+        return missing
 
-    def _find_max_length(self, source: ModelSource) -> int | None:
+    def _find_max_length(self) -> int | None:
         """Maximum length of a text in tokens, special ones included; None if unlimited."""
-        return longest_text(self.settings, source, self.tokenizer, self.model)
+        return longest_text(self.settings, self.tokenizer, self.model)
 
-    def _settle(self, source: ModelSource) -> None:
+    def _settle(self) -> None:
         """Looks whether the padded pass is right, and says why no other can be taken.
 
         Raises:
-            ModelLoadError: It is wrong.
+            ValueError: It is wrong.
         """
 
-    def _place(self, source: ModelSource) -> Collection[str]:
+    def _place(self) -> Collection[str]:
         """Gets ready what computes, on its device; returns the names of what that takes."""
         if self.settings.engine == "onnx":
             threads = max(1, torch.get_num_threads() // self.pass_streams)
             self._session = OnnxSession(
-                source, self.settings.onnx_file, self._field, self._device, threads
+                self._source, self.settings.onnx_file, self._field, self._device, threads
             )
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
-        how = self.settings.quantize
-        if how != "none":
-            before_bytes = weights_bytes(self.model)
-            quantize(self.settings.model, self.model, how, self._device)
-            after_bytes = weights_bytes(self.model)
-            logger.info(
-                "model %s: weights in %s, %.1f MiB of %.1f",
-                *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
-            )
+        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         return inspect.signature(self.model.forward).parameters
@@ -284,42 +283,24 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(self, source: ModelSource, padded: Padded, texts: RandomTexts) -> None:
+    def _choose_forward(self, padded: Padded, texts: RandomTexts) -> None:
+        setting = self.settings.forward
+        # To prove another one takes tens of passes, which are slow where layers are fetched.
+        if self.why_padded or (setting == "auto" and not self._split.is_whole):
+            setting = "padded"
         candidate = Candidate(
-            name=source.name,
-            setting="padded"
-            if self.why_padded
-            else self._split.choose_forward(self.settings.forward),
-            model=self.model,
-            device=self._device,
-            padding_position=padding_position(self.model),
-            max_length=self.max_length,
-            padded=padded,
-            values=self._values_by_text,
-            inputs=self._tokenize.names,
-            texts=texts,
+            *(setting, self.model, self.max_length),
+            *(padded, self._values_by_text, texts),
         )
         if self._device.type == "cuda":
-            padded.masks = mask_forms(
-                self.model,
-                padded,
-                self._values_by_text,
-                texts,
-                self.max_length,
-                TOLERANCE[self.model.dtype],
-            )
+            padded.masks = find_masks(candidate)
         # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
         forward, why = choose(candidate)
         self.why_padded = self.why_padded or why
         self._pass = Graphed(forward, graphs) if graphs else forward
 
-    def _log_forward(self, source: ModelSource) -> None:
-        streams = f"{self.pass_streams} passes side by side" if self.pass_streams > 1 else ""
-        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
-        logger.info("model %s: %s on %s", source.name, self._pass.name, where)
-
-    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
+    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Graph]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
             return {}
         # With `per_token`, how many tokens are no padding is different in each batch.
@@ -330,12 +311,11 @@ class TextModel(Model):
         capture = Capture(padded, read, texts, TOLERANCE[self.model.dtype])
         return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
-    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
-        raise NotImplementedError
+    def _finish_load(self) -> None:
+        """Reads what else the kind needs. Raises ValueError."""
 
-    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        """Looks at the outputs of one text. Raises ModelLoadError."""
+    def _find_problem(self, values: Tensor) -> str:
+        """Why the values of one text are none of this kind; empty if they are."""
         raise NotImplementedError
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
@@ -397,14 +377,9 @@ class TextModel(Model):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        run = {
-            "device": self._device.type,
-            "dtype": str(self.model.dtype),
-            "forward": self._pass.name,
-        }
-        if self._session is not None:
-            run["onnx"] = self._session.identity()
-        return identity(self.settings, self._source, run, self.model)
+        onnx = {} if self._session is None else {"onnx": self._session.identity()}
+        run = {"device": self._device.type, "forward": self._pass.name, **onnx}
+        return identity(self.settings, self._source, self.model, run)
 
     def version(self) -> str:
         """Changes with the model's files and options."""
@@ -439,20 +414,15 @@ class TextModel(Model):
 
     def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
         """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
-        inputs = self._inputs(items, self._prompt(options))
+        prompt = self._prompt(options)
+        inputs = read_each(items, lambda item: self._input(item, prompt))
         fit = [each for each in inputs if not isinstance(each, Failed)]
-        tokenized = iter(self._tokenize(fit, self._cut(options)))
-        return [each if isinstance(each, Failed) else next(tokenized) for each in inputs]
+        encoded = iter(self._encode(fit, options))
+        return [each if isinstance(each, Failed) else next(encoded) for each in inputs]
 
-    def _inputs(self, items: Sequence[Any], prompt: str) -> list[Input | Failed]:
-        """What the tokenizer takes of each item; `Failed` where an item is wrong."""
-        inputs: list[Input | Failed] = []
-        for item in items:
-            try:
-                inputs.append(self._input(item, prompt))
-            except InvalidItem as error:
-                inputs.append(Failed(InvalidItem(str(error))))
-        return inputs
+    def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
+        """What goes through the model for each input. Raises InvalidItem: a keyword is wrong."""
+        return self._tokenize(inputs, self._cut(options))
 
     def _cut(self, options: TextKeywords) -> Cut:
         truncate, side = self._tokenize.usual_cut[:2]

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import PaddingStrategy
 
-from batchery.errors import InvalidItem, ModelLoadError
+from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.source import ModelSource, reason
@@ -365,14 +365,12 @@ def load_tokenizer(source: ModelSource) -> Any:
     """Loads the tokenizer.
 
     Raises:
-        ModelLoadError: The model has no tokenizer.
+        ValueError: The model has no tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(
-            f"model {source.name!r}: has no tokenizer, so it cannot take texts: {reason(error)}"
-        ) from error
+        raise ValueError(f"has no tokenizer, so it cannot take texts: {reason(error)}") from error
     if "gguf_file" not in source.options:  # It is in the same file.
         check_tokenizer(source, tokenizer)
     return tokenizer
@@ -387,23 +385,17 @@ def check_tokenizer(source: ModelSource, tokenizer: Any, folder: str = "") -> No
         folder: Where its files are, relative to the model.
 
     Raises:
-        ModelLoadError: There are none.
+        ValueError: There are none.
     """
     files = sorted({"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()})
     if not any(source.path(f"{folder}/{file}".lstrip("/")) for file in files):
-        raise ModelLoadError(
-            f"model {source.name!r}: has no tokenizer, so it cannot take texts:"
-            f" none of {', '.join(files)} is there"
+        raise ValueError(
+            f"has no tokenizer, so it cannot take texts: none of {', '.join(files)} is there"
         )
 
 
 def longest_text(
-    settings: ModelSettings,
-    source: ModelSource,
-    tokenizer: Any,
-    model: Any,
-    *,
-    files_decide: bool = False,
+    settings: ModelSettings, tokenizer: Any, model: Any, *, files_decide: bool = False
 ) -> int | None:
     """The maximum length of a text in tokens, special tokens included; None if unlimited.
 
@@ -412,14 +404,13 @@ def longest_text(
 
     Args:
         settings: Of the model.
-        source: For errors.
         tokenizer: Of transformers.
         model: Of transformers.
         files_decide: A model whose positions are computed may have a limit above those that its
             config names.
 
     Raises:
-        ModelLoadError: The setting exceeds the model's positions, or leaves room for special tokens
+        ValueError: The setting exceeds the model's positions, or leaves room for special tokens
             only.
     """
     positions = _positions(model)
@@ -428,20 +419,20 @@ def longest_text(
             logger.warning(
                 "model %s: max_length = %d is more than the %d tokens that its config names;"
                 " the results of longer texts may be worse",
-                *(source.name, settings.max_length, positions),
+                *(settings.model, settings.max_length, positions),
             )
         positions = None
     if settings.max_length is not None:
         special = tokenizer.num_special_tokens_to_add()
         if positions is not None and settings.max_length > positions:
-            raise ModelLoadError(
-                f"model {source.name!r}: max_length = {settings.max_length}, but the model takes"
-                f" at most {positions} tokens"
+            raise ValueError(
+                f"max_length = {settings.max_length}, but the model takes at most {positions}"
+                " tokens"
             )
         if settings.max_length <= special:
-            raise ModelLoadError(
-                f"model {source.name!r}: max_length = {settings.max_length} leaves no room for text"
-                f" besides {special} special tokens"
+            raise ValueError(
+                f"max_length = {settings.max_length} leaves no room for text besides {special}"
+                " special tokens"
             )
         return settings.max_length
     own = tokenizer.model_max_length

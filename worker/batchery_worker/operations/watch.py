@@ -1,11 +1,17 @@
 """What is seen of a worker: for its health, for its own port, and over remote control.
 
 The port is opened beside a worker where the settings ask for one.
+
+Ready is a worker that takes jobs and can run them. Live is one that a restart would not help. So a
+Redis that is away makes a worker not ready at once, and not live only after ten minutes: a fresh
+worker could do no more than wait, and would load its models first. A device that hangs makes it not
+live until its replacement is ready. The worker sees to that by itself: `device_pool/` kills the
+device, and its jobs run again.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -15,11 +21,10 @@ from celery import bootsteps
 from batchery.errors import StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
-from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
+from batchery.protocol.figures import BatchFigures, HealthFigures, WorkerFigures, read_figures
 from batchery.settings import MetricsSettings, Settings
 from batchery.transport.membership import BEATS_PER_EXPIRY
 from batchery_worker.device_pool.process import State
-from batchery_worker.operations.health import DeviceSight, Verdict, WorkerSight, judge
 from batchery_worker.remote_control import collect_figures
 
 if TYPE_CHECKING:
@@ -28,6 +33,15 @@ if TYPE_CHECKING:
     from batchery.operations.port import Port
 
 logger = logging.getLogger("batchery.worker")
+
+#: Heartbeats that may be missing, in their usual pauses, before Redis counts as lost.
+MAX_MISSED_BEATS = 3
+
+#: After so much time without Redis a worker is not live, in seconds.
+REDIS_GRACE_S = 600.0
+
+#: After so much time in which its event loop did nothing else a worker is not ready, in seconds.
+MAX_STILL_S = 30.0
 
 #: How often the lag of the event loop is measured, in seconds; and how many times are remembered.
 TICK_S = 1.0
@@ -44,41 +58,53 @@ class WorkerWatch:
         self._lags_s: deque[float] = deque(maxlen=MAX_TICKS)
         self._ticked_s = 0.0
 
-    def judge(self) -> Verdict:
-        """Whether the worker is live, and ready."""
-        consumer, fleet = getattr(self._worker, "consumer", None), self._worker.fleet
-        now_s = monotonic()
-        sights = [
-            DeviceSight(*(each.name, each.state is State.READY, each.silent_s(now_s), each.is_hung))
-            for each in (fleet.devices if fleet is not None else ())
-        ]
+    def judge(self) -> tuple[str, str]:
+        """Why the worker is not live, and why it is not ready; empty if it is."""
+        fleet = self._worker.fleet
+        not_live, not_ready = self._judge_devices(fleet.devices if fleet is not None else ())
+        if not self._is_connected():
+            not_ready.append("the worker does not consume its queues")
+        if (still_s := self._find_still_s()) > MAX_STILL_S:
+            not_ready.append(f"the event loop has stood still for {still_s:.0f} s")
+        if fleet is not None:
+            beats = fleet.beats
+            unheard_s = 0.0 if beats.beat_s is None else monotonic() - beats.beat_s
+            if unheard_s > REDIS_GRACE_S:
+                not_live.append(f"Redis has not answered for {unheard_s:.0f} s")
+            if beats.is_silent or unheard_s > MAX_MISSED_BEATS * beats.expiry_s / BEATS_PER_EXPIRY:
+                not_ready.append("Redis does not answer")
+        return "; ".join(not_live), "; ".join(not_live or not_ready)
+
+    def _judge_devices(self, devices: Sequence[Any]) -> tuple[list[str], list[str]]:
+        not_live, now_s = list[str](), monotonic()
+        for each in devices:
+            silent_s = each.silent_s(now_s)
+            if each.is_hung:
+                not_live.append(f"device {each.name} hung, and is being replaced")
+            elif self._max_pass_s is not None and silent_s > self._max_pass_s:
+                silence = f"gave no sign for {silent_s:.1f} s"
+                not_live.append(f"device {each.name} has work, and {silence}")
+        waiting = [each for each in devices if each.state is not State.READY]
+        return not_live, [f"device {each.name} is not ready" for each in waiting]
+
+    def _is_connected(self) -> bool:
+        consumer = getattr(self._worker, "consumer", None)
         # Whoever reconnects has no connection for a while.
         channel = getattr(getattr(consumer, "task_consumer", None), "channel", None)
-        is_connected = bool(
+        return bool(
             channel is not None
             and consumer is not None
             and consumer.connection
             and consumer.blueprint.state == bootsteps.RUN  # type: ignore[attr-defined]
         )
-        sight = WorkerSight(sights, is_connected, still_s=self._find_still_s())
-        if fleet is not None:
-            beats = fleet.beats
-            sight = sight._replace(
-                unheard_s=0.0 if beats.beat_s is None else monotonic() - beats.beat_s,
-                beat_pause_s=beats.expiry_s / BEATS_PER_EXPIRY,
-                is_silent=beats.is_silent,
-            )
-        return judge(sight, self._max_pass_s)
 
     def figures(self) -> dict[str, Any]:
         """What remote control answers besides the figures of the pool."""
-        return {
-            "health": asdict(self._build_health(self.judge())),
-            "loop_lag_s": self._find_lag_s(),
-        }
+        return {"health": asdict(self._build_health()), "loop_lag_s": self._find_lag_s()}
 
-    def _build_health(self, verdict: Verdict) -> HealthFigures:
-        return HealthFigures(not verdict.not_live, not verdict.not_ready, self._started_at_s)
+    def _build_health(self) -> HealthFigures:
+        not_live, not_ready = self.judge()
+        return HealthFigures(not not_live, not not_ready, self._started_at_s)
 
     def measure_lag(self, loop: Any) -> None:
         """Measures how late an event loop is, from now on; again after each reconnect."""
@@ -108,8 +134,8 @@ class WorkerWatch:
 
         return Port(
             *(settings.host, settings.port or 0, self.collect),
-            lambda: self.judge().not_live,
-            lambda: self.judge().not_ready,
+            lambda: self.judge()[0],
+            lambda: self.judge()[1],
         )
 
     def collect(self) -> "Iterator[Metric]":
@@ -117,23 +143,17 @@ class WorkerWatch:
         # Imported here, as only those who have the extra `metrics` come here.
         from batchery.operations.families import collect_devices, collect_sums, collect_workers
 
-        figures, verdict = self._ask(), self.judge()
+        figures = None
+        if self._worker.fleet is not None:
+            figures = read_figures(collect_figures(self._worker.consumer) or {})
         if figures is None:
             # The devices load their models, or there are none.
-            nothing = {"devices": {}, "batches": {}, "clock_s": monotonic()}
-            figures = read_figures({**nothing, **self.figures()})
-            assert figures is not None
-        figures.health, figures.loop_lag_s = self._build_health(verdict), self._find_lag_s()
+            figures = WorkerFigures({}, BatchFigures(), monotonic())
+        figures.health, figures.loop_lag_s = self._build_health(), self._find_lag_s()
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)
         yield from collect_workers(workers)
         yield from collect_devices(workers)
-
-    def _ask(self) -> WorkerFigures | None:
-        """The figures; None if there are no devices, or they have not begun."""
-        if self._worker.fleet is None:
-            return None
-        return read_figures(collect_figures(self._worker.consumer) or {})
 
 
 _Step: Any = object if TYPE_CHECKING else bootsteps.StartStopStep

@@ -398,7 +398,7 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"max_wait_ms": -1}, "max_wait_ms=-1"),
         ({"max_wait_ms": float("nan")}, "max_wait_ms=nan"),
         ({"target_latency_ms": 0}, "target_latency_ms=0"),
-        ({"max_batch_tokens": 5}, "max_batch_tokens needs one"),
+        ({"max_batch_tokens": 5}, "max_batch_tokens needs length"),
         ({"small_batch_threshold": "2"}, "small_batch_threshold='2'"),
         ({"classes": {}}, "give the share of each"),
         ({"classes": ["a"]}, "give the share of each"),

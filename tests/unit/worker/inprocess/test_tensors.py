@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batcher import BatchedFunction, batched
+from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator
 from batchery_worker.models.hardware import transfers  # noqa: F401 - before CUDA is a fake
 from support import fake_cuda
@@ -52,7 +53,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_features_may_have_further_dimensions(kind: str) -> None:
     items = [{"frames": KINDS[kind]([[1.0, 2.0]] * length)} for length in (2, 1)]
-    batch = stacked(Collator({"frames": 0.5}), *items)
+    batch = stacked(Collator(BatcherOptions(pad={"frames": 0.5})), *items)
     assert plain(batch["frames"]) == [[[1, 2], [1, 2]], [[1, 2], [0.5, 0.5]]]
 
 
@@ -62,20 +63,22 @@ def test_dtypes_and_kinds_stay_as_they_are(kind: str, fill: int) -> None:
     for dtype in ("int32", "int64", "float32", "complex64"):
         own = getattr(np if kind == "numpy" else torch, dtype)
         items = [{"ids": KINDS[kind]([1] * length, dtype=own)} for length in (3, 2)]
-        column = stacked(Collator({"ids": fill}), *items)["ids"]
+        column = stacked(Collator(BatcherOptions(pad={"ids": fill})), *items)["ids"]
         assert type(column) is type(items[0]["ids"])
         assert column.dtype == own
         assert plain(column) == [[1, 1, 1], [1, 1, fill]]
 
 
 def test_features_outside_pad_are_stacked_even_scalars() -> None:
-    batch = stacked(Collator(), {"x": [1, 2], "weight": 0.5}, {"x": [3, 4], "weight": 0.25})
+    batch = stacked(
+        Collator(BatcherOptions()), {"x": [1, 2], "weight": 0.5}, {"x": [3, 4], "weight": 0.25}
+    )
     assert plain(batch) == {"x": [[1, 2], [3, 4]], "weight": [0.5, 0.25]}
 
 
 def test_a_batch_shares_no_memory_with_its_items() -> None:
     item = {"ids": np.ones(3)}
-    batch = stacked(Collator({"ids": 0}), item)
+    batch = stacked(Collator(BatcherOptions(pad={"ids": 0})), item)
     batch["ids"][:] = 7
     assert plain(item["ids"]) == [1, 1, 1]
 
@@ -83,7 +86,7 @@ def test_a_batch_shares_no_memory_with_its_items() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_is_made_where_items_bring_none(kind: str) -> None:
     items = [{"ids": KINDS[kind]([1.0] * length)} for length in (3, 1)]
-    mask = stacked(Collator({"ids": 0}, "mask"), *items)["mask"]
+    mask = stacked(Collator(BatcherOptions(pad={"ids": 0}, mask="mask")), *items)["mask"]
     assert type(mask) is type(items[0]["ids"])
     assert str(mask.dtype).endswith("int64")
     assert plain(mask) == [[1, 1, 1], [1, 0, 0]]
@@ -94,7 +97,7 @@ def test_a_mask_that_items_bring_is_padded_with_0() -> None:
         {"ids": [1, 2], "mask": np.array([True, False])},
         {"ids": [3], "mask": np.array([True])},
     ]
-    mask = stacked(Collator({"ids": 9}, "mask"), *items)["mask"]
+    mask = stacked(Collator(BatcherOptions(pad={"ids": 9}, mask="mask")), *items)["mask"]
     assert mask.dtype == np.bool_
     assert plain(mask) == [[True, False], [True, False]]
 
@@ -294,7 +297,7 @@ def test_others_of_a_list_run_where_exceptions_are_returned() -> None:
         ({"mask": "mask"}, "need pad"),
         ({"trim": True}, "need pad"),
         ({"pad": {}, "device": 0}, "device=0"),
-        ({"pad": {}, "max_batch_tokens": 10}, "max_batch_tokens needs one"),
+        ({"pad": {}, "max_batch_tokens": 10}, "max_batch_tokens needs length"),
     ],
 )
 def test_impossible_option_is_refused_where_it_is_written(
@@ -353,7 +356,7 @@ def test_padding_is_counted() -> None:
 def test_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceUnavailable, match=text):
-        stacked(Collator(device=name), {"x": [1]})
+        stacked(Collator(BatcherOptions(device=name)), {"x": [1]})
 
 
 @pytest.mark.parametrize("first", ["compute", "copies"])
@@ -362,7 +365,7 @@ def test_copies_to_a_device_are_whole_whichever_stream_is_ahead(
 ) -> None:
     cuda: FakeCuda = fake_cuda.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    collator = Collator({"ids": 0}, device="cuda:0")
+    collator = Collator(BatcherOptions(pad={"ids": 0}, device="cuda:0"))
     seen = []
     for number in range(1, 4):
         sent = stacked(collator, {"ids": [number] * 3}, {"ids": [number]})["ids"]

@@ -15,7 +15,7 @@ from batchery.execution.batch import Lookahead, compute, prepare
 from batchery_worker.batching.planner import plan
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.generation.model import GenerationModel
-from batchery_worker.models.split.pipeline import assign_parts, find_layers
+from batchery_worker.models.split import assign_parts, find_layers
 from support.patience import patient
 from support.tiny_models import ARCHITECTURES, Build, Load
 

@@ -11,7 +11,7 @@ from batchery import ModelLoadError, ModelSettings
 from batchery_worker.device.functions import soft_time_limit
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.generation.model import GenerationModel
-from batchery_worker.models.split.pipeline import undisturbed
+from batchery_worker.models.split import undisturbed
 from support.tiny_models import CORPUS, Build, run
 from support.tiny_writers import Driver, PlainWriter, make_prompts, save_writer
 

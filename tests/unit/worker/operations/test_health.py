@@ -1,70 +1,108 @@
 """The policy: what makes a worker not ready, and what makes it not live."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from celery import bootsteps
 
-from batchery_worker.operations import health
-from batchery_worker.operations.health import REDIS_GRACE_S, DeviceSight, Verdict, WorkerSight
+from batchery.settings import Settings
+from batchery.transport.membership import BEATS_PER_EXPIRY
+from batchery_worker.device_pool.process import State
+from batchery_worker.operations import watch
+from batchery_worker.operations.watch import REDIS_GRACE_S, WorkerWatch
 
-FINE = WorkerSight([DeviceSight("cpu", is_ready=True)], is_connected=True, unheard_s=0.5)
+NOW_S = 10_000.0
 
 
-def judge(sight: WorkerSight, max_pass_s: float | None = None) -> Verdict:
-    return health.judge(sight, max_pass_s)
+def device(
+    name: str = "cpu",
+    *,
+    state: State = State.READY,
+    silent_s: float = 0.0,
+    is_hung: bool = False,
+) -> Any:
+    return SimpleNamespace(name=name, state=state, silent_s=lambda _: silent_s, is_hung=is_hung)
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "monotonic", lambda: NOW_S)
+
+
+def judge(
+    *devices: Any,
+    is_connected: bool = True,
+    unheard_s: float = 0.5,
+    pause_s: float = 1.0,
+    is_silent: bool = False,
+    still_s: float = 0.0,
+    max_pass_s: float | None = None,
+) -> tuple[str, str]:
+    beats = SimpleNamespace(
+        beat_s=NOW_S - unheard_s, expiry_s=pause_s * BEATS_PER_EXPIRY, is_silent=is_silent
+    )
+    consumer = SimpleNamespace(
+        task_consumer=SimpleNamespace(channel="a channel"),
+        connection=is_connected,
+        blueprint=SimpleNamespace(state=bootsteps.RUN),  # type: ignore[attr-defined]
+    )
+    fleet = SimpleNamespace(devices=devices, beats=beats)
+    worker = SimpleNamespace(fleet=fleet, consumer=consumer)
+    seen = WorkerWatch(worker, Settings(max_pass_s=max_pass_s))
+    seen.measure_lag(SimpleNamespace(call_repeatedly=lambda *_: None))
+    seen._ticked_s -= still_s + watch.TICK_S
+    return seen.judge()
 
 
 def test_worker_that_consumes_with_its_models_loaded_is_live_and_ready() -> None:
-    assert judge(FINE) == Verdict("", "")
+    assert judge(device()) == ("", "")
     # Ordinary tasks need no device.
-    assert judge(FINE._replace(devices=[])) == Verdict("", "")
+    assert judge() == ("", "")
 
 
 @pytest.mark.parametrize(
-    ("sight", "why"),
+    ("seen", "why"),
     [
-        (FINE._replace(devices=None), "the devices have not started"),
-        (FINE._replace(devices=[DeviceSight("cpu", False)]), "device cpu is not ready"),
-        (FINE._replace(is_connected=False), "the worker does not consume its queues"),
-        (FINE._replace(still_s=29.0), ""),
-        (FINE._replace(still_s=31.4), "the event loop has stood still for 31 s"),
-        (FINE._replace(is_silent=True), "Redis does not answer"),
-        (FINE._replace(unheard_s=3.1), "Redis does not answer"),
+        ({"is_connected": False}, "the worker does not consume its queues"),
+        ({"still_s": 29.0}, ""),
+        ({"still_s": 31.4}, "the event loop has stood still for 31 s"),
+        ({"is_silent": True}, "Redis does not answer"),
+        ({"unheard_s": 3.1}, "Redis does not answer"),
     ],
 )
 def test_worker_that_cannot_run_jobs_now_is_not_ready_and_goes_on_living(
-    sight: WorkerSight, why: str
+    seen: dict[str, Any], why: str
 ) -> None:
-    assert judge(sight) == Verdict("", why)
+    assert judge(device(), **seen) == ("", why)
 
 
 def test_all_reasons_are_named() -> None:
-    two = [DeviceSight("cuda:0", True), DeviceSight("cuda:1", False)]
-    sight = WorkerSight(two, is_connected=False, is_silent=True)
-    assert judge(sight).not_ready == (
+    two = (device("cuda:0"), device("cuda:1", state=State.STARTING))
+    assert judge(*two, is_connected=False, is_silent=True)[1] == (
         "device cuda:1 is not ready; the worker does not consume its queues; Redis does not answer"
     )
 
 
 def test_slow_heartbeats_may_be_as_rare_as_they_are() -> None:
-    late = FINE._replace(unheard_s=20)
-    assert judge(late._replace(beat_pause_s=12.0)) == Verdict("", "")
-    assert judge(late._replace(beat_pause_s=6.0)).not_ready == "Redis does not answer"
+    assert judge(unheard_s=20, pause_s=12.0) == ("", "")
+    assert judge(unheard_s=20, pause_s=6.0)[1] == "Redis does not answer"
 
 
 def test_lost_redis_makes_a_worker_not_live_only_after_a_long_grace() -> None:
-    assert judge(FINE._replace(unheard_s=REDIS_GRACE_S)).not_live == ""
-    dead = judge(FINE._replace(unheard_s=REDIS_GRACE_S + 1))
-    assert dead.not_live == dead.not_ready == "Redis has not answered for 601 s"
+    assert judge(unheard_s=REDIS_GRACE_S)[0] == ""
+    why = "Redis has not answered for 601 s"
+    assert judge(unheard_s=REDIS_GRACE_S + 1) == (why, why)
 
 
 def test_device_without_a_sign_is_dead_only_if_there_is_a_limit() -> None:
-    silent = FINE._replace(devices=[DeviceSight("cpu", True, silent_s=3.2)])
-    assert judge(silent) == Verdict("", "")
-    assert judge(silent, max_pass_s=4.0) == Verdict("", "")
+    silent = device(silent_s=3.2)
+    assert judge(silent) == ("", "")
+    assert judge(silent, max_pass_s=4.0) == ("", "")
     why = "device cpu has work, and gave no sign for 3.2 s"
-    assert judge(silent, max_pass_s=3.0) == Verdict(why, why)
+    assert judge(silent, max_pass_s=3.0) == (why, why)
 
 
 def test_device_that_hung_is_dead_until_another_process_is_ready() -> None:
-    hung = FINE._replace(devices=[DeviceSight("cpu", False, is_hung=True)])
     why = "device cpu hung, and is being replaced"
-    assert judge(hung, max_pass_s=3.0) == Verdict(why, why)
+    assert judge(device(state=State.STARTING, is_hung=True), max_pass_s=3.0) == (why, why)

@@ -1,6 +1,6 @@
 """What all forward passes have in common, and the random texts that they are checked with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -9,21 +9,12 @@ from torch import Tensor
 
 from batchery_worker.models.tokenizer import Prepared
 
-
-class Read(Protocol):
-    """Reads a row per text of the output of transformers."""
-
-    def __call__(self, output: Any, features: dict[str, Any]) -> Tensor:
-        """Returns (B, ...), float32.
-
-        Args:
-            output: Of the model of transformers.
-            features: What modules of sentence-transformers know of its inputs. Of a padded batch
-                `input_ids` and `attention_mask`, (B, L). Of a row of texts `input_ids`, (1, T);
-                `cu_seq_lens_q`, the ends of the texts behind a 0, (B + 1,); `seq_idx`, the place of
-                the text of each token, (1, T); and `lengths` of the texts, a list of integers.
-        """
-
+#: Makes a row per text, (B, ...) float32, of the output of transformers, and of what modules of
+#: sentence-transformers know of its inputs. Of a padded batch that is `input_ids` and
+#: `attention_mask`, (B, L). Of a row of texts it is `input_ids`, (1, T); `cu_seq_lens_q`, the ends
+#: of the texts behind a 0, (B + 1,); `seq_idx`, the place of the text of each token, (1, T); and
+#: `lengths` of the texts, a list of integers.
+Read = Callable[[Any, dict[str, Any]], Tensor]
 
 #: What is read of a pass, all float32 and in batch order.
 #: A row per text, (B, ...): what the head says (`logits`), or what a function makes of the output.

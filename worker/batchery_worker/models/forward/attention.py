@@ -4,13 +4,13 @@ transformers lets a model's attention be replaced by name. Ours asks `row_of_tex
 are, so that nothing needs to be handed through the code of each model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,35 +25,6 @@ FOREIGN = frozenset(("position_bias", "softcap", "s_aux", "head_mask", "cache"))
 
 #: CUDA's kernel for rows of texts computes in nothing wider.
 HALF = (torch.float16, torch.bfloat16)
-
-
-class VarlenKernel(Protocol):
-    """CUDA's attention for rows of texts, whatever this torch calls it."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Tensor,
-        longest: int,
-        scale: float | None,
-        window: tuple[int, int],
-        keys: tuple[Tensor, int] | None = None,
-    ) -> Tensor:
-        """Attends, (T, H, D) from (T, H, D) and twice (T, H or fewer, D).
-
-        Args:
-            query: Of T tokens in all.
-            key: Of the same tokens.
-            value: As `key`.
-            ends: As in `Row`.
-            longest: Tokens of the longest text.
-            scale: As in `Options`.
-            window: How far a token sees to the left and to the right, in tokens; -1 for all.
-            keys: Ends and longest text of the keys, where each text has more of them than queries:
-                its queries are those of its last tokens.
-        """
 
 
 class NotPackable(Exception):
@@ -244,13 +215,13 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Option
 
 
 @cache
-def varlen_kernel() -> VarlenKernel | None:
+def varlen_kernel() -> Callable[..., Tensor] | None:
     """The attention for rows of texts, if this torch has one that is recent enough."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return None if operator is None else kernel_of_operator(operator.default)
 
 
-def kernel_of_operator(operator: Any) -> VarlenKernel | None:
+def kernel_of_operator(operator: Any) -> Callable[..., Tensor] | None:
     """The kernel as torch's operator; None if this torch's operator has no window.
 
     It is below torch's public function, which in each layer runs a custom operator in Python and
@@ -270,6 +241,19 @@ def kernel_of_operator(operator: Any) -> VarlenKernel | None:
         window: tuple[int, int],
         keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
+        """Attends, (T, H, D) from (T, H, D) and twice (T, H or fewer, D).
+
+        Args:
+            query: Of T tokens in all.
+            key: Of the same tokens.
+            value: As `key`.
+            ends: As in `Row`.
+            longest: Tokens of the longest text.
+            scale: As in `Options`.
+            window: How far a token sees to the left and to the right, in tokens; -1 for all.
+            keys: Ends and longest text of the keys, where each text has more of them than queries:
+                its queries are those of its last tokens.
+        """
         no_dropout, no_debug_mask = 0.0, False
         is_causal = window == (-1, 0)
         key_ends, longest_key = keys or (ends, longest)

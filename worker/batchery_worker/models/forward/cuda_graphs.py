@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,30 +82,17 @@ def rounded(texts: int, length: int, there: Collection[Shape]) -> Shape | None:
     return min(fit, key=lambda shape: (shape.tokens, shape), default=None)
 
 
-class Runs(Protocol):
-    """A forward pass of one shape."""
-
-    def run(self, batch: Sequence[Prepared]) -> Tensor:
-        """The values of a batch that has room, one row per text."""
-
-
 class Fixed(Padded):
     """A padded forward pass of one shape, over the batch of the last `fill`."""
 
     def __init__(self, padded: Padded, shape: Shape) -> None:
-        """Shares the model of a padded pass, and its transfers."""
-        super().__init__(
-            padded._model,
-            padded._device,
-            padding=padded._padding,
-            side=padded._side,
-            to_device=padded._to_device,
-            # A graph has one mask for all batches.
-            masks=padded.masks._replace(none=False),
-        )
+        """Shares all that a padded pass has."""
+        vars(self).update(vars(padded))
+        # A graph has one mask for all batches.
+        self.masks = padded.masks._replace(none=False)
         self._shape = shape
         size = (len(self._padding) + 1, *shape)
-        self._there = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._there = torch.zeros(size, dtype=torch.int64, device=self.device)
 
     def fill(self, batch: Sequence[Prepared]) -> None:
         """Copies a batch, which must fit, into place, behind what is queued on the device."""
@@ -183,7 +171,7 @@ def capture_into(graph: Any, pool: Any, side: Any, compute: Callable[[], Any]) -
 class Graphed:
     """A forward pass that runs as a graph if one has room, and otherwise without a graph."""
 
-    def __init__(self, forward: Forward, graphs: Mapping[Shape, Runs]) -> None:
+    def __init__(self, forward: Forward, graphs: Mapping[Shape, Graph]) -> None:
         """Puts graphs in front of a forward pass, which runs for all other shapes."""
         self._forward = forward
         self._graphs = graphs
@@ -199,57 +187,46 @@ class Graphed:
         return self._graphs[shape].run(batch)
 
 
+@dataclass
 class Capture:
     """Captures the forward passes of one model.
 
     Attributes:
+        padded: The padded forward pass, with the attention that the model was loaded with.
+        values: What is read of the model's output for a batch, whatever its kind makes of it.
+        texts: Makes the texts for the check.
+        tolerance: Maximum difference of the values, relative to their size.
+        make: Makes a `Graph`.
+        wait: Returns when the device has computed everything.
+        clock: Seconds, on any scale.
         graphs: What was captured, by shape.
         why: Why there are no more of them; empty where all shapes are captured.
     """
 
-    def __init__(
-        self,
-        padded: Padded,
-        values: Values,
-        texts: RandomTexts,
-        tolerance: float,
-        *,
-        make: Callable[..., Runs] = Graph,
-        wait: Callable[[], None] = torch.cuda.synchronize,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Captures nothing yet.
+    padded: Padded
+    values: Values
+    texts: RandomTexts
+    tolerance: float
+    _: KW_ONLY
+    make: Callable[..., Any] = Graph
+    wait: Callable[[], None] = torch.cuda.synchronize
+    clock: Callable[[], float] = time.perf_counter
+    graphs: dict[Shape, Graph] = field(default_factory=dict)
+    why: str = ""
+    #: Time of the smallest pass without a graph.
+    _usual_s: float = 0.0
+    #: Size of the values of texts, by several of them.
+    _scale: float = 0.0
 
-        Args:
-            padded: The padded forward pass, with the attention that the model was loaded with.
-            values: What is read of the model's output for a batch, whatever its kind makes of it.
-            texts: Makes the texts for the check.
-            tolerance: Maximum difference of the values, relative to their size.
-            make: Makes a `Graph`.
-            wait: Returns when the device has computed everything.
-            clock: Seconds, on any scale.
-        """
-        self.graphs: dict[Shape, Runs] = {}
-        self.why = ""
-        self._padded = padded
-        self._values = values
-        self._texts = texts
-        self._tolerance = tolerance
-        self._make = make
-        self._wait = wait
-        self._clock = clock
-        self._pool: Any = torch.cuda.graph_pool_handle() if make is Graph else None
-        #: Time of the smallest pass without a graph.
-        self._usual_s = 0.0
-        #: Size of the values of texts, by several of them.
-        self._scale = 0.0
+    def __post_init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle() if self.make is Graph else None
 
     def run(self, shapes: Sequence[Shape]) -> None:
         """Captures shapes, smallest first, up to the first that fails or saves no time."""
-        end_s = self._clock() + CAPTURE_S
+        end_s = self.clock() + CAPTURE_S
         for shape in shapes:
             spelled = f"{shape.texts} x {shape.length} tokens"
-            if self._clock() > end_s:
+            if self.clock() > end_s:
                 self.why = f"{CAPTURE_S:g} s were over before {spelled}"
                 return
             try:
@@ -263,13 +240,13 @@ class Capture:
     def _try(self, shape: Shape) -> str:
         """Captures a shape and keeps the graph, or says why not."""
         # Shorter than the shape, so that warming up meets the mask that is captured.
-        batch = self._texts([max(1, shape.length - 1)] * shape.texts)
-        self._usual_s = self._usual_s or self._fastest_s(lambda: self._values(self._padded, batch))
+        batch = self.texts([max(1, shape.length - 1)] * shape.texts)
+        self._usual_s = self._usual_s or self._fastest_s(lambda: self.values(self.padded, batch))
         self._scale = self._scale or self._size_of_values(shape.length)
-        graph = self._make(Fixed(self._padded, shape), self._values, batch, self._pool)
+        graph = self.make(Fixed(self.padded, shape), self.values, batch, self._pool)
         differences = [self._difference(graph, texts) for texts in self._others(shape)]
         # Written so that NaN fails.
-        if not all(each <= self._tolerance for each in differences):
+        if not all(each <= self.tolerance for each in differences):
             # The same error may have gone unnoticed in the other graphs.
             self.graphs = {}
             return f"differ by {max(differences):.1g} of their size"
@@ -283,30 +260,30 @@ class Capture:
         """Texts other than the captured ones: shorter ones, and fewer."""
         for seed, texts in enumerate((shape.texts, shape.texts // 2 + 1), start=1):
             lengths = [max(1, shape.length - 3 * place - seed) for place in range(texts)]
-            yield self._texts(lengths, seed)[: shape.texts]
+            yield self.texts(lengths, seed)[: shape.texts]
 
-    def _difference(self, graph: Runs, batch: list[Prepared]) -> float:
-        usual = self._values(self._padded, batch)
+    def _difference(self, graph: Graph, batch: list[Prepared]) -> float:
+        usual = self.values(self.padded, batch)
         return worst_difference([*graph.run(batch)], [*usual], self._scale)
 
     def _size_of_values(self, length: int) -> float:
-        texts = self._texts([length] * SCALE_TEXTS)
-        return max(map(size, self._values(self._padded, texts)))
+        texts = self.texts([length] * SCALE_TEXTS)
+        return max(map(size, self.values(self.padded, texts)))
 
     def _fastest_s(self, run: Callable[[], Any]) -> float:
         times_s = []
         for _ in range(REPEATS):
-            self._wait()
-            started_s = self._clock()
+            self.wait()
+            started_s = self.clock()
             run()
-            self._wait()
-            times_s.append(self._clock() - started_s)
+            self.wait()
+            times_s.append(self.clock() - started_s)
         return min(times_s)
 
 
 def captured(
     name: str, device: torch.device, capture: Capture, shapes: Sequence[Shape]
-) -> Mapping[Shape, Runs]:
+) -> Mapping[Shape, Graph]:
     """The graphs of a model on a CUDA device; a line in the log says which, and why no more."""
     before_bytes = torch.cuda.memory_reserved(device)
     with torch.cuda.device(device), torch.inference_mode():

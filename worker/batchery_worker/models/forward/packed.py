@@ -18,7 +18,7 @@ from batchery_worker.models.forward.attention import (
     row_of_this_pass,
 )
 from batchery_worker.models.hardware.transfers import HostToDevice
-from batchery_worker.models.tokenizer import Prepared
+from batchery_worker.models.tokenizer import Prepared, padding_position
 
 
 class Packed:
@@ -31,30 +31,19 @@ class Packed:
     name = "packed"
     pads = False
 
-    def __init__(
-        self,
-        model: Any,
-        device: torch.device,
-        *,
-        names: Sequence[str],
-        padding_position: int | None,
-        varlen: bool,
-    ) -> None:
+    def __init__(self, model: Any, device: torch.device, names: Sequence[str]) -> None:
         """Installs nothing yet.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
             names: Inputs that a tokenized text has, token ids first.
-            padding_position: Position of padding in the table of positions; texts start behind it.
-                None if texts start at 0.
-            varlen: Use CUDA's kernel for rows of texts.
         """
         self._model = model
-        self._device = device
         self._names = list(names)
-        self._padding_position = padding_position
-        self._varlen = varlen
+        #: Position of padding in the table of positions; texts start behind it.
+        self._padding_position = padding_position(model)
+        self._has_kernel = device.type == "cuda"
         self._to_device = HostToDevice(device)
         # Without this input, transformers takes zeros for one text only, which is too short for a
         # row. GPT-2 takes it, too, but reads it as words.
@@ -143,7 +132,7 @@ class Packed:
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         # Other passes may run at the same time.
-        self.last = row = Row(lengths, ends_there if self._varlen else None)
+        self.last = row = Row(lengths, ends_there if self._has_kernel else None)
         with row_of_texts(row):
             yield inputs, starts, ends_there
 

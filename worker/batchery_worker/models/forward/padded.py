@@ -3,7 +3,7 @@
 The host must not wait for the device in a pass, so it is tried which masks a model takes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,23 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.forward import Forward, RandomTexts, Reading, worst_difference
+from batchery_worker.models.forward import Reading
 from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.tokenizer import Prepared
-
-#: Lengths of the texts of the check, in tokens, where the longest is at most so long.
-LENGTHS = (48, 5, 1, 31)
-
-#: What the config of a model with sliding windows calls them. A window would be lost with a mask
-#: that is ready, and only a text that is longer than the window would show it.
-WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
 
 
 class MaskForms(NamedTuple):
     """Which masks a model takes besides one of the tokens, (B, L).
 
     From that one, transformers makes its own on the device, and looks there whether it masks
-    anything: the host waits for all passes before. `mask_forms` finds out what a model takes.
+    anything: the host waits for all passes before. `find_masks` finds out what a model takes.
 
     Attributes:
         none: No mask, where nothing is padded.
@@ -45,14 +38,7 @@ class Padded:
     pads = True
 
     def __init__(
-        self,
-        model: Any,
-        device: torch.device,
-        *,
-        padding: Mapping[str, int],
-        side: str,
-        to_device: HostToDevice | None = None,
-        masks: MaskForms = MaskForms(),  # noqa: B008 (a constant)
+        self, model: Any, device: torch.device, *, padding: Mapping[str, int], side: str
     ) -> None:
         """Prepares the pass.
 
@@ -61,26 +47,19 @@ class Padded:
             device: Where it is.
             padding: Padding of each input, by name, in the order of a tokenized text's rows.
             side: `left` or `right`.
-            to_device: Transfers to share with another pass.
-            masks: What the model takes.
         """
-        self.masks = masks
+        #: Those that the model takes.
+        self.masks = MaskForms()
+        self.device = device
         self._model = model
-        self._device = device
         self._padding = padding
         self._side = side
-        self._to_device = to_device or HostToDevice(device)
+        self._to_device = HostToDevice(device)
 
-    def with_masks(self, masks: MaskForms) -> "Padded":
-        """The same pass with other masks."""
-        return Padded(
-            self._model,
-            self._device,
-            padding=self._padding,
-            side=self._side,
-            to_device=self._to_device,
-            masks=masks,
-        )
+    @property
+    def names(self) -> Sequence[str]:
+        """Inputs that a tokenized text has, token ids first."""
+        return list(self._padding)
 
     def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
         """Runs the model on a batch; returns what is read of its output."""
@@ -143,46 +122,3 @@ class Padded:
             places < lengths if self._side == "right" else places >= longest - lengths
         )
         return mask
-
-
-def mask_forms(
-    model: Any,
-    padded: Padded,
-    values: Callable[[Forward, Sequence[Prepared]], Sequence[Tensor]],
-    texts: RandomTexts,
-    max_length: int | None,
-    tolerance: float,
-) -> MaskForms:
-    """Finds out which masks give the same results as the model's own.
-
-    Args:
-        model: Loaded.
-        padded: Its padded forward pass, with no such mask yet.
-        values: What the model's kind makes of each text of a batch.
-        texts: Makes the texts of the check.
-        max_length: Maximum length of a text in tokens; None if unlimited.
-        tolerance: Maximum difference of the results, relative to their size.
-    """
-    config = model.config
-    lengths = [min(length, max_length or length) for length in LENGTHS]
-    uneven, even = texts(lengths), texts([lengths[0]] * 2)
-
-    def is_same(masks: MaskForms, batch: Sequence[Prepared]) -> bool:
-        changed = padded.with_masks(masks)
-        try:
-            for results in (Padded.tokens, values):
-                difference = worst_difference(results(changed, batch), results(padded, batch))
-                if not difference <= tolerance:
-                    return False
-        except Exception:  # noqa: BLE001 (the code of any model)
-            return False
-        return True
-
-    with torch.inference_mode():
-        ready = config._attn_implementation == "sdpa" and not any(
-            getattr(config, name, None) for name in WINDOWS
-        )
-        return MaskForms(
-            none=is_same(MaskForms(none=True), even),
-            ready=ready and is_same(MaskForms(ready=True), uneven),
-        )

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from batchery.errors import ModelLoadError
 from batchery_worker.models.forward import Forward, RandomTexts, worst_difference
 from batchery_worker.models.forward.attention import HALF, NotPackable, varlen_kernel
 from batchery_worker.models.forward.packed import Packed
-from batchery_worker.models.forward.padded import Padded
+from batchery_worker.models.forward.padded import MaskForms, Padded
 from batchery_worker.models.source import reason
 from batchery_worker.models.tokenizer import Prepared
 
@@ -19,6 +18,13 @@ from batchery_worker.models.tokenizer import Prepared
 #: longer than the usual local attention, whose errors short texts would not show. Together they are
 #: longer than most models have positions for, which happens to rows.
 CHECK_LENGTHS = (150, 37, 150, 1, 9, 9, 3, 150, 20)
+
+#: Lengths of the texts for which masks are compared, where the longest is at most so long.
+MASKED_LENGTHS = (48, 5, 1, 31)
+
+#: What the config of a model with sliding windows calls them. A window would be lost with a mask
+#: that is ready, and only a text that is longer than the window would show it.
+WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
 
 #: Maximum length, in tokens, of the check's texts whose vectors or scores are compared as well.
 SHORT_TOKENS = 40
@@ -36,89 +42,102 @@ LEAST_NOISE = 2.5e-7
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.5e-2, torch.bfloat16: 0.1}
 
 
-class Choice(NamedTuple):
-    """The forward pass of a model, and why it is not the packed one."""
-
-    forward: Padded | Packed
-    why: str
-
-
 class Candidate(NamedTuple):
     """A model that needs a forward pass.
 
     Attributes:
-        name: For errors.
         setting: `auto`, `padded` or `packed`.
         model: Loaded.
-        device: Where it is.
-        padding_position: See `Packed`.
         max_length: Maximum length of a text in tokens; None if unlimited.
         padded: Its padded forward pass.
         values: What its kind makes of each text of a batch, in order.
-        inputs: Names of the inputs that a tokenized text has, token ids first.
         texts: Makes the texts of the check.
     """
 
-    name: str
     setting: str
     model: Any
-    device: torch.device
-    padding_position: int | None
     max_length: int | None
     padded: Padded
     values: Callable[[Forward, Sequence[Prepared]], Sequence[Tensor]]
-    inputs: Sequence[str]
     texts: RandomTexts
 
+    @property
+    def tolerance(self) -> float:
+        """Maximum difference of its results, relative to their size."""
+        return TOLERANCE[self.model.dtype]
 
-def choose(candidate: Candidate) -> Choice:
+
+def find_masks(candidate: Candidate) -> MaskForms:
+    """Finds out which masks give the same results as the model's own, which it has now."""
+    config, padded, most = candidate.model.config, candidate.padded, candidate.max_length
+    lengths = [min(length, most or length) for length in MASKED_LENGTHS]
+    uneven, even = candidate.texts(lengths), candidate.texts([lengths[0]] * 2)
+
+    def is_same(masks: MaskForms, batch: Sequence[Prepared]) -> bool:
+        try:
+            for compute in (Padded.tokens, candidate.values):
+                usual = compute(padded, batch)
+                padded.masks = masks
+                found = compute(padded, batch)
+                padded.masks = MaskForms()
+                if not worst_difference(found, usual) <= candidate.tolerance:
+                    return False
+        except Exception:  # noqa: BLE001 (the code of any model)
+            padded.masks = MaskForms()
+            return False
+        return True
+
+    with torch.inference_mode():
+        ready = config._attn_implementation == "sdpa" and not any(
+            getattr(config, name, None) for name in WINDOWS
+        )
+        return MaskForms(
+            none=is_same(MaskForms(none=True), even),
+            ready=ready and is_same(MaskForms(ready=True), uneven),
+        )
+
+
+def choose(candidate: Candidate) -> tuple[Padded | Packed, str]:
     """Chooses between the padded and the packed forward pass.
 
     The packed pass is taken if the device has a fast attention for it, and if every token gets the
     vector that it gets when its text is alone.
 
+    Returns:
+        The pass, and why it is not the packed one.
+
     Raises:
-        ModelLoadError: The setting says packed, and the model cannot be packed.
+        ValueError: The setting says packed, and the model cannot be packed.
     """
+    padded = candidate.padded
     if candidate.setting == "padded":
-        return Choice(candidate.padded, "as the settings say")
+        return padded, "as the settings say"
     problem = _obstacle(candidate)
     if problem is None:
-        packed = Packed(
-            candidate.model,
-            candidate.device,
-            names=candidate.inputs,
-            padding_position=candidate.padding_position,
-            varlen=candidate.device.type == "cuda",
-        )
+        packed = Packed(candidate.model, padded.device, padded.names)
         problem = _check(candidate, packed)
         if problem is None:
             packed.is_proven = True
-            return Choice(packed, "")
+            return packed, ""
     if candidate.setting == "packed":
-        raise ModelLoadError(
-            f"model {candidate.name!r}: forward = 'packed', but {problem}; set it to auto or padded"
-        )
-    return Choice(candidate.padded, f"since {problem}")
+        raise ValueError(f"forward = 'packed', but {problem}; set it to auto or padded")
+    return padded, f"since {problem}"
 
 
 def _obstacle(candidate: Candidate) -> str | None:
     """What rules out packing before anything is tried."""
     if "position_ids" not in inspect.signature(candidate.model.forward).parameters:
         return "its code takes no position_ids"
-    if candidate.device.type == "cuda":
+    kind = candidate.padded.device.type
+    if kind == "cuda":
         # Text by text, the host would wait for the device in each layer.
-        return _varlen_obstacle(candidate)
-    if candidate.setting == "packed" or candidate.device.type == "cpu":
-        return None
-    return f"there is no fast attention for rows of texts on {candidate.device.type}"
-
-
-def _varlen_obstacle(candidate: Candidate) -> str | None:
-    if varlen_kernel() is None:
-        return f"torch {torch.__version__} has no attention for rows of texts on CUDA"
-    if candidate.model.dtype not in HALF:
-        return f"attention for rows of texts on CUDA is for fp16 and bf16, not {_dtype(candidate)}"
+        if varlen_kernel() is None:
+            return f"torch {torch.__version__} has no attention for rows of texts on CUDA"
+        if candidate.model.dtype not in HALF:
+            dtype = _dtype(candidate)
+            return f"attention for rows of texts on CUDA is for fp16 and bf16, not {dtype}"
+    elif candidate.setting != "packed" and kind != "cpu":
+        return f"there is no fast attention for rows of texts on {kind}"
     return None
 
 
@@ -179,7 +198,7 @@ def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> st
     packed.worst = max(packed.worst, *worst.values())
     for what, difference in worst.items():
         # Written so that NaN fails.
-        if not difference <= TOLERANCE[candidate.model.dtype]:
+        if not difference <= candidate.tolerance:
             return f"packed {what} differ by {difference:.1g} of their size, {_dtype(candidate)}"
     return problem
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER,
 )
 
-from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory, PromptTooLong, StartError
+from batchery.errors import OutOfMemory, PromptTooLong
 from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
@@ -22,7 +22,6 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.generation.prompts import (
     Prompts,
     ending_tokens,
-    is_chat,
     make_decoder,
     make_speller,
     read_bytes,
@@ -39,8 +38,8 @@ from batchery_worker.models.generation.trial import Candidate, choose_batch, gen
 from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
-from batchery_worker.models.source import ModelSource, identity, name_version, quiet, reason
+from batchery_worker.models.inputs import GenerationKeywords, read_each, read_item, read_keywords
+from batchery_worker.models.source import ModelSource, identity, loading, name_version
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -96,16 +95,11 @@ class GenerationModel(StepModel):
                 be done, or its numbers are not those of `generate`; one line says which.
             DeviceUnavailable: There is no such device.
         """
-        self._split = open_split(device, self.settings)
-        self._device = self._split.device
-        try:
-            with quiet():
-                self._source = ModelSource(self.settings, takes_gguf=True)
-                self._load(self._source)
-        except StartError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+        with loading(self.settings.model):
+            self._split = open_split(device, self.settings)
+            self._device = self._split.device
+            self._source = ModelSource(self.settings, takes_gguf=True)
+            self._load(self._source)
 
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
@@ -116,26 +110,19 @@ class GenerationModel(StepModel):
         self._check_config(config)
         self._split.begin(self, config)
         loader: Any = AutoModelForSeq2SeqLM if self.has_encoder else AutoModelForCausalLM
-        self.model, info = loader.from_pretrained(
-            source.name,
-            dtype=dtype_for(self.settings.dtype, self._device),
-            use_safetensors=True,
-            output_loading_info=True,
-            **source.options,
-            **self._split.options,
-        )
-        if missing := sorted(info["missing_keys"]):
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint lacks {len(missing)} weights"
-                f" ({', '.join(missing[:2])}); name a model that was trained to write texts"
+        dtype = dtype_for(self.settings.dtype, self._device)
+        self.model, missing = source.load(loader, dtype=dtype, **self._split.options)
+        if missing:
+            raise ValueError(
+                f"its checkpoint lacks {len(missing)} weights ({', '.join(missing[:2])}); name a"
+                " model that was trained to write texts"
             )
-        if self.settings.quantize != "none":
-            quantize(self.settings.model, self.model, self.settings.quantize, self._device)
+        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         self._rules = Rules(self.model, source)
         self._read_tokenizer(source)
-        found = longest_text(self.settings, source, self.tokenizer, self.model)
+        found = longest_text(self.settings, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
         known = range(min(len(self.tokenizer), self._vocabulary))
         special = {*self.tokenizer.all_special_ids, *self._endings}
@@ -154,21 +141,20 @@ class GenerationModel(StepModel):
         )
 
     def _check_config(self, config: Any) -> None:
-        """Refuses what writes no texts. Raises ModelLoadError."""
+        """Refuses what writes no texts. Raises ValueError."""
         names = config.architectures or []
         self.has_encoder = config.is_encoder_decoder
         written = WITH_ENCODER if self.has_encoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if names and not self.settings.trust_remote_code and not {*written.values()} & {*names}:
-            raise ModelLoadError(
-                f"model {self.settings.model!r}: is a {names[0]}, and generation takes models that"
-                " write texts (...ForCausalLM, ...ForConditionalGeneration); name one, or choose"
-                " another kind"
+            raise ValueError(
+                f"is a {names[0]}, and generation takes models that write texts (...ForCausalLM,"
+                " ...ForConditionalGeneration); name one, or choose another kind"
             )
         for name in ("cache_tokens", "max_batch_tokens"):
             if self.has_encoder and getattr(self.settings, name) is not None:
-                raise ModelLoadError(
-                    f"model {self.settings.model!r}: {name} has no meaning for a model with an"
-                    " encoder; take it away, and limit its batches by slots"
+                raise ValueError(
+                    f"{name} has no meaning for a model with an encoder; take it away, and limit"
+                    " its batches by slots"
                 )
 
     def _read_tokenizer(self, source: ModelSource) -> None:
@@ -187,8 +173,7 @@ class GenerationModel(StepModel):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        run = {"device": self._device.type, "dtype": str(self.model.dtype)}
-        return identity(self.settings, self._source, run, self.model)
+        return identity(self.settings, self._source, self.model, {"device": self._device.type})
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
         """Reads items and keywords.
@@ -196,16 +181,14 @@ class GenerationModel(StepModel):
         Returns:
             A `Prompt` per item; `Failed` with an `InvalidItem` for each that cannot run.
         """
-        prepared: list[Any] = []
-        for item in items:
-            try:
-                content, own = split_options(item)
-                options = read_keywords(GenerationKeywords, {**keywords, **own})
-                field = "messages" if is_chat(content) else "prompt"
-                prepared.append(self._prompt(self._prompts.read(content), options, field))
-            except InvalidItem as error:
-                prepared.append(Failed(type(error)(str(error))))
-        return prepared
+
+        def read(item: Any) -> Prompt:
+            found = read_item(item)
+            options = read_keywords(GenerationKeywords, {**keywords, **found.options})
+            field = "messages" if found.messages else "prompt"
+            return self._prompt(self._prompts.read(found), options, field)
+
+        return read_each(items, read)
 
     def _prompt(
         self, tokens: list[int], options: GenerationKeywords, field: str = "prompt"
@@ -221,7 +204,7 @@ class GenerationModel(StepModel):
                 + (", or ask for fewer new ones" if options.max_new_tokens else "")
             )
         wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)
-        return Prompt(tokens, options, wanted)
+        return Prompt(tokens, options, wanted, options.repetition_penalty or self._penalty)
 
     def tokens(self, prepared: Prompt) -> int:
         """Length of the prompt."""
@@ -249,22 +232,18 @@ class GenerationModel(StepModel):
         for text in job.texts:
             if self._texts.pop(text.name, None) is not None:
                 self._batch.drop(text.name)
-        return None if job.is_streamed else [text.take_rest() for text in job.texts]
+        return None if job.is_streamed else [text.take("") for text in job.texts]
 
     def _add(self, job: TextJob) -> None:
         """Has the texts of a job that have not ended written."""
-        penalty = self._penalty_of(job.prompt)
         for text in job.texts:
             if text.finish_reason is None:
                 if self._rules.hold:
                     text.rules = self._rules.read(text.prompt)
-                elif penalty != 1:
+                elif job.prompt.penalty != 1:
                     text.penalize(self._vocabulary, self._device)
                 self._texts[text.name] = text
                 self._batch.add(text.name, text.prompt, text.tokens)
-
-    def _penalty_of(self, prompt: Prompt) -> float:
-        return prompt.options.repetition_penalty or self._penalty
 
     def step(self) -> list[Advance]:
         """Computes the next token of each text.
@@ -297,7 +276,7 @@ class GenerationModel(StepModel):
         for row, text in enumerate(texts):
             if text.rules:
                 logits[row] = self._rules.apply(text, logits[row])
-        samplings = [text.sampling(self._penalty_of(text.prompt)) for text in texts]
+        samplings = [text.sampling() for text in texts]
         scores = penalize(logits, samplings)
         tokens = choose_tokens(scores, samplings)
         widths = [text.prompt.options.logprobs for text in texts]
@@ -327,8 +306,8 @@ class GenerationModel(StepModel):
 
     def _advance(self, text: SlotText, token: int) -> list[Advance]:
         """What became of a text; nothing if its job has ended in this step."""
-        job = self._jobs.get(text.slot)
-        if job is None or text not in job.texts:
+        job = text.job
+        if self._jobs.get(job.slot) is not job:
             return []
         job.note_token()
         released = text.add(token, self._endings)

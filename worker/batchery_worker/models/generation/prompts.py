@@ -9,17 +9,11 @@ from pydantic_core import from_json
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from batchery.errors import InvalidItem
-from batchery_worker.models.inputs import check_text, check_token_ids
+from batchery_worker.models.inputs import GenerationItem, check_text, check_token_ids
 from batchery_worker.models.source import reason
 
 #: Roles that chats have everywhere. Others are taken if the template names them.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def is_chat(item: Any) -> bool:
-    """Whether an item has messages, and no prompt."""
-    first = item[:1] if isinstance(item, list) else [item]
-    return bool(first) and isinstance(first[0], Mapping)
 
 
 class Prompts:
@@ -30,47 +24,24 @@ class Prompts:
         self._vocabulary = vocabulary
         self._max_chars = max_chars
 
-    def read(self, item: Any) -> list[int]:
-        """Returns the tokens of an item.
-
-        Args:
-            item: A prompt; or its tokens; or the messages of a chat, alone or as
-                `{"messages": [...], "tools": [...]}`.
-
-        Raises:
-            InvalidItem: It is none of these; names what is wrong.
-        """
-        if isinstance(item, str):
-            text = check_text("prompt", item, self._max_chars)
-            return self._not_empty(self._tokenizer(text)["input_ids"])
-        if isinstance(item, Mapping):
-            if unknown := sorted(map(str, item.keys() - {"messages", "tools", "tool_choice"})):
-                raise InvalidItem(
-                    f"item: has {unknown[0]!r}; a chat has 'messages' and 'tools', and options are"
-                    " keywords of the call, or stand in 'options'"
-                )
-            return self._chat(item.get("messages"), item.get("tools"), item.get("tool_choice"))
-        if is_chat(item):
-            return self._chat(item, None)
-        if isinstance(item, list):
-            return check_token_ids(item, self._vocabulary, self._max_chars)
-        raise InvalidItem(
-            f"item: must be a prompt, or the messages of a chat, not {type(item).__name__}"
-        )
+    def read(self, item: GenerationItem) -> list[int]:
+        """Returns the tokens of an item. Raises InvalidItem: it has none, or wrong ones."""
+        if item.messages:
+            return self._not_empty(self._chat(item.messages, item.tools, item.tool_choice))
+        if isinstance(item.prompt, list):
+            return check_token_ids(item.prompt, self._vocabulary, self._max_chars)
+        text = check_text("prompt", item.prompt, self._max_chars)
+        return self._not_empty(self._tokenizer(text)["input_ids"])
 
     def _not_empty(self, tokens: list[int]) -> list[int]:
         if not tokens:
             raise InvalidItem("prompt: has no tokens")
         return tokens
 
-    def _chat(self, messages: Any, tools: Any, tool_choice: Any = None) -> list[int]:
+    def _chat(self, messages: Sequence[Any], tools: Any, tool_choice: Any) -> list[int]:
         template = self._tokenizer.chat_template
         if not template:
             raise InvalidItem("messages: the model has no chat template; send a prompt")
-        if not isinstance(messages, list) or not messages:
-            raise InvalidItem("messages: must be a list with at least one message")
-        if tools is not None and not isinstance(tools, list):
-            raise InvalidItem(f"tools: must be a list, not {type(tools).__name__}")
         checked = [self._message(at, each, str(template)) for at, each in enumerate(messages)]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -87,15 +58,10 @@ class Prompts:
             ) from None
         check_text("messages", text, self._max_chars)
         # The template has written the special tokens.
-        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._not_empty(tokens)
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
-    def _message(self, at: int, message: Any, template: str) -> dict[str, Any]:
-        if not isinstance(message, Mapping):
-            raise InvalidItem(
-                f"messages[{at}]: must be a dictionary with 'role' and 'content',"
-                f" not {type(message).__name__}"
-            )
+    def _message(self, at: int, message: dict[str, Any], template: str) -> dict[str, Any]:
         role = message.get("role")
         if role not in ROLES and not (isinstance(role, str) and role and role in template):
             raise InvalidItem(f"messages[{at}].role = {role!r:.80}: there are {', '.join(ROLES)}")

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from batchery.errors import ModelLoadError
 from batchery_worker.models.generation.texts import Prompt, SlotText
 from batchery_worker.models.inputs import GenerationKeywords
 from batchery_worker.models.source import ModelSource
@@ -70,7 +69,7 @@ class Rules:
         """Reads the generation config of a model of transformers.
 
         Raises:
-            ModelLoadError: It asks for what cannot be honoured; names the field.
+            ValueError: It asks for what cannot be honoured; names the field.
         """
         self._model = model
         # An encoder's prompt is no part of its text.
@@ -82,14 +81,14 @@ class Rules:
             file, asked = "config.json", vars(model.generation_config)
         for field, value in asked.items():
             if field not in KNOWN and value not in REFUSED.get(field, (None,)):
-                raise ModelLoadError(
-                    f"model {source.name!r}: {file} has {field} = {value!r:.80}, which may change"
-                    " its texts and is not supported; take it away"
+                raise ValueError(
+                    f"{file} has {field} = {value!r:.80}, which may change its texts and is not"
+                    " supported; take it away"
                 )
         if "generate" in vars(model):
-            raise ModelLoadError(
-                f"model {source.name!r}: custom_generate/generate.py writes its texts in"
-                " another way, which is not supported; take it away"
+            raise ValueError(
+                "custom_generate/generate.py writes its texts in another way, which is not"
+                " supported; take it away"
             )
         none = GenerationKeywords(repetition_penalty=1.0)
         self.hold = bool(self.read(Prompt([0], none, 1))) or bool(self._start)
@@ -125,13 +124,13 @@ def start_token(model: Any) -> int:
     """The token with which the decoder begins.
 
     Raises:
-        ModelLoadError: The model's files do not say.
+        ValueError: The model's files do not say.
     """
     defaults = model.generation_config
     for token in (defaults.decoder_start_token_id, defaults.bos_token_id):
         if token is not None:
             return int(token)
-    raise ModelLoadError(
-        f"model {model.config.name_or_path!r}: its files have no decoder_start_token_id, so that it"
-        " is unknown with what texts begin; write it into generation_config.json"
+    raise ValueError(
+        "its files have no decoder_start_token_id, so that it is unknown with what texts begin;"
+        " write it into generation_config.json"
     )

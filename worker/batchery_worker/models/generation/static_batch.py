@@ -57,7 +57,7 @@ class StaticBatch:
             texts: Maximum number of texts in a batch.
 
         Raises:
-            ModelLoadError: It does not say with which token texts begin.
+            ValueError: It does not say with which token texts begin.
         """
         self._model = model
         self._texts = texts

@@ -29,11 +29,13 @@ class Prompt(NamedTuple):
         tokens: Of the prompt.
         options: The job's keywords.
         max_new_tokens: How many tokens its texts may have.
+        penalty: Divides the scores of tokens that are there already; 1 for none.
     """
 
     tokens: list[int]
     options: GenerationKeywords
     max_new_tokens: int
+    penalty: float = 1.0
 
 
 class GrowingText:
@@ -113,7 +115,7 @@ class SlotText:
 
     Attributes:
         name: In the batch.
-        slot: Of its job.
+        job: Whose it is.
         choice: Which of the job's texts it is.
         tokens: That the model has written.
         finish_reason: `stop`, or `length`; None while it grows.
@@ -124,40 +126,30 @@ class SlotText:
 
     def __init__(self, job: "TextJob", choice: int, decode: Decode) -> None:
         self.name = f"{job.serial}/{choice}"
-        self.slot = job.slot
+        self.job = job
         self.choice = choice
         self.prompt = job.prompt
         self.tokens: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
-        self._job = job
         self._sent = 0
         self._growing = GrowingText(decode, job.prompt.options.stops)
         self._seen: Tensor | None = None
 
-    @property
-    def text(self) -> str:
-        """What can be shown of it."""
-        return self._growing.text
-
-    def known_tokens(self) -> list[int]:
-        """All tokens, those of the prompt first."""
-        return self.prompt.tokens + self.tokens
-
     def penalize(self, vocabulary: int, device: torch.device) -> None:
         """Marks the tokens that are there already, for a repetition penalty."""
         self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self._seen[torch.tensor(self.known_tokens(), device=device)] = True
+        self._seen[torch.tensor(self.prompt.tokens + self.tokens, device=device)] = True
 
-    def sampling(self, penalty: float) -> Sampling:
+    def sampling(self) -> Sampling:
         """What it asks of its next token."""
         options = self.prompt.options
         uniform = 0.0
         if options.temperature:
-            uniform = draw(self._job.seed, self.choice, len(self.tokens))
+            uniform = draw(self.job.seed, self.choice, len(self.tokens))
         return Sampling(
             *(options.temperature, options.top_k, options.top_p),
-            *(penalty, uniform, self._seen),
+            *(self.prompt.penalty, uniform, self._seen),
         )
 
     def add(self, token: int, endings: frozenset[int]) -> str:
@@ -173,13 +165,9 @@ class SlotText:
         elif len(self.tokens) >= self.prompt.max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
-            released += self.end(self.finish_reason)
-        return released
-
-    def end(self, reason: str) -> str:
-        """Ends it; returns the text that was held back."""
-        released = self._growing.finish()
-        self.finish_reason = "stop" if self._growing.has_stopped else reason
+            released += self._growing.finish()
+            # What was held back may have the rest of a stop string.
+            self.finish_reason = "stop" if self._growing.has_stopped else self.finish_reason
         return released
 
     def resume(self, pieces: Sequence[Mapping[str, Any]], endings: frozenset[int]) -> None:
@@ -197,13 +185,10 @@ class SlotText:
         Of several texts each says when it ends; the result says so of one.
         """
         ends = self.finish_reason is not None and self.prompt.options.n > 1
-        return self._take(released) if released or ends else None
+        return self.take(released) if released or ends else None
 
-    def take_rest(self) -> dict[str, Any]:
-        """Its tokens that no piece has had, as a piece for `resume`."""
-        return self._take("")
-
-    def _take(self, released: str) -> dict[str, Any]:
+    def take(self, released: str) -> dict[str, Any]:
+        """A piece with this text and all tokens that no piece has had."""
         piece: dict[str, Any] = {"text": released, "tokens": self.tokens[self._sent :]}
         if self.prompt.options.n > 1:
             piece["choice"] = self.choice
@@ -216,7 +201,7 @@ class SlotText:
 
     def result(self) -> dict[str, Any]:
         """Its part of the result."""
-        result: dict[str, Any] = {"text": self.text, "finish_reason": self.finish_reason}
+        result: dict[str, Any] = {"text": self._growing.text, "finish_reason": self.finish_reason}
         if self.prompt.options.logprobs is not None:
             result["logprobs"] = self.logprobs
         return result

@@ -69,7 +69,7 @@ def choose_batch(candidate: Candidate) -> PagedBatch | StaticBatch:
     """Makes the batch of a model, with an attention that gives the numbers of `generate`.
 
     Raises:
-        ModelLoadError: There is none.
+        ValueError: There is none.
     """
     *fast, usual = attentions(candidate.model, candidate.may_graph)
     for attention in fast:
@@ -88,9 +88,9 @@ def _try_attention(candidate: Candidate, attention: str) -> PagedBatch | StaticB
     """Makes a batch with this attention, and has it write texts that share their steps.
 
     Raises:
-        ModelLoadError: The model fails in a step, or its numbers are not those of `generate`.
+        ValueError: The model fails in a step, or its numbers are not those of `generate`.
     """
-    model, name = candidate.model, candidate.settings.model
+    model = candidate.model
     model.config._attn_implementation = attention
     try:
         batch = _make_batch(candidate)
@@ -102,18 +102,18 @@ def _try_attention(candidate: Candidate, attention: str) -> PagedBatch | StaticB
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelLoadError(
-            f"model {name!r}: its texts cannot be computed together, each at its own place:"
-            f" {type(error).__name__}: {reason(error)}"
+        raise ValueError(
+            f"its texts cannot be computed together, each at its own place: {type(error).__name__}:"
+            f" {reason(error)}"
         ) from error
     right = [generated_logits(model, prompt, written) for prompt, written in texts]
     allowed = max(SURE[model.dtype], ROUNDINGS * _find_rounding(model, *texts[1], right[1]))
     for difference in map(_compare, found, right):
         # Written so that NaN fails.
         if not difference < min(allowed, TOLERANCE[model.dtype]):
-            raise ModelLoadError(
-                f"model {name!r}: beside other texts it gives other tokens than alone"
-                f" ({difference:.2g} of the spread of its logits); it cannot be batched"
+            raise ValueError(
+                f"beside other texts it gives other tokens than alone ({difference:.2g} of the"
+                " spread of its logits); it cannot be batched"
             )
     return batch
 

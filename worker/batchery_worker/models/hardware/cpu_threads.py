@@ -8,7 +8,7 @@ pipeline are the streams.
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -154,48 +154,41 @@ class StepThreads:
             clock: Seconds, on any scale.
         """
         self.count = self._most = most
+        self._tried = max(most // 2, 1)
         self._clock = clock
-        #: How many are tried; 0 between two trials.
-        self._tried = 0
-        self._goes_up = False
-        #: Steps until the trial begins or ends.
-        self._left = FIRST_STEPS
-        #: How long the steps of a trial lasted, by their threads.
-        self._lasted_s: dict[int, list[float]] = {}
+        #: Steps of the trial; below 0, those until it begins.
+        self._at = -FIRST_STEPS
+        #: How long its steps lasted, by their threads.
+        self._lasted_s = defaultdict[int, list[float]](list)
 
     @contextmanager
     def step(self) -> Iterator[int]:
         """Gives a step its threads of torch until the end of the block; says how many."""
-        turn, at = divmod(TRIAL_STEPS - self._left, TURN_STEPS)
-        threads = self._tried if self._tried and turn % 2 else self.count
+        turn, at = divmod(self._at, TURN_STEPS)
+        threads = self._tried if self._at >= 0 and turn % 2 else self.count
         torch.set_num_threads(threads)
         began_s = self._clock()
         try:
             yield threads
         finally:
             torch.set_num_threads(self._most)
-        if self._tried and at:
-            self._lasted_s.setdefault(threads, []).append(self._clock() - began_s)
-        self._left -= 1
-        if not self._left and self._tried:
+        if self._at >= 0 and at:
+            self._lasted_s[threads].append(self._clock() - began_s)
+        self._at += 1
+        if self._at == TRIAL_STEPS:
             self._end_trial()
-        elif not self._left:
-            self._begin_trial()
-
-    def _begin_trial(self) -> None:
-        fewer, more = max(self.count // 2, 1), min(2 * self.count, self._most)
-        goes_up = self._goes_up if fewer < self.count < more else self.count < more
-        self._tried = more if goes_up else fewer
-        self._left, self._lasted_s = TRIAL_STEPS, {}
 
     def _end_trial(self) -> None:
         lasted_s = {threads: median(each) for threads, each in self._lasted_s.items()}
-        limit = FEWER if self._tried < self.count else MORE
-        is_better = lasted_s[self._tried] <= limit * lasted_s[self.count]
-        self._left = FIRST_STEPS if is_better else STEPS_BETWEEN
-        self._goes_up = (self._tried > self.count) == is_better
+        goes_up = self._tried > self.count
+        is_better = lasted_s[self._tried] <= (MORE if goes_up else FEWER) * lasted_s[self.count]
         self.count = self._tried if is_better else self.count
-        self._tried = 0
+        # It goes on in this direction if that helped, and otherwise turns.
+        others = [min(2 * self.count, self._most), max(self.count // 2, 1)]
+        wanted, other = others if goes_up == is_better else reversed(others)
+        self._tried = other if wanted == self.count else wanted
+        self._at = -(FIRST_STEPS if is_better else STEPS_BETWEEN)
+        self._lasted_s.clear()
 
 
 def _settle_threads(settle: Callable[[], None]) -> None:

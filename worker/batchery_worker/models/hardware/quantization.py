@@ -1,12 +1,15 @@
 """Weights of eight bits, by torchao: less memory, and the same forward passes."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from batchery.errors import ModelLoadError
+from batchery.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 #: Minimum compute capability of CUDA devices with float8.
 FLOAT8_CAPABILITY = (8, 9)
@@ -15,28 +18,37 @@ FLOAT8_CAPABILITY = (8, 9)
 FEATURE_MULTIPLE = 16
 
 
-def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
-    """Makes the weights of a model's linear layers smaller; heads and embeddings stay as they are.
+def quantize(settings: ModelSettings, model: Any, device: torch.device) -> None:
+    """Makes the weights of a model's linear layers smaller, if its settings say so.
+
+    Heads and embeddings stay as they are.
 
     Each output of a layer has its own scale. The layers go to the device one by one, so that it
     never holds all unquantized weights.
 
     Raises:
-        ModelLoadError: torchao is missing, the device has no float8, or there is no such layer.
+        ValueError: torchao is missing, the device has no float8, or there is no such layer.
     """
-    option = f"model {name!r}: quantize = {how!r}"
+    how = settings.quantize
+    if how == "none":
+        return
+    option = f"quantize = {how!r}"
     if how == "float8":
         _check_float8(option, device)
     if not any(map(_fits, model.base_model.modules())):
-        raise ModelLoadError(f"{option}, but it has no plain linear layers; set it to none")
+        raise ValueError(f"{option}, but it has no plain linear layers; set it to none")
     try:
         from torchao import quantization
     except ImportError:
-        raise ModelLoadError(f"{option} needs torchao: pip install 'batchery[quantize]'") from None
+        raise ValueError(f"{option} needs torchao: pip install 'batchery[quantize]'") from None
     kinds = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
-    config = getattr(quantization, kinds[how])()
+    config, before_bytes = getattr(quantization, kinds[how])(), weights_bytes(model)
     quantization.quantize_(
         model.base_model, config, filter_fn=lambda layer, _: _fits(layer), device=device
+    )
+    logger.info(
+        "model %s: weights in %s, %.1f MiB of %.1f",
+        *(settings.model, how, weights_bytes(model) / 2**20, before_bytes / 2**20),
     )
 
 
@@ -61,10 +73,10 @@ def _check_float8(option: str, device: torch.device) -> None:
     least = ".".join(map(str, FLOAT8_CAPABILITY))
     needs = f"{option} needs a CUDA device of compute capability {least} or more"
     if device.type != "cuda":
-        raise ModelLoadError(f"{needs}, not {device}; int8 runs anywhere")
+        raise ValueError(f"{needs}, not {device}; int8 runs anywhere")
     has = torch.cuda.get_device_capability(device)
     if has < FLOAT8_CAPABILITY:
-        raise ModelLoadError(f"{needs}; {device} has {has[0]}.{has[1]}; int8 runs there")
+        raise ValueError(f"{needs}; {device} has {has[0]}.{has[1]}; int8 runs there")
 
 
 def _fits(layer: nn.Module) -> bool:

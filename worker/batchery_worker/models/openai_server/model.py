@@ -8,17 +8,21 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import httpx2
-from pydantic import ValidationError
 
-from batchery.errors import InvalidItem, ModelLoadError, ServerFailed
+from batchery.errors import ModelLoadError, ServerFailed
 from batchery.model import GOES_ON, Advance, StepModel
-from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, read_secret
-from batchery_worker.models.inputs import GenerationKeywords, Keywords, check_text, read_keywords
+from batchery_worker.models.inputs import (
+    GenerationKeywords,
+    check_text,
+    check_token_ids,
+    read_each,
+    read_item,
+    read_keywords,
+)
 from batchery_worker.models.openai_server.exchange import DISAGREES, Exchange, ServerPrompt
 
 #: How long a step waits for something to arrive, in seconds; meanwhile no item can join.
@@ -28,7 +32,8 @@ STEP_S = 0.05
 CONNECT_S = 10.0
 
 
-# Items
+#: The server's vocabulary is unknown: it refuses ids that are none.
+ANY_VOCABULARY = 2**31
 
 
 class ServerKeywords(GenerationKeywords):
@@ -53,89 +58,6 @@ class ServerKeywords(GenerationKeywords):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     extra_body: dict[str, Any] | None = None
-
-
-class ServerItem(Keywords):
-    """An item that is a dictionary.
-
-    Attributes:
-        prompt: A text, or its tokens.
-        messages: A chat; either this or `prompt`.
-        tools: As the keyword.
-        tool_choice: As the keyword.
-        extra_body: As the keyword.
-        options: Keywords of this item alone, which outrank those of the job.
-    """
-
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    extra_body: Any = None
-    options: dict[str, Any] | None = None
-
-
-def read_prompt(
-    item: Any,
-    keywords: Mapping[str, Any],
-    settings: ModelSettings,
-    kind: type[ServerKeywords] = ServerKeywords,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> ServerPrompt:
-    """The request for an item.
-
-    Args:
-        item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
-        keywords: Keywords of its job.
-        settings: The model's.
-        kind: Which keywords there are.
-        defaults: Fields of the request unless the job says something else.
-    """
-    read = read_item(item)
-    own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
-    options = read_keywords(kind, {**keywords, **own, **(read.options or {})})
-    asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
-    body = {**defaults, **asked_for}
-    body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
-    body["temperature"] = options.temperature
-    body["stream_options"] = {"include_usage": True}
-    if read.messages and options.logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": options.logprobs}
-    body |= options.extra_body or {}
-    body |= {"prompt": read.prompt, "messages": read.messages}
-    body |= {"model": settings.model, "stream": True}
-    body = {name: value for name, value in body.items() if value is not None}
-    text = json.dumps(body, ensure_ascii=False)
-    check_text("item", text, settings.max_chars)
-    asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-    asked += [options.max_new_tokens or settings.max_new_tokens]
-    return ServerPrompt(
-        path="chat/completions" if read.messages else "completions",
-        content=text.encode(),
-        choices=options.n,
-        max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
-    )
-
-
-def read_item(item: Any) -> ServerItem:
-    """The parts of an item.
-
-    Raises:
-        InvalidItem: It is none; names what is wrong.
-    """
-    is_chat = isinstance(item, list) and item and isinstance(item[0], dict)
-    fields = item if isinstance(item, dict) else {"messages" if is_chat else "prompt": item}
-    try:
-        read = ServerItem.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidItem(f"item.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if bool(read.prompt) == bool(read.messages):
-        raise InvalidItem("item: must be a prompt, or the messages of a chat, and not empty")
-    return read
-
-
-# The model
 
 
 class OpenAIServerModel(StepModel):
@@ -213,13 +135,39 @@ class OpenAIServerModel(StepModel):
 
     def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Sequence[Any]:
         """Makes a request of each item."""
-        return [self._prepare(item, keywords) for item in items]
+        return read_each(items, lambda item: self._read_prompt(item, keywords))
 
-    def _prepare(self, item: Any, keywords: dict[str, Any]) -> ServerPrompt | Failed:
-        try:
-            return read_prompt(item, keywords, self.settings, self.keywords, self.defaults)
-        except InvalidItem as error:
-            return Failed(error)
+    def _read_prompt(self, item: Any, keywords: Mapping[str, Any]) -> ServerPrompt:
+        """The request for an item. Raises InvalidItem: it is none, or a keyword is wrong."""
+        read, settings = read_item(item), self.settings
+        if isinstance(read.prompt, list):
+            check_token_ids(read.prompt, ANY_VOCABULARY, settings.max_chars)
+        own = read.model_dump(include={"tools", "tool_choice", "extra_body"}, exclude_none=True)
+        options = read_keywords(self.keywords, {**keywords, **own, **read.options})
+        asked_for = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+        max_tokens = options.max_new_tokens or settings.max_new_tokens
+        body = {
+            **self.defaults,
+            **asked_for,
+            "max_tokens": max_tokens,
+            "temperature": options.temperature,
+            "stream_options": {"include_usage": True},
+        }
+        if read.messages and options.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": options.logprobs}
+        body |= options.extra_body or {}
+        body |= {"prompt": read.prompt, "messages": read.messages}
+        body |= {"model": settings.model, "stream": True}
+        body = {name: value for name, value in body.items() if value is not None}
+        text = json.dumps(body, ensure_ascii=False)
+        check_text("item", text, settings.max_chars)
+        asked = (max_tokens, body.get("max_tokens"), body.get("max_completion_tokens"))
+        return ServerPrompt(
+            path="chat/completions" if read.messages else "completions",
+            content=text.encode(),
+            choices=options.n,
+            max_tokens=max(each for each in asked if isinstance(each, int)) * options.n,
+        )
 
     def join(self, slot: int, prepared: ServerPrompt, pieces: Sequence[Any], **_: Any) -> None:
         """Sends the request of an item.

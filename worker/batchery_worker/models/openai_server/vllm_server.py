@@ -16,7 +16,7 @@ from batchery.model import Advance
 from batchery.settings import ModelSettings
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.models.openai_server.model import OpenAIServerModel, ServerKeywords
-from batchery_worker.models.source import ModelSource, name_version
+from batchery_worker.models.source import ModelSource, loading, name_version
 
 logger = logging.getLogger("batchery.vllm")
 
@@ -81,15 +81,17 @@ class VllmModel(OpenAIServerModel):
         Raises:
             ModelLoadError: It does not start; one line says why.
         """
+        with loading(self.settings.model):
+            self._start(device)
+
+    def _start(self, device: str) -> None:
         settings = self.settings
         for name, instead in INSTEAD.items():
             if name in settings.model_fields_set:
-                raise ModelLoadError(
-                    f"model {settings.model!r}: {name} is not for the engine vllm; set {instead}"
-                )
+                raise ValueError(f"{name} is not for the engine vllm; set {instead}")
         python = Path(settings.engine_python or "").expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
-            raise ModelLoadError(
+            raise ValueError(
                 f"engine_python = {settings.engine_python!r}: there is no such program; name the"
                 " Python of an environment that has vllm, such as /opt/vllm/bin/python"
             )

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from batchery_worker.models.forward import RandomTexts
-from batchery_worker.models.forward.padded import MaskForms, Padded, mask_forms
+from batchery_worker.models.forward.padded import MaskForms, Padded
+from batchery_worker.models.forward.selection import Candidate, find_masks
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
@@ -24,7 +25,12 @@ LABELS = ("animal", "weather", "trade")
 
 def forms(model: Any) -> MaskForms:
     texts = RandomTexts(len(model._tokenize.names), np.arange(4, 20))
-    return mask_forms(model.model, model._pass, model._values, texts, model.max_length, 1e-4)
+    return find_masks(
+        Candidate(
+            *("padded", model.model, model.max_length, model._pass),
+            *(model._values_by_text, texts),
+        )
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

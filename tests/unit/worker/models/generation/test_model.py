@@ -15,6 +15,7 @@ from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery_worker.models.generation import paged_batch
 from batchery_worker.models.generation.prompts import Prompts, make_decoder, read_bytes
+from batchery_worker.models.inputs import read_item
 from support.tiny_models import CORPUS, Build, Load
 from support.tiny_writers import (
     ENCODER_WRITERS,
@@ -206,7 +207,7 @@ def test_arguments_of_a_call_in_the_history_reach_the_template_as_an_object(
     function = {"name": "weather", "arguments": arguments}
     call = {"id": "a", "type": "function", "function": function}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
-    tokens = Prompts(tokenizer, 1000, 10_000).read(messages)
+    tokens = Prompts(tokenizer, 1000, 10_000).read(read_item(messages))
     assert make_decoder(tokenizer)(tokens) == shown
     assert function["arguments"] == arguments
 
@@ -323,13 +324,13 @@ def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
 @pytest.mark.parametrize(
     ("item", "keywords", "says"),
     [
-        ("", {}, "prompt: is empty"),
-        (7, {}, "item: must be a prompt, or the messages of a chat, not int"),
+        ("", {}, "item: must be a prompt, or the messages of a chat, and not empty"),
+        (7, {}, "item.prompt: Input should be a valid string"),
         ([1, 100_000], {}, "token ids: 100000 at position 1"),
         ("a " * 400, {}, "are more than max_length = 160"),
         ("a b", {"max_new_tokens": 500}, "max_length = 160; send fewer, or ask for fewer new ones"),
-        ({"messages": []}, {}, "messages: must be a list with at least one message"),
-        ({"prompt": "a", "echo": True}, {}, "item: has 'echo'"),
+        ({"messages": []}, {}, "item: must be a prompt, or the messages of a chat, and not"),
+        ({"prompt": "a", "echo": True}, {}, "item.echo: no such field"),
         ({"prompt": "a", "n": 2}, {}, "options are keywords of the call"),
         ({"prompt": "a", "options": {"n": 0}}, {}, "keyword n = 0"),
         ([{"role": "asistant", "content": "a"}], {}, "messages[0].role = 'asistant': there are"),

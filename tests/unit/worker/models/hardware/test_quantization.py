@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchery.errors import ModelLoadError
+from batchery.settings import ModelSettings
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware import quantization
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
@@ -55,8 +56,9 @@ def test_float8_is_refused_on_a_device_without_it(
     with pytest.raises(ModelLoadError, match=f"{needs}, not cpu; int8 runs anywhere"):
         embedder(build("bert"), quantize="float8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    with pytest.raises(ModelLoadError, match=f"{needs}; cuda:0 has 8.6; int8 runs there"):
-        quantize("m", torch.nn.Linear(16, 16), "float8", torch.device("cuda:0"))
+    settings = ModelSettings(kind="embedding", model="m", quantize="float8")
+    with pytest.raises(ValueError, match=f"{needs}; cuda:0 has 8.6; int8 runs there"):
+        quantize(settings, torch.nn.Linear(16, 16), torch.device("cuda:0"))
 
 
 def test_float8_is_what_torchao_makes_of_it(
