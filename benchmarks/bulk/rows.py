@@ -1,4 +1,4 @@
-"""One row of bulk.py, in a process of its own, so that its memory is its own: `ROW COUNT`.
+"""One row of the benchmark, in a process of its own, so that its memory is its own: `ROW COUNT`.
 
 Prints one line of JSON. The clock runs without imports, connections and the first few jobs.
 """

@@ -1,7 +1,6 @@
 """The rows of the engine benchmark, and how each is started."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +32,6 @@ class Row:
     #: What it is asked for, besides texts.
     request: Mapping[str, Any]
     requirements: Sequence[str] = ()
-
-    @property
-    def venv(self) -> str:
-        """Name of its environment."""
-        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
 
 
 LOOPS = [
@@ -80,9 +74,9 @@ def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
         for row in (*LOOPS, *PEERS):
             if row.name in chosen:
                 if row.module not in children:
-                    python = python_of(row.venv, row.requirements)
-                    children[row.module] = Child(python, row.module, options_of(target))
-                    stack.callback(children[row.module].stop)
+                    python = python_of(row.requirements)
+                    children[row.module] = Child(python, f"peers.{row.module}", options_of(target))
+                    stack.callback(children[row.module].close)
                 systems.append(ChildSystem(row.name, children[row.module], row.request))
         for name, make in OURS.items():
             if name in chosen:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.kernels import product_flops
-from benchmarks.venvs import ROOT
+from benchmarks.venvs import ROOT, child_environment
 
 #: The app with a model that breaks its device.
 APP = "benchmarks.peers.gpu_check_app"
@@ -87,12 +86,7 @@ def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", f"{APP}:app", "worker"]
         worker = GuardedProcess(
             [*command, "-l", "INFO", "-Q", "fragile", "--without-mingle", "--without-gossip"],
-            env={
-                **os.environ,
-                "GPU_CHECK_REDIS": server.url,
-                "BATCHERY_DEVICES": check.device,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            },
+            env=child_environment(GPU_CHECK_REDIS=server.url, BATCHERY_DEVICES=check.device),
         )
         try:
             yield app, worker

@@ -1,6 +1,5 @@
-"""What queue_overhead.py compares: the same no-op job, and how each system's worker starts."""
+"""What the queue benchmark compares: the same no-op job, and how each system's worker starts."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,12 +32,6 @@ class System:
     has_latency: bool = True
     #: Whether its results are on another Redis server than its queue.
     has_two_servers: bool = False
-
-    @property
-    def venv(self) -> str:
-        """Name of its environment."""
-        # Without its extras: some packages look for their own files by patterns.
-        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
 
 
 def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
