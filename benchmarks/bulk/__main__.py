@@ -91,7 +91,6 @@ def others(what: str) -> Iterator[Row]:
 ROWS = (
     Row(PUBLISH, "delay", "publish_delay", weight=0.05),
     Row(PUBLISH, "Producer.batch", "publish_batch", weight=0.05),
-    Row(PUBLISH, "Producer.batch, results ignored", "publish_batch_ignoring", weight=0.1),
     *others(PUBLISH),
     Row(PUBLISH, "batchery", "publish_batchery"),
     Row(COLLECT, "get", "collect_get", OURS, 0.05),

@@ -69,17 +69,6 @@ def publish_batch(count: int) -> float:
     return timed(work, count)
 
 
-def publish_batch_ignoring(count: int) -> float:
-    """The same without subscriptions: nobody wants the results."""
-
-    def work(jobs: int) -> None:
-        with app.producer_or_acquire() as producer, producer.batch(max_size=BATCH):
-            for number in range(jobs):
-                noop.apply_async((number,), producer=producer, ignore_result=True)
-
-    return timed(work, count)
-
-
 def publish_batchery(count: int) -> float:
     """Ours."""
     with Publisher(app, "noop") as publisher:

@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.engine.flops import flops_of, peak_of
-from benchmarks.engine.gpu import gpu_name, mean, utilisation
+from benchmarks.engine.flops import flops_of
+from benchmarks.engine.gpu import mean, utilisation
 from benchmarks.engine.models import shape_of
 from benchmarks.engine.rows import print_rows, rows_of
 from benchmarks.engine.sample import Sample, System
@@ -88,9 +88,7 @@ def measure(
         busy[system.name] += shares
     lengths = lengths_of(texts, target.folder)
     rows = rows_of(workload, samples, len(texts), flops_of(shape_of(options.model), lengths))
-    peak = peak_of(gpu_name(target.device) or "", target.dtype)
     for row in rows:
-        row["mfu"] = peak and round(row["flops_per_s"] / peak, 4)
         row["gpu_utilisation"] = mean(busy[row["system"]])
     return rows
 

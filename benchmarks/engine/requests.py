@@ -72,7 +72,6 @@ def main() -> None:
             "texts": options.workload,
             "rounds": options.rounds,
             "seconds": options.seconds,
-            "cuda_graphs": options.cuda_graphs,
             "rows": [],
         }
         for rows in measure(target, cases, texts, options):
@@ -91,7 +90,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a row and round")
     parser.add_argument("--warm-up", type=float, default=WARM_UP_S, help="seconds before each")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cuda-graphs", choices=["auto", "never"], default="auto")
     return parser.parse_args()
 
 

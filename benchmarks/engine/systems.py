@@ -36,7 +36,6 @@ class Row:
 
 LOOPS = [
     Row("loop: arrival order", "offline_loops", {"loop": "naive"}),
-    Row("loop: sorted", "offline_loops", {"loop": "sorted"}),
     Row("loop: token budget", "offline_loops", {"loop": "budget"}),
     Row("loop: packed", "offline_loops", {"loop": "packed"}),
     Row("loop: packed, side by side", "offline_loops", {"loop": "side by side"}),

@@ -98,7 +98,6 @@ def target_for(
             "model": str(target.folder),
             "max_length": LONGEST,
             "dtype": target.dtype,
-            "cuda_graphs": getattr(options, "cuda_graphs", "auto"),
         }
         sizes = queues or {"embed": target.batch_size}
         # Our processes inherit it.

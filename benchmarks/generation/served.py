@@ -12,7 +12,7 @@ import psutil
 from batchery_producer import Client
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.engine.worker import devices_of
+from benchmarks.engine.worker import WORKER, devices_of
 from benchmarks.venvs import child_environment
 
 #: How long the first result may take: the model is loaded before it, in seconds.
@@ -25,7 +25,6 @@ GRACE_S = 10.0
 LOOK_S = 0.02
 
 APP = "benchmarks.generation.app"
-WORKER = ("-l", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat")
 
 
 class Served:

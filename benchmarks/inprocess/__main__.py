@@ -110,7 +110,8 @@ def main() -> None:
             for workload in filter(system.workloads.__contains__, options.workloads):
                 for place, figures in measure(system, workload, given, options):
                     runs[place].append(figures)
-                    print(f"round {number + 1}: {place}: {figures['items_per_s']:,.0f} items/s")
+                    where = ", ".join(map(str, place))
+                    print(f"round {number + 1}: {where}: {figures['items_per_s']:,.0f} items/s")
     rows = [row_of(place, each) for place, each in sorted(runs.items())]
     report = {
         "hardware": hardware(),

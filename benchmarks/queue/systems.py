@@ -30,11 +30,9 @@ class System:
     keys_per_job: int = 1
     #: Whether single calls are measured, too.
     has_latency: bool = True
-    #: Whether its results are on another Redis server than its queue.
-    has_two_servers: bool = False
 
 
-def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
+def batchery(name: str, *options: str) -> System:
     """A row of ours."""
     return System(
         name,
@@ -42,7 +40,6 @@ def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
         (*CELERY, "benchmarks.peers.batchery_tasks", *WORKER, *options),
         weight=5.0,
         has_latency="-E" not in options,
-        has_two_servers=has_two_servers,
     )
 
 
@@ -52,7 +49,6 @@ def celery(name: str, *options: str) -> System:
         name,
         "benchmarks.peers.celery_stock",
         (*CELERY, "benchmarks.peers.celery_stock", *WORKER, *options),
-        has_latency="-E" not in options,
     )
 
 
@@ -131,9 +127,7 @@ def systems() -> list[System]:
     return [
         batchery("batchery"),
         batchery("batchery, with events", "-E"),
-        batchery("batchery, two servers", has_two_servers=True),
         celery("celery solo", "-P", "solo"),
-        celery("celery solo, with events", "-P", "solo", "-E"),
         celery("celery threads -c 4", "-P", "threads", "-c", "4"),
         celery("celery prefork -c 2", "-P", "prefork", "-c", "2"),
         *OTHERS,

@@ -16,9 +16,6 @@ pytestmark = pytest.mark.timeout(500)
 
 TIMEOUT_S = patient(480)
 
-#: A step that is the step `requests` with an option for CUDA.
-AS_REQUESTS = "single requests without graphs"
-
 #: In the place of the check's steps: the first is fine, and others raise, die or hang.
 STEPS = """
 import json, os, sys, time
@@ -35,11 +32,10 @@ for name in sys.argv[sys.argv.index("--steps") + 1:]:
 
 def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     reports = [f"--json={tmp_path / 'check.json'}", f"--page={tmp_path / 'check.md'}"]
-    wanted = [name for name in gpu_check.LIMITS_S if name != AS_REQUESTS]
-    answer = bench("gpu_check", "--dry", *reports, "--steps", *wanted, timeout_s=TIMEOUT_S)
+    answer = bench("gpu_check", "--dry", *reports, timeout_s=TIMEOUT_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     steps = json.loads((tmp_path / "check.json").read_text())["steps"]
-    assert list(steps) == wanted
+    assert list(steps) == list(gpu_check.LIMITS_S)
     assert {step["status"] for step in steps.values()} == {"ok"}
     page = (tmp_path / "check.md").read_text()
     assert all(f"## {name}\n" in page for name in steps)
