@@ -199,17 +199,6 @@ def test_nobody_fences_a_device_whose_function_holds_the_interpreter(
         assert started.stop() == 0
 
 
-def test_worker_survives_a_flushall(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
-) -> None:
-    worker = start_worker("apps.leases")
-    for task in ("batch", "batch"):
-        bare.flushall()
-        jobs = send(redis_url, task, [1, 2, 3], book=book)
-        wait_for(partial(have_results, bare, jobs), "the worker works", TIMEOUT_S)
-    assert worker.stop() == 0
-
-
 def has_executed(book: Path, times: int) -> bool:
     return len(executions(book)) >= times
 

@@ -193,11 +193,6 @@ def test_a_second_callback_that_redis_refuses_fails_its_job_alone(
     assert "no-queue" in str(job.result)
 
 
-def test_an_unknown_task_fails_with_not_registered(client: Celery) -> None:
-    with pytest.raises(NotRegistered):
-        client.send_task("nobody.knows.me", ["x"]).get(timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -260,35 +255,6 @@ def test_a_header_that_cannot_be_handed_to_a_device_stays_in_the_worker(
     put(redis_url, json.dumps(message).replace('"DEEP"', "[" * 600 + "]" * 600).encode())
     assert client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S) == "TEMPLATE"
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"id": None},
-        {"id": 7},
-        {"id": {"a": 1}},
-        {"id": ["a"], "task": "nobody.knows.me"},
-        {"task": ["a list"]},
-        {"task": None},
-        {"expires": 7},
-        {"retries": "x"},
-    ],
-)
-def test_headers_that_name_no_job_cost_only_their_message(
-    client: Celery, redis_url: str, headers: dict[str, Any]
-) -> None:
-    message = template(client, redis_url)
-    put(redis_url, {**message, "headers": {**message["headers"], **headers}})
-    assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
-
-
-@pytest.mark.parametrize("body", ["bnVsbA==", "eyJ0YXNrIjogWyJhIl19", "eyJ0YXNrIjogIngifQ=="])
-def test_a_message_that_is_no_job_costs_nothing(redis_url: str, client: Celery, body: str) -> None:
-    """Without headers, as in Celery's first protocol: null, an odd name, and no id."""
-    message = template(client, redis_url)
-    put(redis_url, {**message, "headers": {}, "body": body})
-    assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
 
 
 def test_a_pickled_job_is_refused(client: Celery) -> None:

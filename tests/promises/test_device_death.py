@@ -1,17 +1,15 @@
 """Kills device processes and workers; every job must end once, for the right reason."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from celery import Celery
 
 from apps import shop, stages
 from batchery import DeviceDied
 from conftest import StartWorker
-from support.harness import Worker, device_busy, queue_length, wait_ended, wait_for
+from support.harness import Worker, wait_ended, wait_for
 from support.patience import patient
 
 TIMEOUT_S = patient(60)
@@ -86,44 +84,6 @@ def test_devices_die_with_a_worker_that_is_killed(start_worker: StartWorker) -> 
     worker.process.kill()
     worker.wait_exit()
     wait_ended([device])
-
-
-def test_a_job_that_cannot_be_unpacked_costs_only_itself(
-    start_worker: StartWorker, client: Celery
-) -> None:
-    start_worker("apps.shop")
-    bad = client.send_task("apps.shop.shout", [])
-    good = client.send_task("apps.shop.shout", ["good"])
-    assert good.get(timeout=TIMEOUT_S) == "GOOD"
-    assert "exactly one positional argument" in str(outcome(bad))
-
-
-def test_warm_shutdown_finishes_what_runs_and_returns_what_waits(
-    start_worker: StartWorker, redis_url: str, tmp_path: Path
-) -> None:
-    worker = start_worker("apps.shop")
-    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate") as running:
-        waiting = shop.shout.submit_many([f"text {number}" for number in range(20)])
-        worker.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "Warm shutdown" in worker.log, "it ends")
-    assert worker.wait_exit() == 0
-    assert running.get(timeout=TIMEOUT_S) == str(tmp_path / "gate")
-    assert not any(job.ready() for job in waiting)
-    assert queue_length(redis_url) == 20
-    start_worker("apps.shop")
-    assert waiting.get(timeout=TIMEOUT_S) == [f"TEXT {number}" for number in range(20)]
-
-
-def test_cold_shutdown_leaves_no_process_and_loses_nothing(
-    start_worker: StartWorker, redis_url: str
-) -> None:
-    worker = start_worker("apps.shop")
-    shop.nap.delay(30)
-    wait_for(lambda: busy(worker), "the device is busy")
-    device = only_device(worker)
-    worker.stop(signal.SIGQUIT)
-    wait_ended([device])
-    wait_for(lambda: queue_length(redis_url) == 1, "job is back")
 
 
 def busy(worker: Worker) -> bool:
