@@ -1,4 +1,4 @@
-"""deploy/ is true as far as it can be without Docker: files, commands, Redis, Flower, gateway.
+"""deploy/ is true as far as it can be without Docker: files, commands, Redis, gateway.
 
 The chart has tests of its own (test_chart.py), as have alerts and dashboard (test_monitoring.py).
 """
@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 import urllib.error
 import urllib.request
@@ -25,13 +26,16 @@ from batchery_producer.gateway.callers import make_key
 from batchery_worker.devstack.redis_server import find_redis_server
 from conftest import StartWorker
 from support.deployed import check_environment
-from support.docs_commands import check, check_install, executable, search_path
+from support.docs_commands import check, check_install, search_path
 from support.harness import PYTHONPATH, TESTS, kill_all, wait_for
 from support.own_redis import find_lasting_port
 from support.patience import patient
 
 ROOT = TESTS.parent
 DEPLOY = ROOT / "deploy"
+
+#: Commands that are installed beside this Python.
+BIN = Path(sys.executable).parent
 
 #: `${NAME}`, `${NAME:-default}` and `${NAME:?what to do}`, as compose files spell variables.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
@@ -53,10 +57,8 @@ def instructions(name: str) -> list[str]:
 
 def test_compose_and_docker_know_all_that_the_files_say() -> None:
     schema = ("--builtin-schema", "vendor.compose-spec")
-    subprocess.run(
-        [executable("check-jsonschema") or "", *schema, DEPLOY / "compose.yaml"], check=True
-    )
-    subprocess.run([executable("hadolint") or "", DEPLOY / "Dockerfile"], check=True)
+    subprocess.run([BIN / "check-jsonschema", *schema, DEPLOY / "compose.yaml"], check=True)
+    subprocess.run([BIN / "hadolint", DEPLOY / "Dockerfile"], check=True)
     for name, service in SERVICES.items():
         assert set(service.get("depends_on", {})) <= set(SERVICES), name
         for volume in service.get("volumes", []):
@@ -103,7 +105,7 @@ def test_systemd_understands_the_unit_and_its_command_exists(tmp_path: Path) -> 
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze")
     unit = tmp_path / "batchery-worker.service"
-    unit.write_text(text.replace("/opt/batchery/bin", str(Path(executable("celery") or "").parent)))
+    unit.write_text(text.replace("/opt/batchery/bin", str(BIN)))
     done = subprocess.run(
         ["systemd-analyze", "verify", unit],
         env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
@@ -207,11 +209,10 @@ def wait_healthy(name: str, port: int) -> None:
     wait_for(is_healthy, f"{name} is healthy", patient(60))
 
 
-def here(name: str, port: int, folder: Path) -> list[str]:
+def here(name: str, port: int) -> list[str]:
     """The command of a service of the compose file, on another port of this machine."""
-    changes = ((r"(port=)\d+", rf"\g<1>{port}"), (r"0\.0\.0\.0", "127.0.0.1"))
     command = list(SERVICES[name]["command"])
-    for pattern, text in (*changes, ("/var/lib/flower", str(folder))):
+    for pattern, text in ((r"(port=)\d+", rf"\g<1>{port}"), (r"0\.0\.0\.0", "127.0.0.1")):
         command = [re.sub(pattern, text, word) for word in command]
     return command
 
@@ -224,17 +225,6 @@ def refuses(url: str) -> bool:
     return refused.value.code == 401
 
 
-def test_flower_asks_for_the_password_and_says_that_it_lives(
-    tmp_path: Path, redis_url: str
-) -> None:
-    port = find_lasting_port()
-    login = {"FLOWER_BASIC_AUTH": "user:password", "BATCHERY_REDIS_URL": redis_url}
-    with running(["celery", *here("flower", port, tmp_path)], tmp_path, **login):
-        wait_healthy("flower", port)
-        assert refuses(f"http://127.0.0.1:{port}/workers")
-        assert refuses(f"http://127.0.0.1:{port}/api/workers")
-
-
 def test_gateway_asks_for_the_key_and_says_that_it_lives(tmp_path: Path, redis_url: str) -> None:
     port, (key, hashed) = find_lasting_port(), make_key()
     shutil.copy(DEPLOY / "batchery.toml", tmp_path)
@@ -243,7 +233,7 @@ def test_gateway_asks_for_the_key_and_says_that_it_lives(tmp_path: Path, redis_u
         "BATCHERY_GATEWAY": settings["BATCHERY_GATEWAY"].replace("/var/lib", str(tmp_path)),
         "BATCHERY_REDIS_URL": redis_url,
     }
-    command = [executable("batchery") or "", *here("gateway", port, tmp_path)]
+    command = [str(BIN / "batchery"), *here("gateway", port)]
     with running(command, tmp_path, **environment):
         wait_healthy("gateway", port)
         url = f"http://127.0.0.1:{port}/v1/models"
