@@ -20,9 +20,7 @@ from conftest import StartWorker
 from support.answers import Answers
 from support.event_stream import Events
 from support.harness import Worker, open_redis, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60.0)
+from support.patience import TIMEOUT_S
 
 #: The queue of the batch task.
 QUEUE = "apps.leases.batch"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, chain
+from celery import Celery
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from kombu import Connection
 
@@ -13,9 +13,7 @@ from batchery import DeviceDied
 from conftest import StartWorker
 from support.harness import Worker, device_busy, wait_for
 from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 PROGRAM = find_rabbitmq()
 
@@ -67,25 +65,6 @@ def test_jobs_that_wait_share_a_batch(amqp: Celery, worker: Worker, tmp_path: Pa
     results = [job.get(timeout=TIMEOUT_S) for job in jobs]
     assert [result["item"] for result in results] == list(range(100))
     assert max(len(result["mates"]) for result in results) > 1
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_chain(amqp: Celery) -> None:
-    first = amqp.signature("apps.shop.shout", args=("a",), app=amqp)
-    second = amqp.signature("apps.shop.bound", app=amqp)
-    assert chain(first, second, app=amqp)().get(timeout=TIMEOUT_S) == "apps.shop.bound:A"
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_retry(amqp: Celery, tmp_path: Path) -> None:
-    job = amqp.send_task("apps.shop.third_time", [str(tmp_path / "attempts")])
-    assert job.get(timeout=TIMEOUT_S) == 3
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_countdown(amqp: Celery) -> None:
-    job = amqp.send_task("apps.shop.shout", ["later"], countdown=0.5)
-    assert job.get(timeout=TIMEOUT_S) == "LATER"
 
 
 def test_a_job_that_is_revoked_while_it_waits_never_runs(

@@ -16,9 +16,10 @@ from batchery.cli.explain import find
 from batchery.transport.redis_schema import Keys, find_own
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
-from support.commands import TIMEOUT_S, run, start
+from support.commands import run, start
 from support.harness import Worker, device_busy, wait_for
 from support.own_redis import OwnRedis
+from support.patience import TIMEOUT_S
 from support.redis_places import with_database
 
 

@@ -12,9 +12,7 @@ from apps import ledger
 from batchery import InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
 from support.harness import Worker, open_redis, unsettled, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 TASK = "apps.ledger.misbehave"
 
@@ -198,17 +196,7 @@ def test_a_second_callback_that_redis_refuses_fails_its_job_alone(
     [
         "bm90IGpzb24=",  # not json
         "bnVsbA==",  # null
-        "Nw==",  # 7
-        "W10=",  # []
-        "ImFyZ3Mi",  # "args"
-        "WyJhcmdzIl0=",  # ["args"]
-        "WzEsIDJd",  # [1, 2]
-        "eyJhIjogMX0=",  # {"a": 1}
-        "eyJhcmdzIjogWzFdLCAia3dhcmdzIjogMX0=",  # {"args": [1], "kwargs": 1}
         "W251bGwsIG51bGwsIG51bGxd",  # [null, null, null]
-        "W1tdLCB7fSwgW11d",  # [[], {}, []]
-        "W1siYSJdLCBbMV0sIHt9XQ==",  # [["a"], [1], {}]
-        "W3siYSI6MX0sIHt9LCB7fV0=",  # [{"a":1}, {}, {}]
         "W1siYSJdLCB7fSwgN10=",  # [["a"], {}, 7]
         None,
     ],

@@ -14,9 +14,7 @@ from apps import shop
 from batchery import BatchArgumentError, ItemFailed
 from conftest import StartWorker
 from support.harness import Worker, device_busy, unsettled, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,9 +9,7 @@ from celery import Celery
 from conftest import StartWorker
 from support.harness import open_redis, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:
