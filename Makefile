@@ -58,7 +58,7 @@ AUDIT_INSTALLED := $(AUDIT_VENV)/.installed-2.10.1-7.5.0
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test test-all vllm test-vllm mutants fuzz matrix lint audit docs bench
+.PHONY: help demo demo-chat test test-all vllm test-vllm fuzz matrix lint audit docs bench
 .PHONY: gpu-check constraints clean
 
 help: ## say what there is to make
@@ -84,9 +84,6 @@ vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## run the tests of the engine vllm (ARGS=... are options of pytest)
 	TEST_VLLM_PYTHON="$(CURDIR)/$(VLLM_VENV)/bin/python" $(PY) -m pytest -p no:randomly $(ARGS) \
 	  tests/integration/test_vllm_engine.py
-
-mutants: $(INSTALLED) ## change single operators, and say which change no unit test notices (ARGS=...)
-	cd tests && ../$(PY) -m support.mutants $(ARGS)
 
 fuzz: $(INSTALLED) ## try every decoder for half an hour (ARGS="--seconds 60 body" for less)
 	PYTHONPATH=tests $(PY) -W ignore -m fuzz $(ARGS)

@@ -24,14 +24,10 @@ def hardware() -> dict[str, Any]:
 
 def command(name: str) -> str:
     """The command of a benchmark as another machine would run it: without paths of this one."""
-    kept: list[str] = []
-    is_path = False
+    kept = []
     for each in sys.argv[1:]:
-        option, sign, value = each.partition("=") if each.startswith("--") else ("", "", each)
-        if option:
-            is_path = option.startswith(("--venvs", "--write")) or option == "--keep"
-        if not is_path:
-            kept.append(shlex.quote(option + sign + without_folder(value)))
+        option, sign, value = each.rpartition("=")
+        kept.append(shlex.quote(option + sign + without_folder(value)))
     return " ".join([f"python -m benchmarks.{name}", *kept])
 
 
@@ -48,13 +44,6 @@ def describe_lengths(lengths: Sequence[int]) -> dict[str, Any]:
         "mean": round(statistics.mean(lengths), 1),
         "longest": max(lengths),
     }
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """A percentile of at least one value."""
-    if len(values) < 2:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def write_report(target: Path | None, report: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Environments of other systems, each made when it is first needed."""
 
+import os
+import re
 import subprocess
 import sys
 import venv
@@ -13,20 +15,27 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv" / "peers"
 
 
-def python_of(name: str, requirements: Sequence[str], parent: Path = FOLDER) -> Path:
+def child_environment(**variables: str) -> dict[str, str]:
+    """What a child inherits that finds our packages where this process does, and `benchmarks`."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
+def python_of(requirements: Sequence[str]) -> Path:
     """The Python of an environment that has these packages, and their dependencies.
 
     Args:
-        name: Of the environment.
-        requirements: Pinned, as for pip; none means the Python that runs now.
-        parent: Where environments are.
+        requirements: Pinned, as for pip, and named like the last one; none means the Python that
+            runs now.
 
     Raises:
         SystemExit: They cannot be installed.
     """
     if not requirements:
         return Path(sys.executable)
-    folder = parent / name
+    # Not as it stands: some packages look for their own files by patterns, which have brackets.
+    name = re.sub(r"\W+", "-", requirements[-1].partition("==")[0]).strip("-")
+    folder = FOLDER / name
     python = folder / "bin" / "python"
     done = folder / "installed.txt"
     wanted = "\n".join(requirements)

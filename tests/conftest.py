@@ -5,7 +5,6 @@ import gc
 import os
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
-from support.harness import STARTUP, TESTS, Worker, kill_all, open_redis
+from support.harness import STARTUP, Worker, kill_all, open_redis
 from support.lessee import Lessee, StartLessee
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.patience import patient
@@ -82,24 +81,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Says which modules this run has left out."""
-    chosen = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-    left_out = Counter(
-        path.relative_to(TESTS).parts[0]
-        for path in TESTS.rglob("test_*.py")
-        if not any(path.is_relative_to(each) for each in chosen)
-    )
-    if left_out:
-        listed = ", ".join(f"{place} ({count})" for place, count in sorted(left_out.items()))
-        terminalreporter.write_line(f"`make test-all` runs more modules: {listed}.")
-
-
 def pytest_collection_finish() -> None:
     """Leaves out of garbage collections what was imported, as each would take half a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of ours is set."""
+    for name in [each for each in os.environ if each.upper().startswith("BATCHERY_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,12 @@
 The README is followed in `tests/promises`; `mkdocs --strict` checks links.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from batchery.settings import PREFIX
 from conftest import flush
 from support.docs_page import follow
 from support.harness import TESTS
@@ -28,13 +26,8 @@ EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.rel
 WITHOUT_REDIS = {"testing.md"}
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in [each for each in os.environ if each.startswith(PREFIX)]:
-        monkeypatch.delenv(variable)
-
-
 @EACH_PAGE
+@pytest.mark.usefixtures("no_settings")
 def test_every_code_block_does_what_the_page_says(
     path: Path, tmp_path: Path, redis_url: str, hub: Path
 ) -> None:

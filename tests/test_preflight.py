@@ -1,8 +1,6 @@
 """What `make` says before the long installation."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,6 @@ def preflight() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("minor", [11, 12, 13, 14])
-def test_nothing_is_missing_on_a_python_that_works(preflight: Any, minor: int) -> None:
-    assert preflight.missing((3, minor, 0), "Linux", "glibc", MODULES, 9, 2) == []
-    assert preflight.missing((3, minor, 0), "Darwin", "", MODULES, 9, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -62,14 +54,3 @@ def test_torch_comes_without_cuda_where_nothing_could_use_it(preflight: Any) -> 
     assert chosen("", "Linux", True, True) == ""
     assert chosen("", "Darwin", False, True) == ""
     assert chosen("https://mirror", "Linux", False, True) == "https://mirror"
-
-
-def test_the_script_runs_as_make_runs_it() -> None:
-    for arguments, printed in (
-        (["check"], ""),
-        (["torch-index", "https://mirror"], "https://mirror"),
-    ):
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, printed), done.stderr

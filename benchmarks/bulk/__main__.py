@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from redis import Redis
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.systems import OTHERS, System, batchery, celery
-from benchmarks.venvs import ROOT, python_of
+from benchmarks.rows import choose, in_turn, median_and_spread, print_table, show_spread
+from benchmarks.venvs import child_environment, python_of
 
 #: Longest time for one row, in seconds.
 TIMEOUT_S = 1800.0
+
+HEADS = ("", "", "items", "items/s", "spread", "of the first", "peak")
 
 KINDS = PUBLISH, COLLECT, WHOLE = "publish", "collect", "end to end"
 
@@ -45,7 +44,7 @@ class Row:
 
     what: str
     name: str
-    #: Function in bulk_rows.py; of another system, what its module in peers shall do.
+    #: Function in rows.py; of another system, what its module in peers shall do.
     function: str
     #: Arguments of Python that start the worker; none means that no worker runs.
     worker: Sequence[str] = ()
@@ -58,7 +57,7 @@ class Row:
     def python(self) -> Path:
         """In whose environment client and worker run."""
         if self.system:
-            return python_of(self.system.venv, self.system.requirements)
+            return python_of(self.system.requirements)
         return Path(sys.executable)
 
     @property
@@ -92,7 +91,6 @@ def others(what: str) -> Iterator[Row]:
 ROWS = (
     Row(PUBLISH, "delay", "publish_delay", weight=0.05),
     Row(PUBLISH, "Producer.batch", "publish_batch", weight=0.05),
-    Row(PUBLISH, "Producer.batch, results ignored", "publish_batch_ignoring", weight=0.1),
     *others(PUBLISH),
     Row(PUBLISH, "batchery", "publish_batchery"),
     Row(COLLECT, "get", "collect_get", OURS, 0.05),
@@ -114,20 +112,18 @@ ROWS = (
 def main() -> None:
     """Runs all rows in turn, prints a table; writes JSON if asked to."""
     options = parse()
-    console = Console(highlight=False, width=140)
-    rows = choose(options.what, options.systems)
+    some = [(row.name, row) for row in ROWS if row.what in options.what]
+    rows = choose(some, options.systems)
     for row in rows:
         assert row.python.is_file()  # Installed now, and not between two rows.
     samples: dict[Row, list[dict[str, Any]]] = {row: [] for row in rows}
     with EmbeddedRedis() as server:
-        for number in range(options.rounds):
-            # To and fro, so that a machine that slows down slows all of them.
-            for row in rows if number % 2 == 0 else reversed(rows):
-                console.print(f"round {number + 1} of {options.rounds}: {row.what}, {row.name}")
-                samples[row].append(run(row, server.url, max(int(options.items * row.weight), 100)))
+        for number, row in in_turn(rows, options.rounds):
+            print(f"round {number + 1} of {options.rounds}: {row.what}, {row.name}", flush=True)
+            samples[row].append(run(row, server.url, max(int(options.items * row.weight), 100)))
         if options.max_items:
             row = Row(WHOLE, f"map, {options.max_items:,} jobs", "whole_map", OURS)
-            console.print(f"once: {row.what}, {row.name}")
+            print(f"once: {row.what}, {row.name}", flush=True)
             samples[row] = [run(row, server.url, options.max_items)]
     report = {
         "hardware": hardware(),
@@ -135,8 +131,8 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": [info(row, each) for row, each in samples.items()],
     }
-    console.print(report["hardware"])
-    console.print(table(report["rows"]))
+    print(report["hardware"])
+    print_table(HEADS, cells(report["rows"]))
     write_report(options.json, report)
 
 
@@ -148,21 +144,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--max-items", type=int, default=0, metavar="N", help="once more `map`, with so many items"
     )
-    parser.add_argument("--what", nargs="+", choices=KINDS, help="only these rows")
+    parser.add_argument("--what", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
         "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
-
-
-def choose(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[Row]:
-    """The rows that are of one of these kinds and have a name that begins with one of these."""
-    rows = [each for each in ROWS if kinds is None or each.what in kinds]
-    found = [each for each in rows if names is None or each.name.startswith(tuple(names))]
-    if not found:
-        raise SystemExit(f"--systems: choose from {', '.join(each.name for each in rows)}")
-    return found
 
 
 def run(row: Row, url: str, items: int) -> dict[str, Any]:
@@ -173,8 +160,7 @@ def run(row: Row, url: str, items: int) -> dict[str, Any]:
     """
     with Redis.from_url(url) as redis:
         redis.flushall()
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PEER_URL": url}
+    environment = child_environment(PEER_URL=url)
     with worker(row, url, environment):
         answer = subprocess.run(
             [row.python, "-W", "ignore", *row.client, str(items)],
@@ -218,28 +204,25 @@ def info(row: Row, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "what": row.what,
         "how": row.name,
         "items": samples[0]["items"],
-        "items_per_s": round(statistics.median(rates)),
-        "spread": [round(min(rates)), round(max(rates))],
+        **median_and_spread("items_per_s", rates, None),
         "peak_mib": max(each["peak_mib"] for each in samples),
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows, each beside its ratio to the first of its kind, ready for a page of docs."""
-    shown = Table("", "", "items", "items/s", "spread", "of the first", "peak", box=box.MARKDOWN)
+def cells(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """The rows, each beside its ratio to the first of its kind."""
     firsts: dict[str, float] = {}
     for each in rows:
         first = firsts.setdefault(each["what"], each["items_per_s"])
-        shown.add_row(
+        yield (
             each["what"],
             each["how"],
             f"{each['items']:,}",
             f"{each['items_per_s']:,}",
-            f"{each['spread'][0]:,} to {each['spread'][1]:,}",
+            show_spread(each),
             f"{each['items_per_s'] / first:.1f}",
             f"{each['peak_mib']} MiB",
         )
-    return shown
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One row of bulk.py, in a process of its own, so that its memory is its own: `ROW COUNT`.
+"""One row of the benchmark, in a process of its own, so that its memory is its own: `ROW COUNT`.
 
 Prints one line of JSON. The clock runs without imports, connections and the first few jobs.
 """
@@ -65,17 +65,6 @@ def publish_batch(count: int) -> float:
         with app.producer_or_acquire() as producer, producer.batch(max_size=BATCH):
             for number in range(jobs):
                 noop.apply_async((number,), producer=producer)
-
-    return timed(work, count)
-
-
-def publish_batch_ignoring(count: int) -> float:
-    """The same without subscriptions: nobody wants the results."""
-
-    def work(jobs: int) -> None:
-        with app.producer_or_acquire() as producer, producer.batch(max_size=BATCH):
-            for number in range(jobs):
-                noop.apply_async((number,), producer=producer, ignore_result=True)
 
     return timed(work, count)
 

@@ -2,16 +2,14 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.sample import Sample
 from benchmarks.engine.target import Target
-from benchmarks.venvs import ROOT
+from benchmarks.venvs import child_environment
 
 
 def options_of(target: Target) -> dict[str, Any]:
@@ -27,25 +25,21 @@ def options_of(target: Target) -> dict[str, Any]:
 
 
 class Child:
-    """A script of `peers/` that answers line by line; it loads its model once."""
+    """A script that answers line by line; it loads its model once."""
 
     def __init__(self, python: Path, module: str, options: Mapping[str, Any]) -> None:
         """Starts it, without waiting for its model.
 
         Args:
             python: Of its environment.
-            module: The script.
+            module: The script, from `benchmarks` on.
             options: Of its command line.
         """
         self._module = module
         given = [str(part) for option in options.items() for part in option]
-        paths = [str(ROOT)]
-        if python == Path(sys.executable):
-            # It finds our packages where this process does.
-            paths += filter(None, [os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", "-m", f"benchmarks.peers.{module}", *given],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
+            [python, "-W", "ignore", "-m", f"benchmarks.{module}", *given],
+            env=child_environment(HF_HUB_OFFLINE="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -57,33 +51,23 @@ class Child:
         Raises:
             SystemExit: The process has ended.
         """
-        self.receive()
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
+        self._receive()
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Sends one request and returns the answer; raises as `wait_ready`."""
-        self.send(request)
-        return self.receive()
-
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Sends one request."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._receive()
 
-    def receive(self) -> Any:
-        """Waits for the answer to a request; raises as `wait_ready`."""
+    def _receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self._module}: ended with {self._process.wait()}; see above")
         return json.loads(line)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the process."""
         self._process.kill()
         self._process.communicate()

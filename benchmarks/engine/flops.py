@@ -1,4 +1,4 @@
-"""How much arithmetic a text needs, and how much a device could do: utilisation is their ratio.
+"""How much arithmetic a text needs.
 
 Of an encoder with N layers, width D, inner width F and a text of L tokens, with a multiplication
 and an addition counted as two, and without words, norms and softmax (after Megatron-LM, Narayanan
@@ -11,7 +11,6 @@ for the four projections, the two inner layers, and the scores and the mixing of
 
 from collections.abc import Sequence
 
-from batchery_worker.models.hardware.devices import PEAK_FLOPS
 from benchmarks.engine.models import Shape
 
 
@@ -22,15 +21,3 @@ def flops_of(shape: Shape, lengths: Sequence[int]) -> float:
     return float(
         shape.layers * sum(length * (per_token + 4 * length * width) for length in lengths)
     )
-
-
-def peak_of(gpu: str, dtype: str) -> float | None:
-    """What a GPU could do per second on its tensor cores; None where nobody has looked it up.
-
-    Args:
-        gpu: As NVIDIA names it.
-        dtype: `bf16` or `fp16`; for fp32 it depends on a switch.
-    """
-    if dtype == "fp32":
-        return None
-    return next((peak for words, peak in PEAK_FLOPS.items() if words in gpu), None)

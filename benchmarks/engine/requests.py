@@ -15,18 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engine.child import Child, options_of
 from benchmarks.engine.client import Client, Window
-from benchmarks.engine.models import MODELS
-from benchmarks.engine.target import Target, about, target_for
+from benchmarks.engine.target import Target, about, model_parser, target_for
 from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
 from benchmarks.hardware import write_report
-from benchmarks.queue.report import WIDTH
+from benchmarks.rows import (
+    PERCENTS,
+    in_turn,
+    median_and_spread,
+    percentiles_ms,
+    print_table,
+    show_spread,
+)
 
 #: Name of a row -> its queue.
 QUEUES = {"one by one": "embed_one", "batched": "embed"}
@@ -46,9 +48,6 @@ BARE = "bare forward"
 #: Name of a row, and how many callers at a time.
 Case = tuple[str, int]
 
-#: What each figure is of the latencies of all rounds.
-PERCENTS = (50, 95, 99)
-
 HEADS = (
     "",
     "concurrency",
@@ -65,7 +64,6 @@ HEADS = (
 def main() -> None:
     """Measures all concurrencies of one model, prints a table; writes JSON if asked to."""
     options = parse()
-    console = Console(highlight=False, width=WIDTH)
     with target_for(options, {"embed": options.batch_size, "embed_one": 1}) as target:
         texts = read_texts(options.workload, TEXTS, target.folder)
         cases = [(BARE, 1), *((name, count) for count in options.concurrency for name in QUEUES)]
@@ -74,37 +72,28 @@ def main() -> None:
             "texts": options.workload,
             "rounds": options.rounds,
             "seconds": options.seconds,
-            "cuda_graphs": options.cuda_graphs,
             "rows": [],
         }
-        for rows in measure(console, target, cases, texts, options):
+        for rows in measure(target, cases, texts, options):
             report["rows"] = rows
             # After each row: a run that is cut off has what was measured until then.
             write_report(options.json, report)
-    console.print(report["hardware"])
-    print_rows(console, report["rows"])
+    print(report["hardware"])
+    print_table(HEADS, map(cells, report["rows"]))
 
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="bert-base")
-    parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"])
+    parser = model_parser(__doc__, "bert-base")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="log-normal")
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a row and round")
     parser.add_argument("--warm-up", type=float, default=WARM_UP_S, help="seconds before each")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
-    parser.add_argument("--cuda-graphs", choices=["auto", "never"], default="auto")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 
 def measure(
-    console: Console,
     target: Target,
     cases: Sequence[Case],
     texts: Sequence[str],
@@ -112,30 +101,28 @@ def measure(
 ) -> Iterator[list[dict[str, Any]]]:
     """Runs every case in turn, several rounds; yields the rows so far after each."""
     taken: dict[Case, list[Window]] = {case: [] for case in cases}
-    child = Child(Path(sys.executable), "offline_loops", options_of(target))
+    child = Child(Path(sys.executable), "peers.offline_loops", options_of(target))
     system = WholeSystem(target)
     seconds, warm_up_s = options.seconds, options.warm_up
     try:
         child.wait_ready()
         system.wait_ready()
         message = system.message()
-        for number in range(options.rounds):
-            # To and fro, so that a machine that slows down slows all of them.
-            for name, count in cases if number % 2 == 0 else reversed(cases):
-                console.print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time")
-                if name == BARE:
-                    request = {"loop": "single", "texts": texts}
-                    child.ask({**request, "seconds": warm_up_s})
-                    window = Window(**child.ask({**request, "seconds": seconds}))
-                else:
-                    queue = QUEUES[name]
-                    window = asyncio.run(
-                        flood(system.url, message, queue, texts, count, warm_up_s, seconds)
-                    )
-                taken[name, count].append(window)
-                yield [row_of(options.workload, case, taken) for case in cases if taken[case]]
+        for number, (name, count) in in_turn(cases, options.rounds):
+            print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time", flush=True)
+            if name == BARE:
+                request = {"loop": "single", "texts": texts}
+                child.ask({**request, "seconds": warm_up_s})
+                window = Window(**child.ask({**request, "seconds": seconds}))
+            else:
+                queue = QUEUES[name]
+                window = asyncio.run(
+                    flood(system.url, message, queue, texts, count, warm_up_s, seconds)
+                )
+            taken[name, count].append(window)
+            yield [row_of(options.workload, case, taken) for case in cases if taken[case]]
     finally:
-        child.stop()
+        child.close()
         system.stop()
 
 
@@ -160,18 +147,16 @@ def row_of(
 ) -> dict[str, Any]:
     """Median and spread of one row, percentiles of all its requests."""
     name, count = case
-    latencies = [each for window in taken[case] for each in window.taken_s]
-    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    latencies_ms = [each * 1e3 for window in taken[case] for each in window.taken_s]
     own = [window.per_s for window in taken[case]]
     single = [window.per_s for window in taken.get(("one by one", count), ())]
     row: dict[str, Any] = {
         "system": name,
         "workload": workload,
         "concurrency": count,
-        "requests": len(latencies),
-        "texts_per_s": round(statistics.median(own), 1),
-        "spread": [round(min(own), 1), round(max(own), 1)],
-        **{f"p{percent}_ms": round(cuts[percent - 1] * 1e3, 2) for percent in PERCENTS},
+        "requests": len(latencies_ms),
+        **median_and_spread("texts_per_s", own),
+        **percentiles_ms(latencies_ms),
     }
     if single:
         # The last round may not be whole yet.
@@ -188,20 +173,17 @@ def row_of(
     return row
 
 
-def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the rows, ready for a page of docs."""
-    table = Table(*HEADS, box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(
-            row["system"],
-            str(row["concurrency"]),
-            f"{row['texts_per_s']:,}",
-            f"{row['spread'][0]:,} to {row['spread'][1]:,}",
-            f"{row['of_one_by_one']:.1f}" if "of_one_by_one" in row else "",
-            *(f"{row[f'p{percent}_ms']:,} ms" for percent in PERCENTS),
-            f"{row['p50_of_bare']:.2f}" if "p50_of_bare" in row else "",
-        )
-    console.print(table)
+def cells(row: Mapping[str, Any]) -> Sequence[str]:
+    """A row, as `HEADS` names its figures."""
+    return (
+        row["system"],
+        str(row["concurrency"]),
+        f"{row['texts_per_s']:,}",
+        show_spread(row),
+        f"{row['of_one_by_one']:.1f}" if "of_one_by_one" in row else "",
+        *(f"{row[f'p{percent}_ms']:,} ms" for percent in PERCENTS),
+        f"{row['p50_of_bare']:.2f}" if "p50_of_bare" in row else "",
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engine.sample import Sample
 from benchmarks.engine.systems import NAIVE
+from benchmarks.rows import median_and_spread, print_table, show_spread
 
 #: What counts as a loop that anyone could write.
 LOOP = "loop: "
@@ -59,13 +56,12 @@ def rows_of(
         row: dict[str, Any] = {
             "system": name,
             "workload": workload,
-            "texts_per_s": round(statistics.median(rates), 1),
-            "spread": [round(min(rates), 1), round(max(rates), 1)],
+            **median_and_spread("texts_per_s", rates),
             "padding_waste": _waste(taken[-1]),
             "tokens_per_s": round(statistics.median(rates) * tokens / texts),
             "flops_per_s": round(statistics.median(rates) * flops / texts),
-            "cpu_ms_per_text": _cpu_ms(taken, texts),
-            "stages_ms_per_text": _stages_ms(taken, texts),
+            "cpu_ms_per_text": _ms_per_text([each.cpu_s for each in taken], texts),
+            "stages_ms_per_text": _ms_per_text([each.stages_s for each in taken], texts),
         }
         for key, quick, thrifty in (
             ("of_best_loop", best, least),
@@ -90,17 +86,10 @@ def _waste(sample: Sample) -> float | None:
     return round(1 - sample.tokens / sample.computed_tokens, 3)
 
 
-def _cpu_ms(samples: Sequence[Sample], texts: int) -> dict[str, float]:
+def _ms_per_text(taken_s: Sequence[Mapping[str, float]], texts: int) -> dict[str, float]:
     return {
-        name: round(statistics.median(each.cpu_s[name] for each in samples) / texts * 1e3, 3)
-        for name in samples[0].cpu_s
-    }
-
-
-def _stages_ms(samples: Sequence[Sample], texts: int) -> dict[str, float]:
-    return {
-        name: round(statistics.median(each.stages_s[name] for each in samples) / texts * 1e3, 3)
-        for name in samples[0].stages_s
+        name: round(statistics.median(each[name] for each in taken_s) / texts * 1e3, 3)
+        for name in taken_s[0]
     }
 
 
@@ -108,18 +97,18 @@ def _with_cpu(row: Mapping[str, Any], key: str) -> str:
     return f"{row[key]:.2f} ({row[f'cpu_{key}']:.2f})" if key in row else ""
 
 
-def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the rows of one workload, ready for a page of docs."""
-    table = Table(*HEADS, box=box.MARKDOWN, title=rows[0]["workload"])
-    for row in rows:
-        waste = row["padding_waste"]
-        table.add_row(
+def print_rows(workload: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the rows of one workload."""
+    made = [
+        (
             row["system"],
             f"{row['texts_per_s']:,}",
-            f"{row['spread'][0]:,} to {row['spread'][1]:,}",
+            show_spread(row),
             *(_with_cpu(row, key) for key in ("of_best_loop", "of_naive_loop")),
-            "" if waste is None else f"{waste:.1%}",
+            "" if row["padding_waste"] is None else f"{row['padding_waste']:.1%}",
             f"{row['tokens_per_s']:,}",
             f"{sum(row['cpu_ms_per_text'].values()):.2f} ms",
         )
-    console.print(table)
+        for row in rows
+    ]
+    print_table(HEADS, made, workload)

@@ -1,7 +1,6 @@
 """The rows of the engine benchmark, and how each is started."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +32,9 @@ class Row:
     request: Mapping[str, Any]
     requirements: Sequence[str] = ()
 
-    @property
-    def venv(self) -> str:
-        """Name of its environment."""
-        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
-
 
 LOOPS = [
     Row("loop: arrival order", "offline_loops", {"loop": "naive"}),
-    Row("loop: sorted", "offline_loops", {"loop": "sorted"}),
     Row("loop: token budget", "offline_loops", {"loop": "budget"}),
     Row("loop: packed", "offline_loops", {"loop": "packed"}),
     Row("loop: packed, side by side", "offline_loops", {"loop": "side by side"}),
@@ -80,9 +73,9 @@ def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
         for row in (*LOOPS, *PEERS, *ENGINES):
             if row.name in chosen:
                 if row.module not in children:
-                    python = python_of(row.venv, row.requirements)
-                    children[row.module] = Child(python, row.module, options_of(target))
-                    stack.callback(children[row.module].stop)
+                    python = python_of(row.requirements)
+                    children[row.module] = Child(python, f"peers.{row.module}", options_of(target))
+                    stack.callback(children[row.module].close)
                 systems.append(ChildSystem(row.name, children[row.module], row.request))
         for name, make in OURS.items():
             if name in chosen:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.gpu import gpu_name
-from benchmarks.engine.models import model_folder
+from benchmarks.engine.models import MODELS, model_folder
 from benchmarks.engine.texts import LONGEST, lengths_of
 from benchmarks.hardware import describe_lengths, hardware
 
@@ -49,6 +49,20 @@ class Target:
         return PEER_BATCH_SIZE if self.device == "cpu" else self.batch_size
 
 
+def model_parser(
+    description: str | None, model: str = MODELS[0], batch_size: int = 64
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks of a model have, with the defaults of one of them."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default=model)
+    parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="fp32 on a CPU, or bf16")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="of our worker")
+    parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
 @contextmanager
 def target_for(
     options: argparse.Namespace,
@@ -59,60 +73,38 @@ def target_for(
 
     Args:
         options: With `model`, `device`, `dtype`, `batch_size` and `threads`.
-        queues: As for `configure`; `embed` alone if None.
-        loop_tokens: As for `resolve_target`.
+        queues: Name of each queue and task, and the size of its batches; `embed` alone if None.
+        loop_tokens: Tokens of a batch, of the loops that have a budget.
     """
     if options.threads:
         # All systems inherit it.
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
         folder = model_folder(options.model, Path(temporary))
-        target = resolve_target(
-            folder, options.device, options.dtype, options.batch_size, loop_tokens
+        kind = options.device.partition(":")[0]
+        target = Target(
+            folder=folder,
+            device=options.device,
+            dtype=options.dtype or DTYPES.get(kind, "fp32"),
+            batch_size=options.batch_size,
+            loop_tokens=(
+                (loop_tokens, loop_tokens)
+                if loop_tokens
+                else LOOP_TOKENS.get(kind, LOOP_TOKENS["cpu"])
+            ),
         )
-        graphs = getattr(options, "cuda_graphs", "auto")
-        configure(target, queues or {"embed": target.batch_size}, cuda_graphs=graphs)
+        model = {
+            "kind": "embedding",
+            "model": str(target.folder),
+            "max_length": LONGEST,
+            "dtype": target.dtype,
+        }
+        sizes = queues or {"embed": target.batch_size}
+        # Our processes inherit it.
+        os.environ["BATCHERY_MODELS"] = json.dumps(
+            {name: {**model, "max_batch_size": size} for name, size in sizes.items()}
+        )
         yield target
-
-
-def resolve_target(
-    folder: Path,
-    device: str,
-    dtype: str | None,
-    batch_size: int,
-    loop_tokens: int | None = None,
-) -> Target:
-    """Fills in what depends on the device."""
-    kind = device.partition(":")[0]
-    return Target(
-        folder=folder,
-        device=device,
-        dtype=dtype or DTYPES.get(kind, "fp32"),
-        batch_size=batch_size,
-        loop_tokens=(
-            (loop_tokens, loop_tokens) if loop_tokens else LOOP_TOKENS.get(kind, LOOP_TOKENS["cpu"])
-        ),
-    )
-
-
-def configure(target: Target, queues: Mapping[str, int], cuda_graphs: str = "auto") -> None:
-    """Tells our processes, which inherit the environment, of the model.
-
-    Args:
-        target: The model.
-        queues: Name of each queue and task, and the size of its batches.
-        cuda_graphs: The setting of the model.
-    """
-    model = {
-        "kind": "embedding",
-        "model": str(target.folder),
-        "max_length": LONGEST,
-        "dtype": target.dtype,
-        "cuda_graphs": cuda_graphs,
-    }
-    os.environ["BATCHERY_MODELS"] = json.dumps(
-        {name: {**model, "max_batch_size": size} for name, size in queues.items()}
-    )
 
 
 def about(

@@ -7,21 +7,18 @@ Four parts, each on its own Redis and worker: `throughput`, `streams`, `live` an
 """
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from batchery.cli.main import one_line_errors
 from benchmarks.engine.gpu import gpu_name
 from benchmarks.generation import live, resume, streams, throughput
 from benchmarks.generation.models import MODELS, generation_folder
-from benchmarks.hardware import command, hardware, without_folder
-from benchmarks.queue.report import WIDTH
+from benchmarks.hardware import command, hardware, without_folder, write_report
+from benchmarks.rows import print_verdicts
 
 #: Name of each part, and the module that measures it.
 PARTS: Mapping[str, Any] = {
@@ -35,7 +32,6 @@ PARTS: Mapping[str, Any] = {
 def main() -> None:
     """Measures the parts, prints tables and verdicts; writes JSON if asked to."""
     options = parse()
-    console = Console(highlight=False, width=WIDTH + 20)
     if options.threads:
         # All processes inherit it.
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -47,18 +43,15 @@ def main() -> None:
         "dtype": options.dtype,
         "threads": options.threads,
     }
-    console.print(report["hardware"])
+    print(report["hardware"])
     with one_line_errors(), tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
         folder = generation_folder(options.model, Path(temporary))
         for name in options.parts:
-            report[name] = PARTS[name].measure(console, folder, options)
-            PARTS[name].show(console, report[name])
-            for each in report[name]["verdicts"]:
-                holds = "yes" if each["holds"] else "NO"
-                console.print(f"{holds}: {each['claim']}: {each['found']}")
-            if options.json:
-                # After each part, as the next one may take long.
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
+            report[name] = PARTS[name].measure(folder, options)
+            PARTS[name].show(report[name])
+            print_verdicts(report[name]["verdicts"])
+            # After each part, as the next one may take long.
+            write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Live chats beside a night of bulk, and how three classes share the slots of one model.
+"""Live chats beside a night of bulk, on the slots of one model.
 
 Bulk always waits. Stretches of bulk alone and of bulk with live chats take turns on one worker.
 A live chat has the highest priority and is streamed; they come by chance (Poisson). Tokens of bulk
@@ -18,18 +18,11 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery_producer import AsyncClient
 from benchmarks.generation.served import Served
 from benchmarks.generation.throughput import CHAT, FIRST, settings
 from benchmarks.generation.workload import Text, draw_texts
-from benchmarks.hardware import percentile
-
-#: Priority and share of each class, as a worker has them by default.
-CLASSES = {"high": (0, 50), "normal": (3, 30), "low": (6, 20)}
+from benchmarks.rows import percentile, print_table
 
 #: Priorities of Redis's transport.
 LIVE, BULK = 0, 6
@@ -43,16 +36,9 @@ BULK_TEXTS, LIVE_TOKENS = 512, 32
 #: Steps until the first token of a live chat, at most.
 CLAIMED_STEPS = 2.0
 
-#: By how much the part of a class may differ from its share.
-SHARE_TOLERANCE = 0.1
-
 #: Texts for each slot that end before a clock starts. The first ones all begin at once, and those
 #: who called first have all slots.
 WARM_TEXTS = 2
-
-#: Texts for each slot, at least, over which shares are measured: whoever has a slot keeps it to the
-#: end of its text, unless a higher class takes it, so that parts are right only on average.
-SHARED_TEXTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +62,34 @@ class Chat:
     came_s: list[float] = field(default_factory=list)
 
 
-def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs both parts; returns rows and verdicts."""
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the stretches; returns a row and verdicts."""
     models = {CHAT: settings(folder, options)}
     with Served(models, options.device) as served:
         served.wait_ready(CHAT, *FIRST)
-        console.print(f"live chats beside bulk, {options.stretches} stretches of each kind")
+        print(f"live chats beside bulk, {options.stretches} stretches of each kind", flush=True)
         live = asyncio.run(measure_live(served.url, options))
-    # A queue of its own: what nobody awaits any more of the bulk above would have the share of low.
-    with Served(models, options.device) as served:
-        served.wait_ready(CHAT, *FIRST)
-        console.print("three classes that always wait")
-        shares = asyncio.run(measure_shares(served.url, options))
     return {
         "slots": options.slots,
         "seconds": options.seconds,
         "live_per_s": options.live_per_s,
         "row": live,
-        "shares": shares,
-        "verdicts": verdicts(live, shares),
+        "verdicts": [
+            {
+                "claim": f"first token of a live chat within {CLAIMED_STEPS:g} steps, median",
+                "holds": live["first_p50_steps"] <= CLAIMED_STEPS,
+                "found": f"{live['first_p50_steps']} steps, p99 {live['first_p99_steps']}",
+            }
+        ],
     }
 
 
 @contextlib.asynccontextmanager
-async def feeding(
-    client: AsyncClient, priority: int, options: argparse.Namespace
-) -> AsyncIterator[list[Ended]]:
+async def feeding(client: AsyncClient, options: argparse.Namespace) -> AsyncIterator[list[Ended]]:
     """Keeps so many jobs of bulk waiting or running, and cancels them at the end of the block."""
     ended: list[Ended] = []
-    texts = cycle(draw_texts(BULK_TEXTS, options.longest, f"bulk {priority}"))
-    call = client.task(CHAT, priority=priority)
+    texts = cycle(draw_texts(BULK_TEXTS, options.longest, "bulk"))
+    call = client.task(CHAT, priority=BULK)
 
     async def caller() -> None:
         while True:
@@ -128,7 +112,7 @@ async def measure_live(url: str, options: argparse.Namespace) -> dict[str, Any]:
     texts = cycle(draw_texts(BULK_TEXTS, seed="live"))
     async with AsyncClient(url) as client:
         alone = [await chat(client, next(texts)) for _ in range(5)]
-        async with feeding(client, BULK, options) as ended:
+        async with feeding(client, options) as ended:
             await until(lambda: len(ended) >= WARM_TEXTS * options.slots)
             for number in range(2 * options.stretches):
                 is_live, begin_s = number % 2 == 1, time.perf_counter()
@@ -199,61 +183,17 @@ def row_for(
     }
 
 
-async def measure_shares(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Part of the tokens that each class gets, while all of them wait without end."""
-    async with AsyncClient(url) as client, contextlib.AsyncExitStack() as stack:
-        ended = {
-            name: await stack.enter_async_context(feeding(client, priority, options))
-            for name, (priority, _) in CLASSES.items()
-        }
-        await until(lambda: sum(map(len, ended.values())) >= WARM_TEXTS * options.slots)
-        begin_s, count = time.perf_counter(), sum(map(len, ended.values()))
-        await asyncio.sleep(2 * options.seconds)
-        await until(lambda: sum(map(len, ended.values())) >= count + SHARED_TEXTS * options.slots)
-        end_s = time.perf_counter()
-        await until(lambda: all(texts and texts[-1].begin_s > end_s for texts in ended.values()))
-    tokens = {
-        name: sum(text.within(begin_s, end_s) for text in texts) for name, texts in ended.items()
-    }
-    return {
-        name: {
-            "share": share / sum(each for _, each in CLASSES.values()),
-            "part": round(tokens[name] / sum(tokens.values()), 3),
-            "tokens_per_s": round(tokens[name] / (end_s - begin_s), 1),
-        }
-        for name, (_, share) in CLASSES.items()
-    }
-
-
 async def until(condition: Callable[[], bool]) -> None:
     """Waits until that is so."""
     while not condition():
         await asyncio.sleep(0.2)
 
 
-def verdicts(live: Mapping[str, Any], shares: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is claimed, whether it holds, and what was found."""
-    worst = max(abs(each["part"] - each["share"]) for each in shares.values())
-    return [
-        {
-            "claim": f"first token of a live chat within {CLAIMED_STEPS:g} steps, median",
-            "holds": live["first_p50_steps"] <= CLAIMED_STEPS,
-            "found": f"{live['first_p50_steps']} steps, p99 {live['first_p99_steps']}",
-        },
-        {
-            "claim": f"each class has its share, give or take {SHARE_TOLERANCE:.0%} of the device",
-            "holds": worst <= SHARE_TOLERANCE,
-            "found": f"the worst is {worst:.1%} from it",
-        },
-    ]
-
-
-def show(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints tables, ready for a page of docs."""
+def show(report: Mapping[str, Any]) -> None:
+    """Prints a table."""
     row = report["row"]
     heads = ("live chats", "first token alone", "p50", "p99", "a step", "p50", "p99")
-    table = Table(*heads, "bulk alone", "with live", "live", box=box.MARKDOWN)
-    table.add_row(
+    cells = (
         f"{row['chats']:,}",
         *(f"{row[key]:,} ms" for key in ("alone_first_ms", "first_p50_ms", "first_p99_ms")),
         f"{row['step_ms']:,} ms",
@@ -262,8 +202,4 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         f"{row['bulk_with_live_tokens_per_s']:,}",
         f"{row['live_tokens_per_s']:,}",
     )
-    console.print(table)
-    made = Table("class", "share", "part of the tokens", "tokens/s", box=box.MARKDOWN)
-    for name, each in report["shares"].items():
-        made.add_row(name, f"{each['share']:.0%}", f"{each['part']:.1%}", str(each["tokens_per_s"]))
-    console.print(made)
+    print_table([*heads, "bulk alone", "with live", "live"], [cells])

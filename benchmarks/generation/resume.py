@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery_producer import AsyncClient
 from benchmarks.generation.ledger import Counts, read_counts
 from benchmarks.generation.served import Served
 from benchmarks.generation.throughput import FIRST, settings
 from benchmarks.generation.workload import Text, draw_texts
+from benchmarks.rows import print_table
 
 #: The task.
 COUNTED = "counted"
@@ -49,7 +46,7 @@ class Read:
     error: str = ""
 
 
-def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs all rounds; returns a row for each, and verdicts."""
     texts = draw_texts(options.jobs, options.longest, seed="resume")
     draw = random.Random(options.seed)
@@ -61,7 +58,7 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
             began_s = time.perf_counter()
             plain = asyncio.run(Reading(served, texts).run((), draw))
             usual_s = time.perf_counter() - began_s
-            console.print(f"{len(texts)} streams without a kill: {usual_s:.1f} s")
+            print(f"{len(texts)} streams without a kill: {usual_s:.1f} s", flush=True)
             rows = []
             for number in range(options.kill_rounds):
                 kills = sorted(draw.uniform(*KILLED_AT) for _ in range(2))
@@ -71,7 +68,7 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
                 rows.append(row_for(plain, read, before, read_counts(ledger)))
                 rows[-1] |= {"killed_at": [round(each, 2) for each in kills]}
                 rows[-1] |= {"seconds": round(seconds, 1)}
-                console.print(f"round {number + 1} of {options.kill_rounds}: {rows[-1]}")
+                print(f"round {number + 1} of {options.kill_rounds}: {rows[-1]}", flush=True)
     total = {name: sum(row[name] for row in rows) for name in FAULTS + COSTS}
     return {
         "jobs": len(texts),
@@ -189,13 +186,12 @@ def verdicts(jobs: int, total: Mapping[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-def show(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints a table, ready for a page of docs."""
+def show(report: Mapping[str, Any]) -> None:
+    """Prints a table."""
     heads = ("rounds", "jobs", "failed", "gaps", "repeats", "other texts", "resumed")
-    table = Table(*heads, "computed twice", "fed again, without prompts", box=box.MARKDOWN)
     total, rounds = report["total"], len(report["rows"])
     of_tokens = max(rounds * report["tokens"], 1)
-    table.add_row(
+    cells = (
         str(rounds),
         f"{rounds * report['jobs']:,}",
         *(f"{total[name]:,}" for name in FAULTS),
@@ -203,4 +199,4 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         f"{total['recomputed_tokens']:,} tokens ({total['recomputed_tokens'] / of_tokens:.2%})",
         f"{total['fed_again_tokens']:,} tokens ({total['fed_again_tokens'] / of_tokens:.2%})",
     )
-    console.print(table)
+    print_table([*heads, "computed twice", "fed again, without prompts"], [cells])

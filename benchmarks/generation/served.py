@@ -1,7 +1,6 @@
 """A Redis and a worker of our own, which may be killed and started again."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ import psutil
 from batchery_producer import Client
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.engine.worker import devices_of
-from benchmarks.venvs import ROOT
+from benchmarks.engine.worker import WORKER, devices_of
+from benchmarks.venvs import child_environment
 
 #: How long the first result may take: the model is loaded before it, in seconds.
 START_S = 600.0
@@ -26,7 +25,6 @@ GRACE_S = 10.0
 LOOK_S = 0.02
 
 APP = "benchmarks.generation.app"
-WORKER = ("-l", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat")
 
 
 class Served:
@@ -46,13 +44,11 @@ class Served:
             options: Of `app.py`.
         """
         self._server = EmbeddedRedis()
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._environment = {
-            "BATCHERY_MODELS": json.dumps(models),
-            "BATCHERY_DEVICES": device,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "GENERATION_OPTIONS": json.dumps(options or {}),
-        }
+        self._environment = child_environment(
+            BATCHERY_MODELS=json.dumps(models),
+            BATCHERY_DEVICES=device,
+            GENERATION_OPTIONS=json.dumps(options or {}),
+        )
         self._worker: GuardedProcess | None = None
 
     def __enter__(self) -> Self:
@@ -86,7 +82,7 @@ class Served:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP]
         self._worker = GuardedProcess(
             [*command, "worker", *WORKER],
-            env={**os.environ, **self._environment, "GENERATION_URL": self.url},
+            env={**self._environment, "GENERATION_URL": self.url},
         )
 
     def wait_ready(self, task: str, item: Any, keywords: Mapping[str, Any]) -> None:

@@ -18,19 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engine.sample import cpu_by_name, cpu_since
 from benchmarks.generation.served import Served
-from benchmarks.hardware import percentile
+from benchmarks.rows import PERCENTS, percentiles_ms, print_table
 from benchmarks.venvs import ROOT
 
 #: The task.
 METRONOME = "metronome"
-
-PERCENTS = (50, 95, 99)
 
 #: What is claimed of the median on a quiet machine, in ms.
 MEDIAN_MS = 5.0
@@ -45,13 +39,13 @@ WARM_PIECES = 5
 KILLED_AT = (0.3, 0.7)
 
 
-def measure(console: Console, _: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(_: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs each rate in turn, and a reader that is killed; returns rows and verdicts."""
     rows = []
     for step_ms in options.step_ms:
-        console.print(f"{options.streams} streams, a piece each every {step_ms:g} ms")
+        print(f"{options.streams} streams, a piece each every {step_ms:g} ms", flush=True)
         rows.append(measure_rate(options.streams, step_ms, options.seconds, options.in_slots))
-    console.print(f"{options.streams} streams, and their reader is killed")
+    print(f"{options.streams} streams, and their reader is killed", flush=True)
     killed = measure_kill(options.streams, max(options.step_ms), options.seconds)
     return {
         "streams": options.streams,
@@ -104,7 +98,7 @@ def measure_rate(
         "asked_per_s": round(slots * 1e3 / step_ms),
         "pieces_per_s": round(steady_rate(logged)),
         "pieces": sum(map(len, logged.values())),
-        **{f"p{percent}_ms": round(percentile(late_ms, percent), 2) for percent in PERCENTS},
+        **percentiles_ms(late_ms),
         "longest_ms": round(max(late_ms), 2),
         "cpu_us_per_piece": {
             name: round(used_s / (streams * pieces) * 1e6, 1) for name, used_s in cpu_s.items()
@@ -226,18 +220,19 @@ def verdicts(rows: Sequence[Mapping[str, Any]], killed: Mapping[str, Any]) -> li
     ]
 
 
-def show(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints a table, ready for a page of docs."""
+def show(report: Mapping[str, Any]) -> None:
+    """Prints a table."""
     heads = ("pieces/s asked", "pieces/s", *(f"p{percent}" for percent in PERCENTS), "longest")
     parts = list(report["rows"][0]["cpu_us_per_piece"])
-    table = Table(*heads, *parts, box=box.MARKDOWN)
-    for row in report["rows"]:
-        table.add_row(
+    cells = [
+        (
             f"{row['asked_per_s']:,}",
             f"{row['pieces_per_s']:,}",
             *(f"{row[f'p{percent}_ms']:,} ms" for percent in PERCENTS),
             f"{row['longest_ms']:,} ms",
             *(f"{row['cpu_us_per_piece'][part]:,} µs" for part in parts),
         )
-    console.print(f"{report['streams']} streams; processor time per piece, of each process")
-    console.print(table)
+        for row in report["rows"]
+    ]
+    print(f"{report['streams']} streams; processor time per piece, of each process")
+    print_table([*heads, *parts], cells)

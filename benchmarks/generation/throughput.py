@@ -12,10 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery_producer import AsyncClient
 from benchmarks.engine.child import Child
 from benchmarks.engine.sample import cpu_by_name, cpu_since
@@ -23,6 +19,7 @@ from benchmarks.generation.served import Served
 from benchmarks.generation.workload import Text, draw_texts
 from benchmarks.hardware import describe_lengths
 from benchmarks.peers.vllm_generate import CACHE_BYTES as VLLM_CACHE_BYTES
+from benchmarks.rows import choose, in_turn, median_and_spread, print_table, show_spread
 
 #: The name of our model in the worker, and its first job.
 CHAT = "chat"
@@ -87,23 +84,21 @@ CLAIMS = (
 )
 
 
-def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs all systems in turn, so often; returns a row for each, and verdicts."""
     texts = draw_texts(options.texts, options.longest)
     samples: dict[str, list[Sample]] = {}
     with running(folder, options) as systems:
         for system in systems:
-            console.print(f"warming up: {system.name}")
+            print(f"warming up: {system.name}", flush=True)
             system.run(
                 [replace(text, max_new_tokens=WARM_TOKENS) for text in texts[: options.slots]]
             )
-        for number in range(options.rounds):
-            # To and fro, so that a machine that slows down slows all of them.
-            for system in systems if number % 2 == 0 else reversed(systems):
-                console.print(f"round {number + 1} of {options.rounds}: {system.name}")
-                some = sorted(texts, key=lambda text: text.max_new_tokens)[:: system.every]
-                chosen = [text for text in texts if text in set(some)]
-                samples.setdefault(system.name, []).append(system.run(chosen))
+        for number, system in in_turn(systems, options.rounds):
+            print(f"round {number + 1} of {options.rounds}: {system.name}", flush=True)
+            some = sorted(texts, key=lambda text: text.max_new_tokens)[:: system.every]
+            chosen = [text for text in texts if text in set(some)]
+            samples.setdefault(system.name, []).append(system.run(chosen))
     made: dict[str, Any] = {
         "texts": options.texts,
         "tokens": sum(text.max_new_tokens for text in texts),
@@ -128,17 +123,15 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[Sequence[Syst
         "--step-tokens": STEP_TOKENS,
     }
     names = [name for name in NAMES if options.vllm_python or "vLLM" not in name]
-    wanted = [name for name in names if name.startswith(tuple(options.systems or NAMES))]
-    if not wanted:
-        raise SystemExit(f"--systems: choose from {', '.join(names)}")
+    wanted = choose([(name, name) for name in names], options.systems)
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
         for name in wanted:
             if name not in ENGINES:
                 python = options.vllm_python if name == VLLM else sys.executable
                 way = {"--way": WAYS[name]} if name in WAYS else {}
-                children[name] = Child(Path(python), SCRIPTS[name], {**given, **way})
-                stack.callback(children[name].stop)
+                children[name] = Child(Path(python), f"peers.{SCRIPTS[name]}", {**given, **way})
+                stack.callback(children[name].close)
         systems = []
         for name, child in children.items():
             child.wait_ready()
@@ -208,8 +201,7 @@ def row_for(name: str, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any
     rates = speeds(samples[name])
     return {
         "system": name,
-        "tokens_per_s": round(statistics.median(rates), 1),
-        "spread": [round(min(rates), 1), round(max(rates), 1)],
+        **median_and_spread("tokens_per_s", rates),
         "cpu_ms_per_token": round(
             statistics.median(each.cpu_s / each.tokens * 1e3 for each in samples[name]), 2
         ),
@@ -254,22 +246,22 @@ def verdicts(samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
     ]
 
 
-def show(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints a table, ready for a page of docs."""
+def show(report: Mapping[str, Any]) -> None:
+    """Prints a table."""
     heads = ("", "tokens/s", "spread", "of generate_batch", "of one by one", "processor time")
-    table = Table(*heads, "same texts", box=box.MARKDOWN)
-    for row in report["rows"]:
-        low, high = row["spread"]
-        table.add_row(
+    cells = [
+        (
             row["system"],
             f"{row['tokens_per_s']:,}",
-            f"{low:,} to {high:,}",
+            show_spread(row),
             *(_times(row, other) for other in ("generate_batch", "one by one")),
             f"{row['cpu_ms_per_token']} ms/token",
             row["same_texts"] or "",
         )
-    console.print(f"{report['texts']} texts, {report['tokens']:,} tokens, {report['slots']} slots")
-    console.print(table)
+        for row in report["rows"]
+    ]
+    print(f"{report['texts']} texts, {report['tokens']:,} tokens, {report['slots']} slots")
+    print_table([*heads, "same texts"], cells)
 
 
 def _times(row: Mapping[str, Any], other: str) -> str:

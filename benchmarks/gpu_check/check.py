@@ -1,8 +1,7 @@
 """What every step of the check knows, and the difference between a GPU and a dry run."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,15 +81,3 @@ class Check:
         ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended))
-
-    @contextmanager
-    def no_waiting(self) -> Iterator[None]:
-        """Inside, whatever makes the host wait for the device raises."""
-        if self.dry:
-            yield
-            return
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -2,26 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from batchery_worker.device.start import find_memory
-from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.models.forward import RandomTexts
-from batchery_worker.models.forward.cuda_graphs import (
-    Capture,
-    Fixed,
-    Graphed,
-    Shape,
-    Values,
-    shapes,
-)
-from batchery_worker.models.tokenizer import Prepared
-from benchmarks.engine.models import VOCABULARY
+from batchery_worker.models.forward.cuda_graphs import Graphed, Shape
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.passes import texts
 
@@ -37,22 +24,6 @@ TIMED = 50
 
 #: By how much faster graphs must make single requests to be kept.
 WORTH = 1.2
-
-
-class StandIn:
-    """In the place of a graph: computes anew what a graph would play again."""
-
-    def __init__(
-        self, forward: Fixed, values: Values, batch: Sequence[Prepared], pool: Any
-    ) -> None:
-        self._forward, self._values = forward, values
-        assert batch
-        assert pool is None
-
-    def run(self, batch: Sequence[Prepared]) -> Tensor:
-        """The values of a batch that has room, one row per text."""
-        self._forward.fill(batch)
-        return self._values(self._forward, batch)[: len(batch)].clone()
 
 
 def graphs(check: Check) -> dict[str, Any]:
@@ -77,13 +48,10 @@ def graphs(check: Check) -> dict[str, Any]:
 
 
 def _row(check: Check, name: str) -> dict[str, Any]:
-    forward_setting = {"forward": "padded"} if check.dry else {}
-    usual = check.model(name, **forward_setting)
+    usual = check.model(name)
     started_s = time.perf_counter()
-    graphed = check.model(name, cuda_graphs="auto", **forward_setting)
+    graphed = check.model(name, cuda_graphs="auto")
     row: dict[str, Any] = {"load_s": round(time.perf_counter() - started_s, 2)}
-    if check.dry:
-        _capture(graphed)
     forward: Any = graphed._pass
     captured: list[Shape] = list(forward._graphs) if isinstance(forward, Graphed) else []
     row["graphs"] = len(captured)
@@ -101,22 +69,6 @@ def _row(check: Check, name: str) -> dict[str, Any]:
     medians = {kind: round(statistics.median(each), 3) for kind, each in times_ms.items()}
     gain = round(medians["usual"] / medians["graphs"], 2)
     return row | {f"{kind}_ms": each for kind, each in medians.items()} | {"gain": gain}
-
-
-def _capture(model: EmbeddingModel) -> None:
-    """What loading does on a GPU, with stand-ins; the model must be padded."""
-    padded: Any = model._pass
-
-    def values(forward: Any, batch: Sequence[Prepared]) -> Tensor:
-        with torch.inference_mode():
-            return model._values(forward, batch)
-
-    names = len(model._tokenize.names)
-    probe = RandomTexts(names, np.arange(1000, VOCABULARY - 1))
-    stand_ins: dict[str, Any] = {"make": StandIn, "wait": lambda: None, "clock": lambda: 0.0}
-    capture = Capture(padded, values, probe, 1e-3, **stand_ins)
-    capture.run(shapes(32)[:4])
-    model._pass = Graphed(padded, capture.graphs)
 
 
 def flat_memory(check: Check) -> dict[str, Any]:

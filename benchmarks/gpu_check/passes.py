@@ -2,12 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward import RandomTexts
@@ -22,23 +20,8 @@ PACKED = ("minilm", "bert-base", "bert-large", "roberta-base", "modernbert-base"
 SHAPES = ((1, 32), (64, 28), (64, 256))
 DRY_SHAPES = ((1, 32), (4, 28))
 
-#: Passes that must not wait for the device.
-UNWAITED = 20
-
-#: Calls of CUDA that make the host wait, or the device.
-WAITING_CALLS = frozenset(
-    {
-        *("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost", "cudaFreeHost"),
-        *("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize"),
-        *("cudaMemcpy", "cuMemAlloc_v2", "cuMemCreate", "cuCtxSynchronize"),
-    }
-)
-
 #: Passes of a measurement; the median counts.
 TIMED = 20
-
-#: Padded shapes that no pass had before.
-FRESH_SHAPES = 20
 
 
 def packed_or_why(check: Check) -> dict[str, Any]:
@@ -64,58 +47,6 @@ def packed_or_why(check: Check) -> dict[str, Any]:
     if padded:
         found["problem"] = f"not packed: {', '.join(padded)}"
     return found
-
-
-def hidden_waits(check: Check) -> dict[str, Any]:
-    """Passes under a mode in which torch raises where the host waits for the device."""
-    rows = []
-    for name in ("bert-base", "modernbert-base"):
-        for forward in ("packed", "padded"):
-            model = check.model(name, forward=forward)
-            row: dict[str, Any] = {"model": name, "forward": forward}
-            batches = [texts(model, count, length) for count, length in ((1, 32), (8, 28))]
-            batches.append([*batches[0], *batches[1]])
-            for batch in batches * 2:
-                model.forward(batch).pending.wait()
-            try:
-                with check.no_waiting():
-                    for number in range(check.repeats(UNWAITED)):
-                        model.forward(batches[number % len(batches)])
-            except Exception as error:  # noqa: BLE001 (that is what is looked for)
-                row["waits"] = f"{type(error).__name__}: {error}"[:300]
-            check.wait()
-            row["calls"] = _waiting_calls(check, model, batches)
-            rows.append(row)
-    # With windows, a mask must be made on the device, and transformers looks at it.
-    waiting = [
-        f"{row['model']} {row['forward']}"
-        for row in rows
-        if "waits" in row and (row["model"], row["forward"]) != ("modernbert-base", "padded")
-    ]
-    calling = [f"{row['model']} {row['forward']}: {row['calls']}" for row in rows if row["calls"]]
-    note = "; ".join(calling) or ("no pass waits" if not waiting else "")
-    found: dict[str, Any] = {"rows": rows, "note": note}
-    if waiting:
-        found["problem"] = f"the host waits in {', '.join(waiting)}"
-    return found
-
-
-def _waiting_calls(
-    check: Check, model: EmbeddingModel, batches: Sequence[Sequence[Prepared]]
-) -> dict[str, int]:
-    """How often passes call what torch's mode does not see: allocations, waits for events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if not check.dry:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        for batch in batches:
-            model.forward(batch)
-        check.wait()
-    counts = {each.key: each.count for each in profile.key_averages() if each.key in WAITING_CALLS}
-    if not check.dry:
-        # The one that ends the measurement.
-        counts["cudaDeviceSynchronize"] = counts.get("cudaDeviceSynchronize", 1) - 1
-    return {name: count for name, count in counts.items() if count}
 
 
 def host_against_device(check: Check) -> dict[str, Any]:
@@ -162,42 +93,6 @@ def _times(check: Check, model: EmbeddingModel, batch: Sequence[Prepared]) -> di
     }
 
 
-def cudnn_on_and_off(check: Check) -> dict[str, Any]:
-    """Padded passes of fresh shapes, with cuDNN's attention and without."""
-    model = check.model("bert-base", forward="padded")
-    rows = []
-    for allowed in (False, True):
-        with _cudnn(allowed):
-            times_ms = []
-            for number in range(check.repeats(FRESH_SHAPES)):
-                # Other lengths than those of the other row, for which plans may be kept.
-                length = 41 + 2 * number + allowed
-                # All of one length: cuDNN's attention is chosen only where there is no mask.
-                batch = texts(model, 8, length)
-                check.wait()
-                started_s = time.perf_counter()
-                model.forward(batch).pending.wait()
-                times_ms.append((time.perf_counter() - started_s) * 1e3)
-        rows.append(
-            {
-                "cudnn": allowed,
-                "median_ms": round(statistics.median(times_ms), 2),
-                "worst_ms": round(max(times_ms), 2),
-            }
-        )
-    off, on = (row["median_ms"] for row in rows)
-    return {"rows": rows, "note": f"a fresh shape takes {off} ms without, {on} ms with cuDNN"}
-
-
-@contextmanager
-def _cudnn(allowed: bool) -> Iterator[None]:
-    torch.backends.cuda.enable_cudnn_sdp(allowed)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def texts(model: EmbeddingModel, count: int, length: int) -> list[Prepared]:
     """Random texts of one length, tokenized."""
     make = RandomTexts(len(model._tokenize.names), np.arange(1000, VOCABULARY - 1))
@@ -207,7 +102,5 @@ def texts(model: EmbeddingModel, count: int, length: int) -> list[Prepared]:
 #: As in `kernels.py`.
 STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {
     "packed or why not": packed_or_why,
-    "hidden waits": hidden_waits,
     "host against device": host_against_device,
-    "cudnn on and off": cudnn_on_and_off,
 }

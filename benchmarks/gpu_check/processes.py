@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.kernels import product_flops
-from benchmarks.venvs import ROOT
+from benchmarks.venvs import ROOT, child_environment
 
 #: The app with a model that breaks its device.
 APP = "benchmarks.peers.gpu_check_app"
@@ -87,12 +86,7 @@ def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", f"{APP}:app", "worker"]
         worker = GuardedProcess(
             [*command, "-l", "INFO", "-Q", "fragile", "--without-mingle", "--without-gossip"],
-            env={
-                **os.environ,
-                "GPU_CHECK_REDIS": server.url,
-                "BATCHERY_DEVICES": check.device,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            },
+            env=child_environment(GPU_CHECK_REDIS=server.url, BATCHERY_DEVICES=check.device),
         )
         try:
             yield app, worker
@@ -106,7 +100,11 @@ def requests(check: Check) -> dict[str, Any]:
     model, count = ("tiny", "4") if check.dry else ("bert-large", "150")
     # The one that matters most comes first.
     options = ["--model", model, "--concurrency", count, "1", "--rounds", "1"]
-    found = _benchmark(check, "engine.requests", [*options, *_seconds(check)])
+    options += [
+        "--warm-up",
+        *(["0.1", "--seconds", "0.2"] if check.dry else ["2", "--seconds", "5"]),
+    ]
+    found = _benchmark(check, "engine.requests", options)
     rows = {(row["system"], row["concurrency"]): row for row in found.get("rows", [])}
     many = rows.get(("batched", int(count)))
     if many is None:
@@ -124,26 +122,6 @@ def requests(check: Check) -> dict[str, Any]:
     return found
 
 
-def _seconds(check: Check) -> list[str]:
-    """How long each row of `engine.requests` is warmed up and measured."""
-    return (
-        ["--warm-up", "0.1", "--seconds", "0.2"]
-        if check.dry
-        else ["--warm-up", "2", "--seconds", "5"]
-    )
-
-
-def single_requests_without_graphs(check: Check) -> dict[str, Any]:
-    """Single requests once more, without CUDA graphs."""
-    options = ["--model", "tiny" if check.dry else "bert-large", "--concurrency", "1"]
-    options += ["--rounds", "1", *_seconds(check), "--cuda-graphs", "never"]
-    found = _benchmark(check, "engine.requests", options)
-    for row in found.get("rows", []):
-        if row["system"] == "batched":
-            found["note"] = f"p50 {row['p50_ms']} ms, {row['p50_of_bare']} of a bare forward"
-    return found
-
-
 def bulk(check: Check) -> dict[str, Any]:
     """Twenty thousand texts by loops, by the device alone and by the whole system."""
     model, count = ("tiny", "40") if check.dry else ("bert-base", "20000")
@@ -157,7 +135,7 @@ def bulk(check: Check) -> dict[str, Any]:
     measured_flops = product_flops(check)["sustained"]
     found = _benchmark(check, "engine", options)
     for row in found.get("rows", []):
-        # `mfu` is the share of what the data sheet says, which no product reaches.
+        # Not of what the data sheet says, which no product reaches.
         row["of_measured_flops"] = round(row["flops_per_s"] / measured_flops, 4)
     found["note"] = "; ".join(
         f"{row['system']}: {row['texts_per_s']:,}" for row in found.get("rows", [])
@@ -190,11 +168,10 @@ def _run(
     )
 
 
-#: As in `kernels.py`. The tests come before the graphs in the order of the check.
-TEST_STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {"tests/gpu": gpu_tests}
+#: As in `kernels.py`.
 STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {
+    "tests/gpu": gpu_tests,
     "dead context": dead_context,
     "requests": requests,
-    "single requests without graphs": single_requests_without_graphs,
     "bulk": bulk,
 }

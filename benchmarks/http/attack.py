@@ -27,9 +27,8 @@ import uvloop
 from batchery_producer.gateway.server import allow_many_files
 from benchmarks.engine.models import model_folder
 from benchmarks.hardware import command, hardware, write_report
-from benchmarks.http.load import Load, request_of
-from benchmarks.http.servers import HOST, Batchery
-from benchmarks.venvs import ROOT
+from benchmarks.http.load import HOST, Load, request_of
+from benchmarks.http.servers import Batchery
 
 #: Good connections.
 CALLERS = 20
@@ -46,7 +45,7 @@ AGAIN_S = 1.0
 #: Measurements: before, several during, and after.
 PHASES = 6
 
-GOOD = request_of("/v1/embeddings", HOST, ["a text"], "base64")
+GOOD = request_of("/v1/embeddings", ["a text"])
 HEAD = GOOD.partition(b"\r\n\r\n")[0]
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -174,7 +173,7 @@ def measure(port: int, gateway: psutil.Process, options: argparse.Namespace) -> 
     phases: dict[str, Any] = {}
 
     def phase(name: str) -> None:
-        figures = uvloop.run(Load(HOST, port, [GOOD]).run(CALLERS, options.seconds / PHASES))
+        figures = uvloop.run(Load(port, [GOOD]).run(CALLERS, options.seconds / PHASES))
         phases[name] = {**figures, **watch(gateway)}
         print(name, json.dumps(phases[name]), flush=True)
 
@@ -200,9 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument(
-        "--write", type=Path, nargs="?", const=ROOT / "benchmarks" / "results" / "http_attack.json"
-    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Batchery(model_folder("tiny", Path(folder)))
@@ -219,7 +216,7 @@ def main() -> None:
         **figures,
     }
     print(json.dumps(report["opened"]))
-    write_report(options.write, report)
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

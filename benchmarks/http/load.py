@@ -1,15 +1,13 @@
 """A closed loop of HTTP connections, in a process of its own: each sends when it has its answer.
 
-It reads a request from its input as JSON and answers on its output. Bodies are made beforehand, and
-answers are read after the clock has stopped, so that the client costs little beside the server.
-
-    python -m benchmarks.http.load < requests
+Bodies are made beforehand, and answers are read after the clock has stopped, so that the client
+costs little beside the server.
 """
 
+import argparse
 import asyncio
 import base64
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,6 +19,11 @@ import httptools
 import numpy as np
 import psutil
 import uvloop
+
+from benchmarks.engine.sample import cpu_by_name, cpu_since
+from benchmarks.peers.text_peer import serve
+
+HOST = "127.0.0.1"
 
 #: Cosine of a vector and the right one; less is a wrong answer.
 ALIKE = 0.999
@@ -100,9 +103,9 @@ class Connection(asyncio.Protocol):
 class Load:
     """All connections of one run."""
 
-    def __init__(self, host: str, port: int, requests: Sequence[bytes]) -> None:
+    def __init__(self, port: int, requests: Sequence[bytes]) -> None:
         self.requests = requests
-        self._address = host, port
+        self._port = port
         self.end_s = 0.0
         self.lost = 0
         self._running = 0
@@ -123,7 +126,7 @@ class Load:
         async with asyncio.timeout(CONNECT_S):
             for number in range(connections):
                 make = partial(Connection, self, number * 7)
-                _, each = await loop.create_connection(make, *self._address)
+                _, each = await loop.create_connection(make, HOST, self._port)
                 opened.append(each)
         began_s = time.perf_counter()
         self.end_s = began_s + seconds
@@ -164,12 +167,12 @@ class Load:
             self._done.set()
 
 
-def request_of(path: str, host: str, texts: Sequence[str], encoding: str) -> bytes:
+def request_of(path: str, texts: Sequence[str]) -> bytes:
     """The bytes of a request."""
-    body = json.dumps({"model": "embed", "input": list(texts), "encoding_format": encoding})
+    body = json.dumps({"model": "embed", "input": list(texts), "encoding_format": "base64"})
     content = body.encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
@@ -185,7 +188,7 @@ def wrong(bodies: Mapping[int, bytes], right: Any, per_request: int) -> int:
             count += per_request
             continue
         for place, each in enumerate(data):
-            vector = _vector(each["embedding"])
+            vector = np.frombuffer(base64.b64decode(each["embedding"]), dtype="<f4")
             expected = right[(number * per_request + place) % len(right)]
             cosine = vector @ expected / np.linalg.norm(vector) / np.linalg.norm(expected)
             count += not cosine > ALIKE
@@ -193,42 +196,30 @@ def wrong(bodies: Mapping[int, bytes], right: Any, per_request: int) -> int:
     return count
 
 
-def _vector(given: Any) -> Any:
-    if isinstance(given, str):
-        return np.frombuffer(base64.b64decode(given), dtype="<f4")
-    return np.array(given, dtype=np.float32)
-
-
-def requests_of(asked: Mapping[str, Any], texts: Sequence[str]) -> list[bytes]:
-    """Requests of a run: all texts in order, so many in each."""
-    size = asked["per_request"]
-    doubled = [*texts, *texts]
-    return [
-        request_of(asked["path"], asked["host"], doubled[start : start + size], asked["encoding"])
-        for start in range(0, len(texts), size)
-    ]
-
-
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes one run."""
-    texts = json.loads(Path(asked["texts"]).read_text(encoding="utf-8"))
-    right = np.load(asked["vectors"])
-    watched = {name: psutil.Process(pid) for name, pid in asked["pids"].items()}
-    before = {name: sum(each.cpu_times()[:2]) for name, each in watched.items()}
-    load = Load(asked["host"], asked["port"], requests_of(asked, texts))
-    figures: dict[str, Any] = uvloop.run(load.run(asked["connections"], asked["seconds"]))
-    used = {name: sum(each.cpu_times()[:2]) - before[name] for name, each in watched.items()}
-    figures["wrong"] = wrong(load.bodies, right, asked["per_request"])
-    figures["cpu_us_per_request"] = {
-        name: seconds / max(1, figures["requests"]) * 1e6 for name, seconds in used.items()
-    }
-    return figures
-
-
 def main() -> None:
-    """Answers requests until the input ends."""
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    """Makes one run for each line of its input."""
+    parser = argparse.ArgumentParser()
+    for name in ("--model", "--texts", "--vectors", "--max-tokens"):
+        parser.add_argument(name)
+    options = parser.parse_args()
+    texts = json.loads(Path(options.texts).read_text(encoding="utf-8"))
+    right = np.load(options.vectors)
+
+    def answer(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        size, doubled = asked["per_request"], [*texts, *texts]
+        starts = range(0, len(texts), size)
+        requests = [request_of(asked["path"], doubled[start : start + size]) for start in starts]
+        watched = {name: psutil.Process(pid) for name, pid in asked["pids"].items()}
+        load, before = Load(asked["port"], requests), cpu_by_name(watched)
+        figures: dict[str, Any] = uvloop.run(load.run(asked["connections"], asked["seconds"]))
+        used = cpu_since(before, watched)
+        figures["wrong"] = wrong(load.bodies, right, size)
+        figures["cpu_us_per_request"] = {
+            name: seconds / max(1, figures["requests"]) * 1e6 for name, seconds in used.items()
+        }
+        return figures
+
+    serve(answer)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -18,6 +18,7 @@ from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from benchmarks.engine.systems import TORCH
 from benchmarks.engine.worker import WORKER, devices_of
+from benchmarks.http.load import HOST
 from benchmarks.venvs import python_of
 
 #: How long a server may take to answer, in seconds.
@@ -25,8 +26,6 @@ START_S = 180.0
 
 #: How long one may take to end, in seconds.
 GRACE_S = 10.0
-
-HOST = "127.0.0.1"
 
 #: Of all systems; infinity has no other budget.
 BATCH_SIZE = 64
@@ -60,9 +59,7 @@ class Batchery:
     name = "batchery serve"
     path = "/v1/embeddings"
 
-    def __init__(
-        self, model: Path, *, processes: int = 1, gateway: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model: Path) -> None:
         """Starts all of it, and waits until it answers."""
         self.port = free_port()
         self._stack = ExitStack()
@@ -74,11 +71,10 @@ class Batchery:
             "BATCHERY_REDIS_URL": redis.url,
             "BATCHERY_MODELS": json.dumps(models),
             "BATCHERY_MAX_BATCH_SIZE": str(BATCH_SIZE),
-            "BATCHERY_GATEWAY": json.dumps(gateway or {}),
         }
         run = [sys.executable, "-W", "ignore", "-m"]
         worker = [*run, "celery", "-A", "batchery.app", "worker", *WORKER]
-        serve = [*run, "batchery", "serve", "--port", str(self.port), "--processes", str(processes)]
+        serve = [*run, "batchery", "serve", "--port", str(self.port)]
         self._pids = {"redis": redis.pid}
         for name, command in (("worker", worker), ("gateway", serve)):
             process = GuardedProcess(command, env=environment)
@@ -108,9 +104,9 @@ class Infinity:
     name = "infinity_emb 0.0.78"
     path = "/embeddings"
 
-    def __init__(self, model: Path, venvs: Path) -> None:
+    def __init__(self, model: Path) -> None:
         """Starts it, and waits until it answers."""
-        python = python_of("infinity_server", (TORCH, INFINITY), venvs)
+        python = python_of((TORCH, INFINITY))
         self.port = free_port()
         self._process = GuardedProcess(
             [

@@ -11,29 +11,21 @@ import argparse
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engine.gpu import used_mib
-from benchmarks.engine.models import MODELS
-from benchmarks.engine.target import about, target_for
+from benchmarks.engine.target import about, model_parser, target_for
 from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
 from benchmarks.hardware import write_report
 from benchmarks.load.run import Load, Observed
-from benchmarks.queue.report import WIDTH
+from benchmarks.rows import PERCENTS, percentiles_ms, print_table, print_verdicts
 
 #: Runs that measure the capacity, after one that warms up.
 ROUNDS = 3
 
 #: Distinct texts.
 TEXTS = 2048
-
-PERCENTS = (50, 95, 99)
 
 #: Share, and MiB, by which memory may grow after the first fifth of a run: allocators keep what
 #: the largest batch so far took, and a larger one may always come.
@@ -43,7 +35,6 @@ FLAT_SHARE, FLAT_MIB = 0.03, 8.0
 def main() -> None:
     """Measures the capacity, runs the load, prints tables; writes JSON if asked to."""
     options = parse()
-    console = Console(highlight=False, width=WIDTH)
     os.environ["BATCHERY_MAX_WAIT_MS"] = str(options.max_wait_ms)
     with target_for(options) as target:
         texts = read_texts(options.workload, TEXTS, target.folder)
@@ -53,7 +44,7 @@ def main() -> None:
             system.wait_ready()
             backlog = texts[: options.texts]
             capacity = options.capacity or capacity_of(system, backlog)
-            console.print(f"capacity: {capacity:,.1f} jobs/s; {options.load:.0%} of it from now on")
+            print(f"capacity: {capacity:,.1f} jobs/s; {options.load:.0%} of it from now on")
             load = Load(system.redis, system.message(), "embed", system.processes)
             with used_mib(options.device) as device_mib:
                 seen = load.run(texts, options.load * capacity, options.seconds, options.seed)
@@ -69,26 +60,20 @@ def main() -> None:
         "capacity_after_per_s": after,
         **report_of(seen, options),
     }
-    print_report(console, report)
+    print_report(report)
     write_report(options.json, report)
 
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
-    parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"])
+    parser = model_parser(__doc__)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="log-normal")
-    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-wait-ms", type=float, default=0.0)
     parser.add_argument("--load", type=float, default=0.8, help="share of the capacity")
     parser.add_argument("--capacity", type=float, help="jobs/s; measured else")
     parser.add_argument("--texts", type=int, default=TEXTS, help="of each run for the capacity")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, help="of torch; its own choice else")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 
@@ -175,15 +160,10 @@ def share_longer(seen: Observed, max_wait_ms: float) -> float:
 
 def row_of(name: str, values_ms: Sequence[float]) -> dict[str, Any]:
     """Percentiles of one thing."""
-    cuts = (
-        statistics.quantiles(values_ms, n=100, method="inclusive")
-        if len(values_ms) > 1
-        else [0.0] * 99
-    )
     return {
         "what": name,
         "count": len(values_ms),
-        **{f"p{percent}_ms": round(cuts[percent - 1], 2) for percent in PERCENTS},
+        **percentiles_ms(values_ms),
         "longest_ms": round(max(values_ms, default=0.0), 2),
     }
 
@@ -200,26 +180,25 @@ def is_flat(grown: dict[str, float]) -> bool:
     return grown["grown_mib"] <= max(FLAT_MIB, FLAT_SHARE * grown["early_mib"])
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any]) -> None:
     """Prints figures and verdicts."""
-    console.print(report["hardware"])
+    print(report["hardware"])
     if report["capacity_after_per_s"]:
-        console.print(f"capacity afterwards: {report['capacity_after_per_s']:,} jobs/s")
-    console.print(
+        print(f"capacity afterwards: {report['capacity_after_per_s']:,} jobs/s")
+    print(
         f"{report['jobs']:,} jobs in {report['seconds']:g} s,"
         f" {report['mean_batch_size']} a batch; the generator took"
         f" {report['generator_cpu']:.1%} of a core"
     )
-    table = Table("", *(f"p{percent}" for percent in PERCENTS), "longest", box=box.MARKDOWN)
-    for row in report["rows"]:
-        table.add_row(
-            row["what"],
-            *(f"{row[f'p{percent}_ms']:,} ms" for percent in PERCENTS),
-            f"{row['longest_ms']:,} ms",
-        )
-    console.print(table)
-    for each in report["verdicts"]:
-        console.print(f"{'yes' if each['holds'] else 'NO'}: {each['claim']}: {each['found']}")
+    figures = [*(f"p{percent}" for percent in PERCENTS), "longest"]
+    print_table(
+        ["", *figures],
+        [
+            (row["what"], *(f"{row[f'{each}_ms']:,} ms" for each in figures))
+            for row in report["rows"]
+        ],
+    )
+    print_verdicts(report["verdicts"])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from typing import Any
 
 from celery import Celery
 
-from batchery import BatchTask, Failed, install
-from benchmarks.peers.celery_client import BAD, KIND, configure, run
+from batchery import BatchTask, install
+from benchmarks.peers.celery_client import configure, run
 
 app = install(Celery("bench"))
 configure(app)
@@ -14,8 +14,6 @@ configure(app)
 @app.task(base=BatchTask, name="noop", max_batch_size=64)
 def noop(items: list[Any]) -> list[Any]:
     """Does nothing."""
-    if KIND == "failure":
-        return [Failed(ValueError(item)) if item == BAD else item for item in items]
     return items
 
 

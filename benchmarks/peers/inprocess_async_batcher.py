@@ -22,4 +22,4 @@ async def start(workload: Workload, batch_size: int) -> Entrance:
 
 
 if __name__ == "__main__":
-    main("async-batcher", {"process": start})
+    main({"process": start})

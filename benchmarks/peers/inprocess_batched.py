@@ -20,4 +20,4 @@ async def aio(workload: Workload, batch_size: int) -> Entrance:
 
 
 if __name__ == "__main__":
-    main("batched", {"dynamically": dynamically, "aio": aio})
+    main({"dynamically": dynamically, "aio": aio})

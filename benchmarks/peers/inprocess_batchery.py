@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import batchery
-from batchery import ModelSettings, batched
+from batchery import Engine, ModelSettings, batched
 from benchmarks.peers.inprocess_peer import Entrance, main
 from benchmarks.peers.inprocess_workloads import Workload
 
@@ -23,15 +22,13 @@ async def by_length(workload: Workload, batch_size: int) -> Entrance:
 async def engine(workload: Workload, batch_size: int) -> Entrance:
     """The worker's own forward pass."""
     settings = ModelSettings(kind="embedding", model=workload.model, max_batch_size=batch_size)
-    # It is younger than this benchmark: `getattr`, for versions without it.
-    running = await getattr(batchery, "Engine")(settings).__aenter__()  # noqa: B009
+    running = await Engine(settings).__aenter__()
 
     async def acall(text: str) -> Any:
-        answer = await running(text)
-        return answer["vector"] if isinstance(answer, dict) else answer
+        return (await running(text))["vector"]
 
     return Entrance(acall=acall)
 
 
 if __name__ == "__main__":
-    main("batchery", {"batched": plain, "length": by_length, "engine": engine})
+    main({"batched": plain, "length": by_length, "engine": engine})

@@ -2,25 +2,15 @@
 
 from typing import Any
 
-from infinity_emb import AsyncEmbeddingEngine, EngineArgs
-
+from benchmarks.peers.infinity_embed import make_engine
 from benchmarks.peers.inprocess_peer import Entrance, main
 from benchmarks.peers.inprocess_workloads import Workload
 
 
 async def start(workload: Workload, batch_size: int) -> Entrance:
     """Loads the model."""
-    engine: Any = AsyncEmbeddingEngine.from_args(
-        EngineArgs(
-            model_name_or_path=workload.model,
-            engine="torch",
-            device="cpu",
-            dtype="float32",
-            batch_size=batch_size,
-            bettertransformer=False,
-            model_warmup=False,
-        )
-    )
+    assert workload.model is not None
+    engine = make_engine(workload.model, "cpu", "fp32", batch_size)
     await engine.astart()
 
     async def acall(text: str) -> Any:
@@ -31,4 +21,4 @@ async def start(workload: Workload, batch_size: int) -> Entrance:
 
 
 if __name__ == "__main__":
-    main("infinity_emb", {"engine": start})
+    main({"engine": start})

@@ -36,4 +36,4 @@ async def lock(workload: Workload, _: int) -> Entrance:
 
 
 if __name__ == "__main__":
-    main("torch", {"no batching": no_batching, "lock": lock})
+    main({"no batching": no_batching, "lock": lock})

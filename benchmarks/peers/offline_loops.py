@@ -28,9 +28,6 @@ MAX_LENGTH = 256
 #: Texts of a batch that is not cut by tokens.
 BATCH_SIZE = 64
 
-#: Texts that may share a batch that is cut by tokens.
-UNLIMITED = 1 << 30
-
 
 @dataclass(slots=True)
 class Tally:
@@ -172,19 +169,16 @@ class Loops:
             return
         ids = self._tokenize(texts, tally)
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
-        size, most = (
-            (BATCH_SIZE, UNLIMITED) if loop == "sorted" else (UNLIMITED, self._budgets[loop])
-        )
         places: list[int] = []
         room = 0
         for place in order:
             # Packed, a text takes its own tokens; padded, as many as the longest, which is first.
             takes = len(ids[place] if loop == "packed" or not places else ids[places[0]])
-            if places and (takes > room or len(places) == size):
+            if places and takes > room:
                 yield places, [ids[each] for each in places]
                 places = []
             if not places:
-                room, takes = most, len(ids[place])
+                room, takes = self._budgets[loop], len(ids[place])
             places.append(place)
             room -= takes
         if places:
@@ -230,12 +224,11 @@ class Loops:
         return tensor.to(self.device, non_blocking=True)
 
 
-#: Name of a loop -> its forward pass. naive: in the order of arrival, 64 at a time; sorted: by
-#: length, 64 at a time; budget: sorted, within so many tokens; packed: the same without padding;
-#: side by side: packed, a batch on each of a CPU's cores.
+#: Name of a loop -> its forward pass. naive: in the order of arrival, 64 at a time; budget: sorted
+#: by length, within so many tokens; packed: the same without padding; side by side: packed, a batch
+#: on each of a CPU's cores.
 LOOPS: Mapping[str, Callable[[Loops, Sequence[Sequence[int]]], Tensor]] = {
     "naive": Loops.padded,
-    "sorted": Loops.padded,
     "budget": Loops.padded,
     "packed": Loops.packed,
     "side by side": Loops.packed,

@@ -10,9 +10,6 @@ from typing import Any
 
 URL = os.environ.get("PEER_URL", "redis://127.0.0.1:1/0")
 
-#: Where the results of a Celery app are.
-RESULTS_URL = os.environ.get("PEER_RESULTS_URL", URL)
-
 #: Jobs before the clock of a bulk call starts.
 WARM = 200
 

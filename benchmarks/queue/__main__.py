@@ -11,28 +11,23 @@ Other systems are installed by pip when they are first needed, each into an envi
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.queue.report import report
 from benchmarks.queue.runs import run_in_turn
-from benchmarks.queue.systems import System, systems
+from benchmarks.queue.systems import systems
+from benchmarks.rows import choose
 from benchmarks.venvs import python_of
 
 
 def main() -> None:
     """Runs all systems in turn, prints a table; writes JSON if asked to."""
     options = parse()
-    chosen = choose(systems(), options.systems)
+    chosen = choose([(each.name, each) for each in systems()], options.systems)
     for system in chosen:
-        python_of(system.venv, system.requirements)
+        python_of(system.requirements)
     samples = run_in_turn(chosen, options.jobs, options.calls, options.rounds)
-    report(
-        samples,
-        options.json,
-        jobs=options.jobs,
-        rounds=options.rounds,
-    )
+    report(samples, options.json, jobs=options.jobs, rounds=options.rounds)
 
 
 def parse() -> argparse.Namespace:
@@ -46,14 +41,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
-
-
-def choose(rows: Sequence[System], names: Sequence[str] | None) -> list[System]:
-    """The rows whose names begin with one of these."""
-    found = [each for each in rows if names is None or each.name.startswith(tuple(names))]
-    if not found:
-        raise SystemExit(f"--systems: choose from {', '.join(each.name for each in rows)}")
-    return found
 
 
 if __name__ == "__main__":

@@ -13,19 +13,15 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from benchmarks.hardware import hardware, percentile, write_report
-from benchmarks.queue.__main__ import choose
+from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery, celery
+from benchmarks.rows import choose, percentile, print_table
 
 ROWS = (
     batchery("batchery"),
@@ -107,14 +103,6 @@ def compare(systems: Sequence[System], rounds: int, calls: int) -> list[dict[str
     ]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows of equal keys."""
-    made = Table(*rows[0], box=box.MARKDOWN)
-    for row in rows:
-        made.add_row(*map(str, row.values()))
-    return made
-
-
 def main() -> None:
     """Measures, prints a table, and writes it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -125,13 +113,16 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
-    report = {
+    systems = choose([(row.name, row) for row in ROWS], options.systems)
+    report: dict[str, Any] = {
         "hardware": hardware(),
         "rounds": options.rounds,
         "calls": options.calls,
-        "rows": compare(choose(ROWS, options.systems), options.rounds, options.calls),
+        "rows": compare(systems, options.rounds, options.calls),
     }
-    Console(highlight=False).print(report["hardware"], table(report["rows"]))
+    rows = report["rows"]
+    print(report["hardware"])
+    print_table(rows[0], (map(str, row.values()) for row in rows))
     write_report(options.json, report)
 
 

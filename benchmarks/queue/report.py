@@ -1,83 +1,58 @@
-"""What the queue benchmarks report: one row per system, as a table and as JSON."""
+"""What the queue benchmark reports: one row per system, as a table and as JSON."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.hardware import hardware, write_report
 from benchmarks.queue.runs import Sample
-
-#: Columns of the table, also where the output is no terminal.
-WIDTH = 130
+from benchmarks.rows import median_and_spread, percentile, print_table, show_spread
 
 HEADS = ("", "jobs/s", "spread", "of stock's best", "worker CPU", "Redis CPU", "call p50", "p99")
 
+#: Stock pools without events, with the best of which the others are compared.
+STOCK = ("celery solo", "celery threads -c 4", "celery prefork -c 2")
 
-def report(
-    samples: Mapping[str, Sequence[Sample]], target: Path | None, **options: Any
-) -> dict[str, Any]:
-    """Prints a table of all rows, ready for a page of docs.
+
+def report(samples: Mapping[str, Sequence[Sample]], target: Path | None, **options: Any) -> None:
+    """Prints a table of all rows.
 
     Args:
         samples: Of each row, by its name.
         target: Written as JSON, too, where not None.
         options: How they were measured.
-
-    Returns:
-        What is in the JSON.
     """
-    info = {
-        "hardware": hardware(),
-        **options,
-        "rows": [row(name, each) for name, each in samples.items()],
-    }
-    console = Console(highlight=False, width=WIDTH)
-    console.print(info["hardware"])
-    console.print(table(info["rows"]))
+    rows = [row(name, each) for name, each in samples.items()]
+    info = {"hardware": hardware(), **options, "rows": rows}
+    print(info["hardware"])
+    best = max((each["jobs_per_s"] for each in rows if each["system"] in STOCK), default=0)
+    print_table(HEADS, [cells(each, best) for each in rows])
     write_report(target, info)
-    return info
 
 
 def row(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     """Median and spread of one system; percentiles of all its single calls."""
-    rates = [sample.jobs_per_s for sample in samples]
-    calls = sorted(call for sample in samples for call in sample.latencies_s)
+    calls_ms = [call * 1e3 for sample in samples for call in sample.latencies_s]
     info: dict[str, Any] = {
         "system": name,
-        "jobs_per_s": round(statistics.median(rates)),
-        "spread": [round(min(rates)), round(max(rates))],
+        **median_and_spread("jobs_per_s", [sample.jobs_per_s for sample in samples], None),
         "worker_us_per_job": round(statistics.median(sample.worker_us for sample in samples)),
         "redis_us_per_job": round(statistics.median(sample.redis_us for sample in samples)),
     }
-    if calls:
-        info["call_p50_ms"] = round(calls[len(calls) // 2] * 1000, 2)
-        info["call_p99_ms"] = round(calls[len(calls) * 99 // 100] * 1000, 2)
+    if calls_ms:
+        info |= {f"call_p{each}_ms": round(percentile(calls_ms, each), 2) for each in (50, 99)}
     return info
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows, each beside its ratio to the best stock pool."""
-    best = best_of_stock(rows)
-    made = Table(*HEADS, box=box.MARKDOWN)
-    for each in rows:
-        made.add_row(
-            each["system"],
-            f"{each['jobs_per_s']:,}",
-            f"{each['spread'][0]:,} to {each['spread'][1]:,}",
-            f"{each['jobs_per_s'] / best:.2f}" if best else "",
-            f"{each['worker_us_per_job']:,} µs",
-            f"{each['redis_us_per_job']:,} µs",
-            *(f"{each[key]} ms" if key in each else "" for key in ("call_p50_ms", "call_p99_ms")),
-        )
-    return made
-
-
-def best_of_stock(rows: Sequence[dict[str, Any]]) -> int:
-    """Jobs/s of the best stock pool without events; 0 where none was run."""
-    names = ("celery solo", "celery threads -c 4", "celery prefork -c 2")
-    return max((each["jobs_per_s"] for each in rows if each["system"] in names), default=0)
+def cells(row: Mapping[str, Any], best: int) -> Sequence[str]:
+    """A row beside its ratio to the best stock pool, if that was run."""
+    return (
+        row["system"],
+        f"{row['jobs_per_s']:,}",
+        show_spread(row),
+        f"{row['jobs_per_s'] / best:.2f}" if best else "",
+        f"{row['worker_us_per_job']:,} µs",
+        f"{row['redis_us_per_job']:,} µs",
+        *(f"{row[key]} ms" if key in row else "" for key in ("call_p50_ms", "call_p99_ms")),
+    )

@@ -19,7 +19,8 @@ from redis import Redis
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.queue.systems import System
-from benchmarks.venvs import ROOT, python_of
+from benchmarks.rows import in_turn
+from benchmarks.venvs import child_environment, python_of
 
 #: Longest time for one system in one round, in seconds.
 TIMEOUT_S = 600.0
@@ -56,36 +57,29 @@ class Reading:
 def run_in_turn(
     systems: Sequence[System], jobs: int, calls: int, rounds: int
 ) -> dict[str, list[Sample]]:
-    """Runs every system once a round, on a Redis of their own; returns their samples by name."""
+    """Runs every system once a round, on a Redis of its own; returns their samples by name."""
     samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
-    with EmbeddedRedis() as server, EmbeddedRedis() as other:
-        bench = Bench(server, jobs, calls, other)
-        for number in range(rounds):
-            # To and fro, so that a machine that slows down slows all of them.
-            for system in systems if number % 2 == 0 else reversed(systems):
-                print(f"round {number + 1} of {rounds}: {system.name}", flush=True)
-                samples[system.name].append(bench.run(system))
+    with EmbeddedRedis() as server:
+        bench = Bench(server, jobs, calls)
+        for number, system in in_turn(systems, rounds):
+            print(f"round {number + 1} of {rounds}: {system.name}", flush=True)
+            samples[system.name].append(bench.run(system))
     return samples
 
 
 class Bench:
-    """Runs systems, one at a time, against one Redis, or two."""
+    """Runs systems, one at a time, against one Redis."""
 
-    def __init__(
-        self, server: EmbeddedRedis, jobs: int, calls: int, other: EmbeddedRedis | None = None
-    ) -> None:
+    def __init__(self, server: EmbeddedRedis, jobs: int, calls: int) -> None:
         """Prepares a bench.
 
         Args:
             server: A Redis of its own; it is emptied before each run.
             jobs: In the queue, before a system's own weight.
             calls: Single calls per run.
-            other: A second one, for the results of systems that have them there.
         """
         self._url = server.url
         self._redis: Any = Redis.from_url(server.url)
-        self._other: Any = other and Redis.from_url(other.url)
-        self._other_url = other.url if other else ""
         self._jobs = jobs
         self._calls = calls
 
@@ -95,8 +89,7 @@ class Bench:
         Raises:
             SystemExit: It cannot be started, or stops answering.
         """
-        for redis in self._servers(system):
-            redis.flushall()
+        self._redis.flushall()
         jobs = int(self._jobs * system.weight)
         self._client(system, "fill", jobs)
         with self._worker(system) as worker:
@@ -117,7 +110,7 @@ class Bench:
         return self._client(system, "latency", self._calls) if self._calls else "[]"
 
     def _client(self, system: System, action: str, count: int) -> str:
-        python = str(python_of(system.venv, system.requirements))
+        python = str(python_of(system.requirements))
         answer = subprocess.run(
             [python, "-W", "ignore", "-m", system.module, action, str(count)],
             env=self._environment(system),
@@ -132,7 +125,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _worker(self, system: System) -> Iterator[psutil.Popen]:
-        python = python_of(system.venv, system.requirements)
+        python = python_of(system.requirements)
         arguments = [each.format(url=self._url) for each in system.worker]
         # Quiet, so that logging costs every system the same: nothing.
         worker = psutil.Popen(
@@ -153,13 +146,7 @@ class Bench:
             worker.wait(10)
 
     def _environment(self, system: System) -> dict[str, str]:
-        results = self._other_url if system.has_two_servers else self._url
-        urls = {"PEER_URL": self._url, "PEER_RESULTS_URL": results}
-        return {**os.environ, "PYTHONPATH": str(ROOT), **urls, **system.environment}
-
-    def _servers(self, system: System) -> list[Any]:
-        """The servers that a system uses; the last one has the results."""
-        return [self._redis, self._other] if system.has_two_servers else [self._redis]
+        return child_environment(PEER_URL=self._url, **system.environment)
 
     def _wait(self, system: System, worker: psutil.Popen, jobs: int) -> Reading:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -167,12 +154,12 @@ class Bench:
             if worker.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"{system.name}: the worker ended or stopped answering")
             time.sleep(LOOK_S)
-        used = [redis.info("cpu") for redis in self._servers(system)]
-        redis_s = sum(each["used_cpu_sys"] + each["used_cpu_user"] for each in used)
+        used = self._redis.info("cpu")
+        redis_s = used["used_cpu_sys"] + used["used_cpu_user"]
         return Reading(done, time.monotonic(), cpu_of(worker), redis_s)
 
     def _done(self, system: System) -> float:
-        keyspace = self._servers(system)[-1].info("keyspace")
+        keyspace = self._redis.info("keyspace")
         return float(keyspace.get("db0", {}).get("expires", 0)) / system.keys_per_job
 
 

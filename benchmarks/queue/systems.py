@@ -1,6 +1,5 @@
-"""What queue_overhead.py compares: the same no-op job, and how each system's worker starts."""
+"""What the queue benchmark compares: the same no-op job, and how each system's worker starts."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,17 +30,9 @@ class System:
     keys_per_job: int = 1
     #: Whether single calls are measured, too.
     has_latency: bool = True
-    #: Whether its results are on another Redis server than its queue.
-    has_two_servers: bool = False
-
-    @property
-    def venv(self) -> str:
-        """Name of its environment."""
-        # Without its extras: some packages look for their own files by patterns.
-        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
 
 
-def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
+def batchery(name: str, *options: str) -> System:
     """A row of ours."""
     return System(
         name,
@@ -49,7 +40,6 @@ def batchery(name: str, *options: str, has_two_servers: bool = False) -> System:
         (*CELERY, "benchmarks.peers.batchery_tasks", *WORKER, *options),
         weight=5.0,
         has_latency="-E" not in options,
-        has_two_servers=has_two_servers,
     )
 
 
@@ -59,7 +49,6 @@ def celery(name: str, *options: str) -> System:
         name,
         "benchmarks.peers.celery_stock",
         (*CELERY, "benchmarks.peers.celery_stock", *WORKER, *options),
-        has_latency="-E" not in options,
     )
 
 
@@ -138,9 +127,7 @@ def systems() -> list[System]:
     return [
         batchery("batchery"),
         batchery("batchery, with events", "-E"),
-        batchery("batchery, two servers", has_two_servers=True),
         celery("celery solo", "-P", "solo"),
-        celery("celery solo, with events", "-P", "solo", "-E"),
         celery("celery threads -c 4", "-P", "threads", "-c", "4"),
         celery("celery prefork -c 2", "-P", "prefork", "-c", "2"),
         *OTHERS,

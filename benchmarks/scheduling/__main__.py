@@ -13,15 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery.settings import Settings
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.job import Limits
 from benchmarks.hardware import hardware, write_report
-from benchmarks.queue.report import WIDTH
+from benchmarks.rows import print_table
 from benchmarks.scheduling.rivals import Bento, Clipper, Priority, Rival
 from benchmarks.scheduling.virtual import Arrival, Fleet, Policy, Run, Simulation
 from benchmarks.scheduling.workloads import BULK, WORKLOADS, Demand, make_jobs
@@ -76,10 +72,10 @@ def main() -> None:
     options = parse()
     capacity_per_s = FLEET.capacity_per_s(BATCH_SIZE)
     rate_per_s = LOAD * capacity_per_s
-    table = Table("workload", *options.policies, box=box.MARKDOWN)
+    table: list[list[str]] = []
     rows: list[dict[str, Any]] = []
     for workload in options.workloads:
-        cells = []
+        table.append([workload])
         for policy in options.policies:
             runs = []
             for seed in range(1, options.seeds + 1):
@@ -87,9 +83,8 @@ def main() -> None:
                 runs.append(describe(simulate(policy, make_jobs(workload, demand))))
             means = {key: round(fmean(run[key] for run in runs), 4) for key in runs[0]}
             rows.append({"workload": workload, "policy": policy, **means})
-            cells.append(f"{100 * means['missed']:.1f}")
-        table.add_row(workload, *cells)
-    Console(highlight=False, width=WIDTH).print(table)
+            table[-1].append(f"{100 * means['missed']:.1f}")
+    print_table(["workload", *options.policies], table)
     report = {"hardware": hardware(), "jobs": options.jobs, "seeds": options.seeds, "rows": rows}
     write_report(options.json, report)
 

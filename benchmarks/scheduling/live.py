@@ -14,20 +14,14 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from batchery import AsyncClient, Client
-from benchmarks.engine.models import MODELS
-from benchmarks.engine.target import about, target_for
+from benchmarks.engine.target import about, model_parser, target_for
 from benchmarks.engine.texts import read_texts
 from benchmarks.engine.worker import WholeSystem
-from benchmarks.hardware import percentile, write_report
-from benchmarks.queue.report import WIDTH
+from benchmarks.hardware import write_report
+from benchmarks.rows import percentiles_ms, print_table
 
 #: Priorities of bulk and live.
 BULK, LIVE = 9, 0
@@ -114,29 +108,22 @@ def main() -> None:
     row = {
         "per_job": options.per_job,
         "live_jobs": len(latencies_ms),
-        **{f"p{each}_ms": round(percentile(latencies_ms, each), 1) for each in (50, 95, 99)},
+        **percentiles_ms(latencies_ms),
         "bulk_per_s": round(alone_per_s, 1),
         "bulk_with_live_per_s": round(beside_per_s, 1),
     }
-    table = Table(*row, box=box.MARKDOWN)
-    table.add_row(*map(str, row.values()))
-    Console(highlight=False, width=WIDTH).print(report["hardware"], table)
+    print(report["hardware"])
+    print_table(row, [map(str, row.values())])
     write_report(options.json, {**report, "seconds": options.seconds, "rows": [row]})
 
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = model_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="with live jobs, in all")
     parser.add_argument("--live-per-s", type=float, default=4.0, help="mean arrivals of live jobs")
     parser.add_argument("--per-job", type=int, default=1, help="texts of each bulk job")
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
-    parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"])
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--threads", type=int, help="of torch; its own choice else")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 

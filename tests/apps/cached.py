@@ -32,12 +32,6 @@ def shout(texts: list[str], *, path: str, gate: str = "", mark: str = "") -> lis
     return [text.upper() + mark for text in texts]
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=32, cache=os.environ.get("VERSION", "1"))
-def versioned(texts: list[str], *, path: str) -> list[str]:
-    note(path, texts)
-    return [f"{text} {os.environ.get('VERSION')}" for text in texts]
-
-
 @app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1")
 def deadly(texts: list[str], *, path: str, gate: str = "") -> list[str]:
     """`die` ends the device."""

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +40,6 @@ def spell(words: list[str], *, pause_s: float = 0.0) -> Generator[Partial, None,
                 yield Partial(index, word[position])
         time.sleep(pause_s)
     return [Failed("shouted") if "!" in word else word.upper() for word in words]
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=64)
-def spell_yielding(words: list[str]) -> Generator[Any, None, None]:
-    """Yields outcomes as well."""
-    for index, word in enumerate(words):
-        for letter in word:
-            yield Partial(index, letter)
-        yield word.upper()
-
-
-@app.task(shared=False, base=BatchTask, max_batch_size=64)
-async def spell_async(words: list[str]) -> AsyncGenerator[Any, None]:
-    for index, word in enumerate(words):
-        for letter in word:
-            yield Partial(index, letter)
-        yield word.upper()
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)

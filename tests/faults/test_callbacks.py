@@ -12,9 +12,7 @@ from apps import callbacks
 from conftest import StartWorker
 from support.harness import open_redis, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
-from support.patience import patient
-
-TIMEOUT_S = patient(60.0)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)

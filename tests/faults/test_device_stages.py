@@ -12,9 +12,7 @@ from apps import stages
 from batchery import BatchTask
 from conftest import StartWorker
 from support.harness import Worker, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

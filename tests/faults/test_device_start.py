@@ -13,10 +13,8 @@ from apps import slow_start
 from batchery_worker.devstack.stack import READY, WORKER
 from conftest import StartWorker
 from support.harness import PYTHONPATH, Worker, kill_all, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S
 from support.redis_places import with_password
-
-TIMEOUT_S = patient(60.0)
 
 
 @pytest.fixture(params=[{}, {"ORDINARY": "1"}], ids=["models", "models and ordinary tasks"])

@@ -135,34 +135,6 @@ def test_worker_outlives_a_failover_in_which_its_server_becomes_a_replica(
 
 
 @pytest.mark.timeout(400)
-def test_worker_follows_sentinel_to_the_new_primary(
-    start_worker: StartWorker, servers: tuple[OwnRedis, OwnRedis], tmp_path: Path
-) -> None:
-    first, second = servers
-    book = tmp_path / "book"
-    with behind_sentinel(tmp_path / "sentinel", first.port) as url:
-        env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url, "MASTER": MASTER}
-        worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
-        options = {"master_name": MASTER}
-        wait_answered(first, worker, send(url, [1, 2], options, book=book))
-        with Redis.from_url(url.replace("sentinel", "redis")) as sentinel:
-            client: Any = sentinel
-            wait_for(lambda: knows_replica(client), "Sentinel knows the replica")
-            client.execute_command("SENTINEL", "FAILOVER", MASTER)
-
-        def has_failed_over() -> bool:
-            # The old primary cuts its connections when it becomes a replica.
-            with client_of(first) as old, contextlib.suppress(RedisConnectionError):
-                return bool(old.info("replication")["role"] == "slave")
-            return False
-
-        wait_for(has_failed_over, "the old primary is a replica", TIMEOUT_S)
-        wait_answered(second, worker, send(url, [3, 4], options, book=book))
-        assert set(executions(book)) == set("1234")
-        assert worker.stop() == 0
-
-
-@pytest.mark.timeout(400)
 def test_no_job_is_left_behind_by_a_primary_that_dies_behind_two_sentinels(
     start_worker: StartWorker, servers: tuple[OwnRedis, OwnRedis], tmp_path: Path
 ) -> None:

@@ -20,9 +20,7 @@ from conftest import StartWorker
 from support.answers import Answers
 from support.event_stream import Events
 from support.harness import Worker, open_redis, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60.0)
+from support.patience import TIMEOUT_S
 
 #: The queue of the batch task.
 QUEUE = "apps.leases.batch"
@@ -197,17 +195,6 @@ def test_nobody_fences_a_device_whose_function_holds_the_interpreter(
         assert "handed on" not in started.log
         assert "is dead" not in started.log
         assert started.stop() == 0
-
-
-def test_worker_survives_a_flushall(
-    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
-) -> None:
-    worker = start_worker("apps.leases")
-    for task in ("batch", "batch"):
-        bare.flushall()
-        jobs = send(redis_url, task, [1, 2, 3], book=book)
-        wait_for(partial(have_results, bare, jobs), "the worker works", TIMEOUT_S)
-    assert worker.stop() == 0
 
 
 def has_executed(book: Path, times: int) -> bool:

@@ -8,9 +8,7 @@ import pytest
 from apps import hybrid, stages
 from conftest import StartWorker
 from support.harness import TESTS, Worker, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 PROGRAM = """
 from celery import Celery

@@ -8,9 +8,7 @@ from celery import Celery
 
 from conftest import StartWorker
 from support.harness import wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture

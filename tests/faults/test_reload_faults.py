@@ -12,10 +12,8 @@ from batchery.cli.control import reload
 from batchery.cli.explain import explain
 from conftest import StartWorker
 from support.harness import Worker, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 from support.steady_callers import SteadyCallers
-
-TIMEOUT_S = patient(60)
 
 #: How often the model is replaced under load.
 RELOADS = 10

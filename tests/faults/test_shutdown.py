@@ -14,9 +14,8 @@ from apps import ledger, slow_start
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import messages_in, queue_length, unsettled, wait_ended, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 
-TIMEOUT_S = patient(60)
 JOBS = 500
 
 

@@ -10,9 +10,7 @@ from apps import shop
 from batchery import BatchTask
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 
 @pytest.fixture(scope="module")

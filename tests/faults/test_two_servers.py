@@ -16,9 +16,7 @@ from redis import Redis
 from batchery import Client
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 #: As the setting `max_pass_s` in some tests, and a hard time limit.
 LIMIT_S = int(patient(2))

@@ -1,39 +1,18 @@
 """Tries every decoder for a long time: `make fuzz`, for half an hour each, in turn.
 
-    make fuzz [ARGS="--seconds 60 body message"]
-
-Where atheris is installed, inputs are made by it, from what they made the decoder do; what is worth
-keeping is kept in `build/fuzz`, and is where the next run begins. Else hypothesis makes them.
+make fuzz [ARGS="--seconds 60 body message"]
 """
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 
+from fuzz.decoders import DECODERS
+from fuzz.trial import try_input, watched_memory
 from fuzz.values import inputs
-
-#: Whose branches atheris watches; all others' would take minutes to prepare.
-WATCHED = ["batchery", "batchery_producer", "batchery_worker"]
-
-HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
-if HAS_ATHERIS:
-    import atheris
-
-    watching: Any = atheris.instrument_imports(include=WATCHED)
-else:
-    watching = nullcontext()
-with watching:
-    from fuzz.decoders import DECODERS
-    from fuzz.trial import try_input, watched_memory
-
-CORPUS = Path("build", "fuzz")
 
 #: Inputs between two looks at the clock.
 ROUND = 1000
@@ -63,9 +42,6 @@ def main() -> int:
 
 def run(name: str, seconds: int) -> None:
     """Tries one decoder in this process, until it fails or the time is over."""
-    if HAS_ATHERIS:
-        run_atheris(name, seconds)
-        return
     decoder, end_s = DECODERS[name], time.monotonic() + seconds
 
     @settings(
@@ -81,24 +57,6 @@ def run(name: str, seconds: int) -> None:
     with watched_memory(decoder):
         while time.monotonic() < end_s:
             check()
-
-
-def run_atheris(name: str, seconds: int) -> None:
-    """The same by atheris, which ends the process."""
-    decoder, corpus = DECODERS[name], CORPUS / name.replace(" ", "_")
-    corpus.mkdir(parents=True, exist_ok=True)
-    for number, data in enumerate(decoder.examples):
-        (corpus / f"example-{number}").write_bytes(data)
-    arguments = [
-        f"-artifact_prefix={corpus.parent}/",
-        f"-max_total_time={seconds}",
-        "-max_len=4096",
-        "-rss_limit_mb=1024",
-        "-timeout=20",
-    ]
-    atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: try_input(decoder, data))
-    with watched_memory(decoder):
-        atheris.Fuzz()
 
 
 if __name__ == "__main__":

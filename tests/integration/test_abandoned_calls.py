@@ -12,11 +12,9 @@ from celery import Celery, chord
 from batchery import AsyncClient, NoResult
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 
 TASK = "apps.tally.tally"
-TIMEOUT_S = patient(60)
-
 #: Seconds of a call in which it is surely sent.
 SENT_S = int(patient(2))
 

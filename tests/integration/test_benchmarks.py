@@ -22,9 +22,9 @@ GENERATION = ("--model=tiny", "--threads=1", "--slots=4", "--longest=24", "--par
 def report(tmp_path: Path) -> Any:
     """Runs a benchmark; returns what it has written."""
 
-    def run(name: str, *options: str, keeps: str = "--json") -> Any:
+    def run(name: str, *options: str) -> Any:
         target = tmp_path / "figures.json"
-        done = bench(name, *options, f"{keeps}={target}", timeout_s=TIMEOUT_S)
+        done = bench(name, *options, f"--json={target}", timeout_s=TIMEOUT_S)
         assert done.returncode == 0, done.stderr
         found = json.loads(target.read_text())
         assert {"machine", "cores", "memory_gib", "python"} <= set(found["hardware"])
@@ -43,14 +43,6 @@ def test_queue_measures_the_rows_that_are_asked_for(report: Any) -> None:
         "Redis alone, 64 at a time",
     ]
     assert found["rows"][0]["call_p50_ms"] <= found["rows"][0]["call_p99_ms"]
-
-
-def test_latency_calls_all_workers_in_turn(report: Any) -> None:
-    found = report(
-        "queue.latency", "--rounds=2", "--calls=5", "--systems", "batchery", "celery solo"
-    )
-    assert [row["system"] for row in found["rows"]] == ["batchery", "celery solo"]
-    assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in found["rows"])
 
 
 def test_bulk_measures_the_rows_that_are_asked_for(report: Any) -> None:
@@ -119,16 +111,15 @@ def test_live_chats_and_resume_are_counted(report: Any) -> None:
 
 
 def test_inprocess_measures_ours_beside_a_lock(report: Any) -> None:
-    few = ("--callers", "1", "5", "--rounds=2", "--seconds=0.02", "--idle=0.1")
-    which = ("--workloads", "no-op", "--systems", "lock", "ours: batched")
-    found = report("inprocess", *which, *few, keeps="--write")
-    assert {row["system"] for row in found["rows"]} >= {"lock", "ours: batched"}
-    assert all((row["wrong"], row["error"]) == (0, "") for row in found["rows"])
+    few = ("--callers", "1", "5", "--rounds=2", "--seconds=0.02", "--workloads", "no-op")
+    found = report("inprocess", *few, "--systems", "lock", "ours: batched")
+    assert {row["system"] for row in found["rows"]} == {"lock", "ours: batched"}
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in found["rows"])
 
 
 def test_http_measures_the_gateway(report: Any) -> None:
     few = ("--connections", "1", "5", "--texts", "2", "--rounds=1", "--seconds=0.3")
-    found = report("http", "--models", "tiny", "--alone", *few, keeps="--write")
+    found = report("http", "--models", "tiny", "--alone", *few)
     assert [row["connections"] for row in found["rows"]] == [1, 5]
     for row in found["rows"]:
         assert (row["wrong"], row["requests_per_s"] > 0) == (0, True)
@@ -136,7 +127,7 @@ def test_http_measures_the_gateway(report: Any) -> None:
 
 
 def test_callers_are_served_under_attack(report: Any) -> None:
-    found = report("http.attack", "--connections=80", "--seconds=6", keeps="--write")
+    found = report("http.attack", "--connections=80", "--seconds=6")
     assert set(found["opened"]) >= {"idle", "slow_head", "slow_body", "garbage", "reset", "deaf"}
     for phase in found["phases"].values():
         assert (set(phase["statuses"]), phase["lost"]) == ({"200"}, 0)

@@ -15,9 +15,7 @@ import pytest
 from apps import mapped, more
 from conftest import StartWorker
 from support.harness import PYTHONPATH, START_S, open_redis, queue_length, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,7 @@ from apps import more
 from batchery import BatchTask
 from conftest import StartWorker
 from support.harness import Worker, device_busy, open_redis, queue_length, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 #: Keeps the device busy in a block.
 Busy = Callable[[], AbstractContextManager[Any]]

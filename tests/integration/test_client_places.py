@@ -14,13 +14,12 @@ from batchery_producer.client import close_app
 from support.bulk_runs import QUEUE
 from support.harness import Worker
 from support.own_redis import OwnRedis
-from support.patience import patient
+from support.patience import TIMEOUT_S
 from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 TASK = "apps.elsewhere.shout"
 TEXTS = [f"text {number}" for number in range(300)]
 SHOUTED = [text.upper() for text in TEXTS]
-TIMEOUT_S = patient(60)
 
 
 @pytest.fixture(scope="module", params=["tls", "valkeys", "sentinel", "two servers"])

@@ -15,9 +15,7 @@ from batchery import BatchTask
 from conftest import StartWorker
 from support.event_stream import Events
 from support.harness import Worker, open_redis, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

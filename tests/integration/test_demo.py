@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from batchery import StartError
 from benchmarks import demo
 from support.patience import patient
 
@@ -30,17 +27,3 @@ def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_p
     for words in (*demo.QUESTIONS, "jobs/s", "mean batch", "padding waste", "waited", "forward"):
         assert words in done.stdout
     assert "Flower saw every job: http://127.0.0.1:" in done.stdout
-
-
-def test_demo_that_cannot_start_ends_with_code_2_and_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(**_: object) -> None:
-        raise StartError("no redis-server")
-
-    monkeypatch.setattr(demo, "Stack", refuse)
-    monkeypatch.setattr("sys.argv", ["demo"])
-    with pytest.raises(SystemExit) as ended:
-        demo.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "batchery: error: no redis-server\n"

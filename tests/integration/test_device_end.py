@@ -15,9 +15,7 @@ from apps.ledger import executions
 from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S
 from conftest import StartWorker
 from support.harness import has_ended, wait_ended, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,7 @@ from celery import Celery
 
 from conftest import StartWorker, flush
 from support.harness import PYTHONPATH, START_S, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S, patient
 
 
 def test_database_connections_are_closed_as_django_closes_them(

@@ -7,9 +7,7 @@ import pytest
 from apps import households
 from conftest import StartWorker
 from support.harness import Worker
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from apps.ledger import executions
 from conftest import StartWorker
 from support.answers import Answers
 from support.harness import Worker, unsettled, wait_ended, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 
-TIMEOUT_S = patient(60)
 BOTH = ("-Q", "celery,devices")
 
 

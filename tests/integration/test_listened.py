@@ -14,9 +14,7 @@ from celery import Celery
 from apps.listened import GATE, HOOKED, PLAIN, SENT, TRACE
 from conftest import StartWorker
 from support.harness import Worker, open_redis, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 pytest.importorskip("sentry_sdk")
 

@@ -10,9 +10,7 @@ from apps import mapped
 from batchery import BatchArgumentError, InvalidItem, ItemFailed
 from conftest import StartWorker
 from support.harness import Worker
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,10 @@ from apps import swapping
 from batchery.cli.control import reload
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 from support.placed import list_placed
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
-
-TIMEOUT_S = patient(60)
 
 #: How long a worker may take to answer a command.
 LOOK = ("--timeout", str(patient(1)))

@@ -17,11 +17,11 @@ from batchery import BatchTask, install
 from batchery.cli.survey import Survey
 from batchery.cli.survey import survey as look
 from batchery.transport.redis_schema import Keys
-from support.commands import TIMEOUT_S, run
+from support.commands import run
 from support.harness import Worker, wait_for
 from support.metrics_port import Exporter
 from support.own_redis import OwnRedis
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 
 WAITING, LEASED, OLDEST = (
     (f"batchery_queue_{name}", shop.until.name)

@@ -12,9 +12,7 @@ import pytest
 from apps import shop
 from conftest import StartWorker
 from support.harness import PYTHONPATH, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S, patient
 
 
 @pytest.fixture(params=["gevent", "eventlet"])

@@ -12,9 +12,7 @@ from apps import published as apps
 from batchery.errors import DeviceDied
 from conftest import StartWorker
 from support.harness import Worker, open_redis, unsettled, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S, patient
 
 
 @pytest.fixture(scope="module")

@@ -188,22 +188,6 @@ def left_of_streams(bare: Any) -> list[bytes]:
     return [key for key in found if not key.startswith(b"batchery-wake:")]
 
 
-def test_without_limits_no_script_runs(url: str, bare: Any) -> None:
-    app = Celery("free", broker=url, backend=url, set_as_current=False)
-    install(app)
-
-    @app.task(shared=False, base=BatchTask)
-    def echo(items: list[Any]) -> list[Any]:
-        return items
-
-    bare.config_resetstat()
-    echo.delay(1)
-    commands = {name for name, each in bare.info("commandstats").items() if each["calls"]}
-    assert "cmdstat_lpush" in commands
-    assert "cmdstat_evalsha" not in commands
-    app.close()
-
-
 def test_a_redis_that_is_away_is_told_as_soon_as_by_celery(app: Celery, echo: Any) -> None:
     # Celery's own four seconds are too short to tell.
     url = "redis://127.0.0.1:1/0"  # Nobody listens there.

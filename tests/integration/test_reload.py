@@ -13,12 +13,10 @@ from batchery.cli.control import reload
 from batchery.cli.explain import explain
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S
 from support.served_models import save_writer
 from support.steady_callers import SteadyCallers
 from support.tiny_models import save_model
-
-TIMEOUT_S = patient(60)
 
 #: How often the model is replaced under load.
 RELOADS = 50

@@ -9,9 +9,7 @@ from apps import canvas
 from batchery import BatchArgumentError, UnserialisableResult
 from conftest import StartWorker
 from support.harness import Worker, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
 from conftest import StartWorker
-from support.cached_jobs import TIMEOUT_S, answers, computed, send
+from support.cached_jobs import answers, computed, send
 from support.harness import Worker, unsettled, wait_for
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,9 @@ from support.gateway import GatewayProcess
 from support.harness import PYTHONPATH, Worker, kill_all, open_redis, wait_for
 from support.metrics_port import Exporter
 from support.own_redis import OwnRedis, find_lasting_port
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 from support.redis_places import make_certificate
 
-TIMEOUT_S = patient(60)
 APP = "apps.roles"
 
 #: What may be refused: what a server tells of itself, of which a role can do without, and a look

@@ -11,9 +11,7 @@ from apps import tally
 from batchery import Client, DeadlineExceeded, InvalidItem
 from conftest import StartWorker
 from support.harness import wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 #: Items of a batch of `tally`.
 BATCH = 32

@@ -14,10 +14,8 @@ from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.commands import run_code
 from support.harness import Worker, open_redis, wait_for
-from support.patience import patient
+from support.patience import TIMEOUT_S
 from support.redis_places import make_certificate
-
-TIMEOUT_S = patient(60)
 
 
 @pytest.fixture(scope="module")

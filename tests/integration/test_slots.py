@@ -14,9 +14,7 @@ from apps import slots
 from batchery import AsyncClient, DeadlineExceeded, InvalidItem
 from conftest import StartWorker
 from support.harness import Worker, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 #: How long its device may give no sign: each step is one.
 MAX_PASS_S = patient(2.5)

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from apps import slots
-from batchery import Engine, ModelLoadError
 from conftest import StartWorker
 from support.harness import TESTS
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.mark.parametrize("arguments", [("-c", "2"), ("-c", "1", "-P", "solo")])
@@ -63,12 +60,6 @@ def test_step_model_runs_on_a_thread_of_a_test_and_eagerly(redis_url: str, tmp_p
         check=False,
     )
     assert ran.stdout.endswith("done\n"), ran.stderr
-
-
-def test_engine_refuses_a_step_model() -> None:
-    refused = pytest.raises(ModelLoadError, match="is a StepModel, which runs in slots")
-    with refused, Engine(slots.Countdown(), device="cpu"):
-        pass
 
 
 def test_step_model_given_by_path_must_come_with_its_slots(

@@ -7,9 +7,7 @@ import pytest
 from apps import slots
 from conftest import StartWorker
 from support.harness import wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,9 +9,7 @@ import pytest
 
 from conftest import flush
 from support.harness import PYTHONPATH
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S, patient
 
 #: Runs in a process of its own: a worker leaves its marks on the one that it was in.
 TEST = f"""

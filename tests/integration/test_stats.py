@@ -3,21 +3,21 @@
 import contextlib
 import json
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, uuid
+from celery import Celery
 from redis import Redis
 
 from apps import shop
 from batchery.cli.explain import find
 from batchery.transport.redis_schema import Keys, find_own
 from conftest import StartWorker
-from support.commands import TIMEOUT_S, run, start
+from support.commands import run, start
 from support.harness import Worker, device_busy, wait_for
 from support.own_redis import OwnRedis
+from support.patience import TIMEOUT_S
 from support.redis_places import with_database
 
 
@@ -197,41 +197,3 @@ def test_queues_of_an_app_are_shown_while_it_has_no_worker(
     code, out, _ = run(url, "batchery", "stats", "-A", "apps.including")
     assert code == 1
     assert ["included", "0"] in [line.split() for line in out.splitlines()]
-
-
-def test_the_event_of_a_job_has_its_batch_and_a_short_result(
-    worker: Worker, client: Celery
-) -> None:
-    """What Flower is told of an embedding: the text, the start of the vector, the batch."""
-    events: dict[str, dict[str, Any]] = {}
-    job_id = uuid()
-
-    def note(event: dict[str, Any]) -> None:
-        # Those of the jobs of earlier tests may come late.
-        if event.get("uuid", job_id) == job_id:
-            events.setdefault(event["type"], event)
-
-    def came(kind: str) -> bool:
-        with contextlib.suppress(TimeoutError):
-            connection.drain_events(timeout=1)
-        return kind in events
-
-    client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
-    with client.connection_for_read() as own:
-        receiver: Any = client.events.Receiver(own, handlers={"*": note})
-        with receiver.consumer_context(wakeup=False) as (connection, _, _):
-            # The first event proves that somebody listens; a job may be faster than a subscription.
-            wait_for(partial(came, "worker-heartbeat"), "a heartbeat", TIMEOUT_S)
-            item = "How do I open a file?"
-            job = client.send_task("embed", [item], queue="embed", task_id=job_id)
-            wait_for(partial(came, "task-succeeded"), "the event", TIMEOUT_S)
-    assert len(job.get(timeout=TIMEOUT_S)["vector"]) == 384
-    client.control.disable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
-    event = events["task-succeeded"]
-    assert event["batch"].keys() == {
-        *("id", "size", "waited_ms", "padding", "device"),
-        *("prepare_ms", "queued_ms", "forward_ms", "version"),
-    }
-    assert "'vector': [" in event["result"]
-    assert len(event["result"]) < 200
-    assert "How do I open a file?" in events["task-received"]["args"]

@@ -67,17 +67,6 @@ def test_jobs_that_are_sent_one_by_one_are_joined_as_ever(worker: Worker) -> Non
     assert results.join(timeout=patient(30)) == ["A", "B"]
 
 
-def test_eager_tasks_run_at_once() -> None:
-    app = install(Celery("eager", set_as_current=False))
-    app.conf.task_always_eager = True
-
-    def double(items: list[int]) -> list[int]:
-        return [2 * item for item in items]
-
-    task: Any = app.task(base=BatchTask, shared=False, name="double")(double)
-    assert task.submit_many(range(COUNT)).join() == [2 * number for number in range(COUNT)]
-
-
 def test_without_a_broker_it_is_celerys_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit_many, "SEND_AWAY_S", 0.2)
     url = "redis://127.0.0.1:1/0"

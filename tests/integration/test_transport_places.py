@@ -9,7 +9,6 @@ from redis import Redis
 from support.lessee import Lessee
 from support.own_redis import OwnRedis
 from support.plain_kombu import send
-from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 #: What a user needs for the leases, beside the keys.
 RIGHTS = "+@read +@write +@pubsub +@connection +@scripting +@transaction +info +time"
@@ -51,25 +50,3 @@ def test_a_user_with_few_rights(every_redis: OwnRedis) -> None:
         client.execute_command("ACL", "SETUSER", "celery", "-info")
         serves(every_redis.url.replace("redis://", "redis://celery:secret@"))
         client.execute_command("ACL", "DELUSER", "celery")
-
-
-def test_tls(tmp_path: Path, every_redis: OwnRedis) -> None:
-    with behind_tls(every_redis.port, make_certificate(tmp_path)) as url:
-        with Redis.from_url(url) as client:
-            client.flushall()
-        serves(url)
-
-
-def test_sentinel(tmp_path: Path, every_redis: OwnRedis) -> None:
-    with Redis.from_url(every_redis.url) as client:
-        client.flushall()
-    with behind_sentinel(tmp_path / "sentinel", every_redis.port) as url:
-        with contextlib.closing(Lessee(url, "q", master_name=MASTER)) as lessee:
-            send(every_redis.url, "q", "1")
-            assert lessee.get(1) == ["1"]
-            lessee.until_waiting()
-            send(every_redis.url, "q", "2")
-            assert lessee.get(2) == ["1", "2"]
-        with Redis.from_url(every_redis.url) as client:
-            assert client.llen("q") == 2
-            assert {*client.keys("batchery:*")} == {b"batchery:token", b"batchery:schema"}

@@ -149,20 +149,6 @@ def test_a_lone_job_goes_before_thousands_of_another_tenant(
         assert f"{tenant} late" in texts[-4 * prefetch :]
 
 
-@pytest.mark.parametrize("prefetch", [1, 3, PREFETCH])
-def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
-    lease: StartLessee, bare: Any, prefetch: int
-) -> None:
-    for tenant in ("acme", "bulk"):
-        push(bare, tenant, numbers(1000))
-    lessee = lease("q", room=prefetch)
-    texts = complete(lessee, 500)
-    halves = Counter(text.split()[0] for text in texts)
-    assert abs(halves["acme"] - halves["bulk"]) <= 2 * PREFETCH
-    for tenant in ("acme", "bulk"):
-        assert of(texts, tenant) == [f"{tenant} {at}" for at in range(halves[tenant])]
-
-
 def test_all_lists_have_their_turn_in_each_of_two_queues_where_few_jobs_are_taken(
     lease: StartLessee, bare: Any
 ) -> None:

@@ -9,9 +9,7 @@ from apps.typed import Order, Terms
 from batchery import InvalidItem, ItemFailed
 from conftest import StartWorker
 from support.harness import Worker
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from batchery.cli import health
 from batchery.cli.health import ask
 from batchery.gateway_settings import JOBS_QUEUE
 from conftest import StartWorker
-from support.commands import TIMEOUT_S, run
+from support.commands import run
 from support.harness import Worker, wait_for
 from support.metrics_port import Samples, read_samples, scrape
 from support.own_redis import OwnRedis, find_lasting_port
-from support.patience import patient
+from support.patience import TIMEOUT_S, patient
 
 
 class Watched(NamedTuple):

@@ -11,9 +11,7 @@ from celery.exceptions import TaskRevokedError
 from apps import shop
 from conftest import StartWorker
 from support.harness import Worker, device_busy, unsettled, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,13 +73,6 @@ def test_a_job_that_a_function_sends_has_the_parent_that_it_is_given() -> None:
     for child in children:
         wait_for(child.ready, "it has run", TIMEOUT_S)
     assert [child.get(timeout=TIMEOUT_S) for child in children] == [[job.id] * 2 for job in jobs]
-
-
-def test_map_and_chunks() -> None:
-    mapped: Any = shop.increment.map([1, 2, 3])
-    assert mapped.delay().get(timeout=TIMEOUT_S) == [2, 3, 4]
-    chunks: Any = shop.increment.chunks([(1,), (2,), (3,)], 2)
-    assert chunks.group().delay().get(timeout=TIMEOUT_S) == [[2, 3], [4]]
 
 
 def test_link_is_called_with_the_result_of_its_own_job(tmp_path: Path) -> None:

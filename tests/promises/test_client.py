@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from kombu.exceptions import EncodeError
 
 from batchery import ItemFailed, NoResult
 from batchery_producer import Client, Outcome, Progress
@@ -191,9 +190,3 @@ def test_a_closed_client_reads_no_stream(redis_url: str) -> None:
 
 def test_an_empty_stream_ends_at_once(shop: Client) -> None:
     assert list(shop.task("nobody").map([])) == []
-
-
-def test_an_item_that_json_cannot_write_is_told(shop: Client, store: Any) -> None:
-    with pytest.raises(EncodeError, match="item <object"):
-        list(shop.task("nobody").map([object()]))
-    assert not store.exists("nobody")

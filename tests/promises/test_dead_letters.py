@@ -19,9 +19,7 @@ from batchery.transport.redis_schema import find_tenant_list
 from conftest import StartWorker
 from support.commands import start
 from support.harness import SEP, Worker, open_redis, wait_for
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 #: The queue of a batch task.
 QUEUE = "apps.killers.obey"
@@ -97,14 +95,6 @@ def test_a_message_that_cannot_be_read_is_kept_and_its_caller_hears_of_it(
     assert redis.hgetall("batchery:lease") == {}
 
 
-def test_a_job_of_an_unknown_task_is_kept(worker: Worker, redis: "Redis") -> None:
-    message = decode_message(redis, "nobody.knows.me")
-    letter = refused(redis, message)
-    assert "no such task in this worker" in letter.reason
-    with pytest.raises(NotRegistered):
-        killers.app.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
-
-
 def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis") -> None:
     message = decode_message(redis, "nobody.knows.me")
     letter = refused(redis, message)
@@ -120,24 +110,6 @@ def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis")
         assert explained.output.startswith(f"{state}: ")
         assert f"see `batchery dead show {letter.token}`" in explained.output
         redis.delete(f"celery-task-meta-{task_id}")
-
-
-def test_an_entry_that_is_no_dead_letter_is_listed_in_a_line_behind_the_others(
-    worker: Worker, redis: "Redis"
-) -> None:
-    letter = refused(redis, b"no message")
-    redis.hset("batchery:dead", mapping={"x": "a\x1b[2Jsecret", letter.token + "1": "odd"})
-    shown = dead("list")
-    assert shown.exit_code == 0, shown.output
-    rows = [line.split() for line in shown.output.splitlines() if line.strip()][2:]
-    assert [row[0] for row in rows] == [letter.token, letter.token + "1", "x"]
-    assert rows[2][1:5] == ["-", "-", "-", "-"]
-    assert shown.output.count("this is no dead letter: ") == 2
-    assert "\x1b" not in shown.output
-    listed = [json.loads(line) for line in dead("list", "--json").output.splitlines()]
-    assert [each["died_s"] > 0 for each in listed] == [True, False, False]
-    assert dead("purge", "x", "--yes").exit_code == 0
-    assert dead("show", "x").exit_code == 1
 
 
 @pytest.mark.parametrize(

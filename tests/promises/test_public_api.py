@@ -14,16 +14,6 @@ import batchery.errors
 import batchery_producer
 from batchery.errors import BatcheryError
 
-DOORS = ("batchery", "batchery_producer", "batchery_worker")
-
-
-@pytest.mark.parametrize("name", DOORS)
-def test_every_public_object_has_a_docstring_of_its_own(name: str) -> None:
-    package = importlib.import_module(name)
-    assert package.__doc__
-    assert package.__all__ == sorted(set(package.__all__))
-    assert not [each for each in package.__all__ if not getattr(package, each).__doc__]
-
 
 def test_type_checkers_see_every_name_where_it_is() -> None:
     stub = Path(batchery.__file__).with_suffix(".pyi")
@@ -48,37 +38,12 @@ def test_an_unknown_name_of_the_door_is_an_attribute_error() -> None:
         batchery.Clint  # type: ignore[attr-defined]  # noqa: B018
 
 
-def drawn_tree() -> dict[str, tuple[str, str]]:
-    """Name -> parent and description, as the docstring of errors.py draws them."""
-    drawing = inspect.cleandoc(batchery.errors.__doc__ or "").split("```")[1].strip().splitlines()
-    ancestors: dict[int, str] = {-1: "Exception"}
-    tree: dict[str, tuple[str, str]] = {}
-    for line in drawing:
-        name, _, description = line.lstrip("│├└─ ").partition(" ")
-        depth = line.index(name) // 4
-        ancestors[depth] = name
-        tree[name] = ancestors[depth - 1], description.strip()
-    return tree
-
-
 def error_classes() -> dict[str, type[BatcheryError]]:
     return {
         name: value
         for name, value in vars(batchery.errors).items()
         if inspect.isclass(value) and issubclass(value, BatcheryError)
     }
-
-
-def test_the_tree_drawn_in_errors_is_the_real_one() -> None:
-    real = {name: value.__base__.__name__ for name, value in error_classes().items()}  # type: ignore[union-attr]
-    assert {name: parent for name, (parent, _) in drawn_tree().items()} == real
-
-
-def test_the_drawn_tree_names_every_second_base() -> None:
-    for name, error in error_classes().items():
-        others = [base.__name__ for base in error.__bases__[1:]]
-        said = drawn_tree()[name][1].partition("; also a ")[2]
-        assert ([said] if said else []) == others, name
 
 
 def test_every_error_is_public() -> None:

@@ -12,7 +12,6 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 from redis import Redis
 
-from apps import streaming
 from batchery import (
     AsyncClient,
     BatchArgumentError,
@@ -30,9 +29,7 @@ from batchery.protocol.headers import STREAMED
 from conftest import StartWorker
 from support.harness import Worker, open_redis, wait_for
 from support.own_redis import OwnRedis
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +74,6 @@ def test_pieces_come_before_the_job_ends_each_once_and_in_order(
     assert list(pieces) == [5, 6, 7, 8, 9]
     assert isinstance(pieces.result, int)
     assert list(pieces) == []
-
-
-@pytest.mark.parametrize("name", ["spell", "spell_yielding", "spell_async"])
-def test_generators_of_all_kinds_stream(caller: Client, name: str) -> None:
-    pieces = stream(caller, name, "hello")
-    assert ("".join(pieces), pieces.result) == ("hello", "HELLO")
 
 
 def test_a_reader_learns_of_the_end_at_once_whatever_has_stored_the_result(
@@ -334,10 +325,3 @@ def test_eager_tasks_and_their_own_method_stream() -> None:
     app.conf.task_always_eager = False
     with pytest.raises(SettingsError, match="set result_backend to a Redis URL"):
         spell_task.stream("hello")
-
-
-def test_a_task_of_an_app_streams_by_itself(redis_url: str, worker: Worker) -> None:
-    streaming.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    own: Any = streaming.spell
-    pieces = own.stream("hello", timeout_s=TIMEOUT_S, pause_s=0.001)
-    assert ("".join(pieces), pieces.result) == ("hello", "HELLO")

@@ -161,14 +161,6 @@ def test_messages_of_a_lost_answer_are_delivered(lease: StartLessee, url: str, b
     assert lessee.get(4) == list("1234")
 
 
-def test_scripts_may_be_flushed(lease: StartLessee, url: str, bare: Any) -> None:
-    lessee = lease("q")
-    lessee.until_waiting()
-    bare.script_flush()
-    send(url, "q", "1")
-    assert lessee.get(1) == ["1"]
-
-
 def test_a_key_that_something_else_has_written_is_named(
     lease: StartLessee, bare: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

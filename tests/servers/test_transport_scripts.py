@@ -217,15 +217,6 @@ def test_requeue_keeps_a_message_without_marks_as_it_is(there: Redis, message: s
     assert there.queue("a") == [message]
 
 
-def test_recover_marks_what_a_dead_worker_held(there: Redis) -> None:
-    push(there.client, "a", json.dumps(kombu_message()))
-    there.fetch("a")
-    assert there.recover() == [1, 0]
-    (again,) = map(json.loads, there.queue("a"))
-    assert again["headers"]["redelivered"] is True
-    assert again["properties"]["delivery_info"]["redelivered"] is True
-
-
 def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
     for start in range(0, 20, 2):
         push(there.client, "a", str(start), str(start + 1))

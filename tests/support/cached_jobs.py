@@ -7,9 +7,7 @@ from typing import Any
 from celery import Celery
 from celery.result import AsyncResult
 
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 def computed(log: Path) -> Counter[str]:

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.harness import PYTHONPATH
-from support.patience import patient
-
-#: How long a command may take, in seconds.
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 def start(redis_url: str, *command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":

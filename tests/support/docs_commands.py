@@ -1,14 +1,10 @@
-"""Checks a command of the documentation without running it: does it exist, with these options?"""
+"""Checks commands of Batchery and Celery in the documentation without running them."""
 
-import importlib.util
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -16,14 +12,6 @@ from celery.bin.celery import celery
 from packaging.requirements import Requirement
 
 from batchery.cli.main import main as batchery
-
-ROOT = Path(__file__).resolve().parents[2]
-
-#: Built into every shell.
-SHELL_WORDS = {"cd", "echo", "exit", "export", "kill", "test", "wait"}
-
-#: Commands that readers need and the tests do not: they may be missing here.
-NOT_HERE = {"curl", "docker", "helm", "kubectl", "optimum-cli", "systemctl", "useradd"}
 
 
 class BadCommand(Exception):
@@ -73,7 +61,7 @@ def check_commands(language: str, code: str) -> None:
 
 
 def check(command: list[str]) -> None:
-    """Checks one simple command, with the files of the current folder.
+    """Checks one simple command, if it is Batchery's, Celery's or an installation.
 
     Args:
         command: Its words.
@@ -84,21 +72,19 @@ def check(command: list[str]) -> None:
     name, *arguments = command
     if name in ("batchery", "celery"):
         parse_click(batchery if name == "batchery" else celery, name, arguments)
-        if name == "celery":
-            check_app(arguments)
-    elif name == "make":
-        check_make(arguments)
     elif name in ("pip", "uv"):
         check_install(arguments)
-    elif re.fullmatch(r"python3?(\.\d+)?", name):
-        check_python(arguments)
-    elif name not in SHELL_WORDS | NOT_HERE and not executable(name):
-        raise BadCommand(f"{name}: no such command; add it to NOT_HERE if it is meant")
 
 
-def executable(name: str) -> str | None:
-    """Path of a command, looked for beside this Python first."""
-    return shutil.which(name, path=search_path())
+def check_install(arguments: list[str]) -> None:
+    """Raises `BadCommand` where `pip install` asks for an extra that this project has not."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    for word in arguments:
+        # `.[extra]` is this project, too.
+        name = re.sub(r"^\.(?=\[)", "batchery", word)
+        if re.match(r"batchery\b", name) and (unknown := Requirement(name).extras - extras):
+            raise BadCommand(f"pip: batchery has no extra {sorted(unknown)}")
 
 
 def search_path() -> str:
@@ -131,53 +117,3 @@ def parse_click(command: click.Command, name: str, arguments: list[str]) -> None
     if subcommand is None or (subcommand.short_help or "").startswith("cannot be loaded"):
         raise BadCommand(f"{name}: no subcommand {rest[0]!r}, or it cannot be imported")
     parse_click(subcommand, f"{name} {rest[0]}", rest[1:])
-
-
-def check_app(arguments: list[str]) -> None:
-    """Raises `BadCommand` where `-A name` names no module."""
-    for option, value in pairwise(arguments):
-        if option in ("-A", "--app") and not is_module(re.split(r"[.:]", value)[0]):
-            raise BadCommand(f"celery -A {value}: no such module, here or in a block above")
-
-
-def is_module(name: str) -> bool:
-    """Whether a module could be imported."""
-    return bool(name) and importlib.util.find_spec(name) is not None
-
-
-def check_make(arguments: list[str]) -> None:
-    """Raises `BadCommand` where a target or a variable is not in the Makefile."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for word in arguments:
-        name, is_variable, _ = word.partition("=")
-        if is_variable and not re.search(rf"^{re.escape(name)} \?=", makefile, re.MULTILINE):
-            raise BadCommand(f"make: the Makefile has no variable {name}")
-    done = subprocess.run(
-        ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise BadCommand(f"make {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def check_install(arguments: list[str]) -> None:
-    """Raises `BadCommand` where `pip install` asks for an extra that this project has not."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for word in arguments:
-        # `.[extra]` is this project, too.
-        name = re.sub(r"^\.(?=\[)", "batchery", word)
-        if re.match(r"batchery\b", name):
-            unknown = Requirement(name).extras - set(project["optional-dependencies"])
-            if unknown:
-                raise BadCommand(f"pip: batchery has no extra {sorted(unknown)}")
-
-
-def check_python(arguments: list[str]) -> None:
-    """Raises `BadCommand` where `python -m module` or `python file.py` names nothing."""
-    if not arguments or arguments[0] in ("-V", "--version", "-c"):
-        return
-    if arguments[0] == "-m":
-        name = "".join(arguments[1:2])
-        if not is_module(name):
-            raise BadCommand(f"python -m {name}: no such module")
-    elif not (Path(arguments[0]).is_file() or (ROOT / arguments[0]).is_file()):
-        raise BadCommand(f"python {arguments[0]}: no such file in the page or the repository")

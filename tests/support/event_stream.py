@@ -7,9 +7,7 @@ from typing import Any, Self
 
 from celery import Celery
 
-from support.patience import patient
-
-TIMEOUT_S = patient(30)
+from support.patience import TIMEOUT_S
 
 
 class Events:

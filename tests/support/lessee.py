@@ -12,9 +12,7 @@ from celery import Celery
 from batchery.transport import use_transport
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.device.redis_source import RedisSource
-from support.patience import patient
-
-TIMEOUT_S = patient(30.0)
+from support.patience import TIMEOUT_S
 
 
 class Room:

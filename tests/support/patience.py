@@ -13,3 +13,7 @@ PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 def patient(seconds: float) -> float:
     """A limit in seconds, longer where the machine is said to be slow."""
     return seconds * PATIENCE
+
+
+#: How long most tests wait for what should come at once, in seconds.
+TIMEOUT_S = patient(60)

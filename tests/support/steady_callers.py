@@ -6,10 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from support.harness import wait_for
-from support.patience import patient
-
-#: How long calls may take to end, in seconds.
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 class SteadyCallers:

@@ -29,29 +29,21 @@ CORPUS = [
 ]
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-BERT = {
-    **SMALL,
-    "pad_token_id": 1,
-    "intermediate_size": 48,
-    "max_position_embeddings": 80,
-    "initializer_range": 0.3,
-}
-DECODER = {
-    **SMALL,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 80,
-    "initializer_range": 0.3,
-}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 80,
-    "initializer_range": 0.3,
-    "bos_token_id": 3,
-    "eos_token_id": 3,
-}
+RANGE = {"max_position_embeddings": 80, "initializer_range": 0.3}
+BERT = {**SMALL, **RANGE, "pad_token_id": 1, "intermediate_size": 48}
+DECODER = {**SMALL, **RANGE, "num_key_value_heads": 2, "intermediate_size": 48}
+DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "pad_token_id": 1}
+#: The window is narrow enough for the texts of the tests to reach beyond it.
+MODERNBERT = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 0}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "initializer_range": 0.3}
+XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.3}
+DEBERTA = {"relative_attention": True, "position_buckets": 16, "pos_att_type": ["p2c", "c2p"]}
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+BART = {f"{side}_{key}": size for side in ("encoder", "decoder") for key, size in SIDES.items()}
+BART |= {"d_model": 32, "max_position_embeddings": 80}
+ENDS = {"bos_token_id": 0, "eos_token_id": 3}
+BART_ENDS = {"decoder_start_token_id": 3, "forced_eos_token_id": 3}
+CAUSAL_LEFT = {"causal": True, "padding_side": "left"}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 #: By name: class prefix in transformers, options of its config, options of its tokenizer.
@@ -60,96 +52,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bert-left": ("Bert", BERT, {"padding_side": "left"}),
     "roberta": ("Roberta", BERT, {}),
     "roberta-left": ("Roberta", BERT, {"padding_side": "left"}),
-    "distilbert": (
-        "DistilBert",
-        {
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 48,
-            "pad_token_id": 1,
-            "max_position_embeddings": 80,
-            "initializer_range": 0.3,
-        },
-        {},
-    ),
+    "distilbert": ("DistilBert", {**DISTILBERT, **RANGE}, {}),
     "mpnet": ("MPNet", BERT, {}),
-    "modernbert": (
-        "ModernBert",
-        {
-            **SMALL,
-            "pad_token_id": 1,
-            "bos_token_id": 0,
-            "cls_token_id": 0,
-            "eos_token_id": 3,
-            "sep_token_id": 3,
-            "intermediate_size": 48,
-            "max_position_embeddings": 80,
-            "initializer_range": 0.3,
-            # Narrow enough for the texts of the tests to reach beyond it.
-            "local_attention": 8,
-            "global_attn_every_n_layers": 2,
-        },
-        {},
-    ),
+    "modernbert": ("ModernBert", {**BERT, **MODERNBERT, **ENDS, "sep_token_id": 3}, {}),
     "llama": ("Llama", {**DECODER, "eos_token_id": 3}, {"causal": True}),
-    "mistral-left": (
-        "Mistral",
-        {**DECODER, "eos_token_id": 3},
-        {"causal": True, "padding_side": "left"},
-    ),
-    "gpt2": (
-        "GPT2",
-        GPT2,
-        {"causal": True},
-    ),
-    "gpt2-left": (
-        "GPT2",
-        GPT2,
-        {"causal": True, "padding_side": "left"},
-    ),
-    "xlnet-left": (
-        "XLNet",
-        {
-            "d_model": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "d_inner": 48,
-            "initializer_range": 0.3,
-            "pad_token_id": 1,
-        },
-        {"padding_side": "left"},
-    ),
+    "mistral-left": ("Mistral", {**DECODER, "eos_token_id": 3}, CAUSAL_LEFT),
+    "gpt2": ("GPT2", {**GPT2, "bos_token_id": 3, "eos_token_id": 3}, {"causal": True}),
+    "gpt2-left": ("GPT2", {**GPT2, "bos_token_id": 3, "eos_token_id": 3}, CAUSAL_LEFT),
+    "xlnet-left": ("XLNet", {**XLNET, "pad_token_id": 1}, {"padding_side": "left"}),
     "deberta": (
         "DebertaV2",
-        {
-            **BERT,
-            "relative_attention": True,
-            "position_buckets": 16,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-            "type_vocab_size": 0,
-        },
+        {**BERT, **DEBERTA, "position_biased_input": False, "type_vocab_size": 0},
         {},
     ),
     "bart": (
         "Bart",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 80,
-            "init_std": 0.3,
-            "pad_token_id": 1,
-            "bos_token_id": 0,
-            "eos_token_id": 3,
-            "decoder_start_token_id": 3,
-            "forced_eos_token_id": 3,
-        },
+        {**BART, **ENDS, "init_std": 0.3, "pad_token_id": 1, **BART_ENDS},
         {},
     ),
     "t5": ("T5", {**T5, "pad_token_id": 1, "decoder_start_token_id": 1}, {}),

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from batchery.outcomes import Failed
-from support.tiny_models import CORPUS
+from support.tiny_models import BART, CORPUS, T5
 
 #: Characters of one to four bytes.
 FOREIGN = "Zürich, жизнь, 数字と日本語 🙂🚀 naïve façade"
@@ -72,25 +72,8 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 #: The same for models with an encoder; all of their options.
 ENCODER_WRITERS: dict[str, dict[str, Any]] = {
-    "t5": {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-        "initializer_factor": 3.0,
-    },
-    "bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "max_position_embeddings": 80,
-        "init_std": 0.4,
-    },
+    "t5": {**T5, "initializer_factor": 3.0},
+    "bart": {**BART, "init_std": 0.4},
 }
 
 #: Of a generation config: the first token of a text, as mBART has it, and the last one, as BART.

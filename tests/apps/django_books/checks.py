@@ -10,9 +10,7 @@ from django.test import TestCase, TransactionTestCase
 from apps.django_books.celery import app
 from apps.django_books.models import Book
 from apps.django_books.tasks import shout, shout_alone
-from support.patience import patient
-
-TIMEOUT_S = patient(60)
+from support.patience import TIMEOUT_S
 
 
 class ThroughAWorker(TransactionTestCase):  # type: ignore[misc]

@@ -1,7 +1,6 @@
 """What `install` does to an app, and what it leaves alone."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.upper().startswith("BATCHERY_"):
-            monkeypatch.delenv(name)
+def clean(no_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 

@@ -9,35 +9,19 @@ from batchery import BatchArgumentError, Failed, InvalidItem, ItemFailed, RetryA
 from batchery.errors import BatcheryError
 
 
-def test_text_of_failed_becomes_item_failed() -> None:
-    error = Failed("too blurred").exception
-    assert isinstance(error, ItemFailed)
-    assert str(error) == "too blurred"
-
-
-def test_exception_of_failed_is_kept() -> None:
+@pytest.mark.parametrize("make", [Failed, lambda error: RetryAfter(1, error)])
+def test_the_exception_of_an_outcome_is_what_raise_would_make_of_it(make: Any) -> None:
+    assert (str(make("blurred").exception), type(make("").exception)) == ("blurred", ItemFailed)
     error = LookupError("gone")
-    assert Failed(error).exception is error
-
-
-def test_class_of_exceptions_is_made_an_instance_as_raise_does() -> None:
-    made: Any = Failed(LookupError)  # type: ignore[arg-type]
-    assert type(made.exception) is LookupError
-    again: Any = RetryAfter(1, LookupError)  # type: ignore[arg-type]
-    assert type(again.exception) is LookupError
+    assert make(error).exception is error
+    assert type(make(LookupError).exception) is LookupError
+    assert RetryAfter(1).exception is None
 
 
 @pytest.mark.parametrize("error", [None, 7, b"bytes", ["a list"], Failed("twice"), int])
 def test_failure_without_an_exception_or_a_text_is_refused(error: Any) -> None:
     with pytest.raises(TypeError, match=r"Failed\(error=.*give an exception or a text"):
         Failed(error)
-
-
-def test_text_of_a_retry_becomes_item_failed() -> None:
-    error = RetryAfter(1, "rate limited").exception
-    assert isinstance(error, ItemFailed)
-    assert str(error) == "rate limited"
-    assert RetryAfter(1).exception is None
 
 
 @pytest.mark.parametrize("error", [7, b"bytes", KeyboardInterrupt(), KeyboardInterrupt])

@@ -12,11 +12,8 @@ from batchery.installation import get_installation
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean(no_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty working directory, and no variable of ours."""
-    for name in list(os.environ):
-        if name.upper().startswith("BATCHERY_"):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 

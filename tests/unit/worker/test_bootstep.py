@@ -106,18 +106,20 @@ def refused(worker: Worker, caplog: pytest.LogCaptureFixture) -> str:
     return record.getMessage()
 
 
-def test_a_wrong_setting_ends_the_worker_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    app = make_app(max_batch_size=0)
-    add_task(app)
-    assert "max_batch_size = 0" in refused(Worker(app), caplog)
-
-
-def test_a_wrong_model_setting_found_at_finalize_ends_the_worker(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size = 0"),
+        ({"models": {"embed": {"kind": "poetry", "model": "x"}}}, "models.embed.kind"),
+    ],
+)
+def test_a_wrong_setting_ends_the_worker_with_one_line(
+    settings: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = make_app(models={"embed": {"kind": "poetry", "model": "x"}})
+    app = make_app(**settings)
+    add_task(app)
     app.finalize()
-    assert "models.embed.kind" in refused(Worker(app), caplog)
+    assert text in refused(Worker(app), caplog)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +171,18 @@ def test_a_cache_for_a_function_that_sees_its_requests_ends_the_worker(
     assert "task 'odd': its function sees the requests" in refused(Worker(app), caplog)
 
 
-@pytest.mark.parametrize("backend", ["cache+memory://", None], ids=["memory", "none"])
+@pytest.mark.parametrize("backend", ["cache+memory://", None, "redis://localhost:1/0"], ids=str)
 def test_a_cache_without_redis_ends_the_worker(
     backend: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()
     app.conf.update(result_backend=backend)
-    add_function(app, same, cache="1")
-    assert "task 'odd': cache needs Celery's result backend for Redis" in refused(
-        Worker(app), caplog
-    )
-
-
-def test_a_cache_in_redis_is_fine() -> None:
-    app = make_app()
-    app.conf.update(result_backend="redis://localhost:1/0")
     add_function(app, same, cache="1", cache_ttl_s=60)
-    prepare(Worker(app))
+    if backend and backend.startswith("redis:"):
+        prepare(Worker(app))
+    else:
+        text = "task 'odd': cache needs Celery's result backend for Redis"
+        assert text in refused(Worker(app), caplog)
 
 
 def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(

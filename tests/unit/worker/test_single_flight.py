@@ -52,26 +52,6 @@ def value(outcome: Any) -> Any:
     return outcome.value if isinstance(outcome, Encoded) else outcome
 
 
-def test_equal_items_of_a_batch_are_computed_once() -> None:
-    items, function = ["a", "b", "a", "a", "c", "b"], Function()
-    deduped = fold(items)
-    assert deduped.positions == [0, 1, 4]
-    assert run(deduped, items, function) == ["A", "B", "A", "A", "C", "B"]
-    assert function.calls == [["a", "b", "c"]]
-    assert deduped.counts() == {"items": 6, "hits": 0, "deduplicated": 3, "computed": 3}
-
-
-def test_duplicates_of_a_failed_item_are_computed_separately() -> None:
-    items, function = ["x1", "a", "x1", "x1", "a"], Function()
-    deduped = fold(items)
-    outcomes = run(deduped, items, function)
-    assert isinstance(outcomes[0], Failed)
-    assert outcomes[1:] == ["A", "X1", "X1", "A"]
-    assert function.calls == [["x1", "a"], ["x1", "x1"]]
-    assert deduped.counts() == {"items": 5, "hits": 0, "deduplicated": 1, "computed": 4}
-    assert deduped.computed_values == {b"a": "A", b"x1": "X1"}
-
-
 def test_only_values_are_cached() -> None:
     settled = [Failed("no"), RetryAfter(1), Ignore()]
     deduped = DedupedBatch([b"a", b"b", b"c"], {})

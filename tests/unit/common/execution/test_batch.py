@@ -23,7 +23,7 @@ from batchery import (
     WrongLength,
 )
 from batchery.execution.batch import compute, prepare, read_back, run_function
-from batchery.execution.bisect_failures import isolate
+from batchery.execution.bisect_failures import has_run_out, isolate
 
 
 def refuse(bad: set[int], calls: list[int]) -> Callable[[Sequence[int]], list[int]]:
@@ -103,16 +103,6 @@ def test_any_ordered_collection_is_accepted_and_rows_become_lists(
     outcomes = run_function(lambda _: answer, [1, 2], {})
     assert outcomes == expected
     assert [type(each) for each in outcomes] == [type(each) for each in expected]
-
-
-def test_generator_that_raises_midway_is_split_like_a_function() -> None:
-    def function(items: list[int]) -> Iterator[float]:
-        for item in items:
-            yield 1 / item
-
-    one, two, three = run_function(function, [1, 0, 4], {})
-    assert (one, three) == (1.0, 0.25)
-    assert isinstance(two.exception, ZeroDivisionError)
 
 
 def test_function_gets_its_own_list_and_the_keywords_once() -> None:
@@ -220,15 +210,6 @@ def test_coroutine_runs_on_another_thread_while_a_loop_runs() -> None:
         return run_function(shout, ["a", "b"], {})
 
     assert asyncio.run(caller()) == ["A", "B"]
-
-
-def test_a_coroutine_is_split_like_a_function() -> None:
-    async def function(items: list[int]) -> list[float]:
-        return [1 / item for item in items]
-
-    one, two = run_function(function, [1, 0], {})
-    assert one == 1.0
-    assert isinstance(two.exception, ZeroDivisionError)
 
 
 def test_a_coroutine_runs_on_the_loop_it_is_given() -> None:
@@ -543,3 +524,72 @@ def test_an_outcome_is_read_back_as_its_caller_reads_it() -> None:
     assert read_back(failed) is failed
     assert read_back({"a": (1, 2)}) == {"a": [1, 2]}
     assert isinstance(read_back({object()}), Failed)
+
+
+# Isolation by itself
+
+
+def raising(error: BaseException) -> Callable[[Sequence[int]], Any]:
+    def call(items: Sequence[int]) -> Any:
+        raise error
+
+    return call
+
+
+def isolated(call: Callable[[Sequence[int]], Any], *items: int) -> list[Any]:
+    return isolate(call, items, name="double")
+
+
+def failure(outcome: Any) -> Exception:
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, Exception)
+    return outcome.error
+
+
+def test_only_what_has_the_method_becomes_a_list() -> None:
+    class Row:
+        def tolist(self) -> list[float]:
+            return [1.0]
+
+    class Text:
+        tolist = "no method"
+
+    text = Text()
+    assert isolated(lambda _: [Row(), text], 1, 2) == [[1.0], text]
+
+
+@pytest.mark.parametrize(("text", "said"), [("first\nsecond", "(first)"), ("", "(MemoryError)")])
+def test_item_without_memory_says_what_to_do(text: str, said: str) -> None:
+    (outcome,) = isolated(raising(MemoryError(text)), 1)
+    assert said in str(failure(outcome))
+    assert "use a shorter item" in str(failure(outcome))
+
+
+class Untold(RuntimeError):
+    """Python cannot print it: `traceback` asks it for its notes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def test_exception_that_cannot_be_told_fails_its_item_alone() -> None:
+    def call(items: Sequence[int]) -> list[int]:
+        return [2 * item for item in items] if 13 not in items else raising(Untold())(items)
+
+    one, other = isolated(call, 13, 1)
+    assert other == 2
+    assert type(failure(one)) is Untold
+    assert one.traceback.endswith("Untold: its text cannot be made: KeyError\n")
+
+
+def test_memory_has_run_out_if_an_error_came_from_that() -> None:
+    outer, inner = ValueError("a layer failed"), LookupError("within")
+    outer.__cause__ = inner
+    assert not has_run_out(outer)
+    inner.__cause__ = MemoryError()
+    assert has_run_out(outer)
+    assert has_run_out(OutOfMemory("no memory for this item"))
+    assert not has_run_out(None)

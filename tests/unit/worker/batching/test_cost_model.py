@@ -2,9 +2,11 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,14 @@ from batchery_worker.batching.cost_model import (
     BAD_ERROR,
     GOOD_ERROR,
     MAX_OUTLIERS,
+    MIN_GAIN,
     REFRESH_BATCHES,
+    UNKNOWN_ITEM_S,
     CostModel,
     Costs,
+    TaskCosts,
+    distinct_share,
+    non_negative_fit,
 )
 
 #: As of a CPU where nothing was measured: a pass costs as much as 32 tokens.
@@ -284,3 +291,137 @@ def test_full_batches_on_a_busy_machine_change_no_belief() -> None:
         model.ran(tokens, 64, 4, level * GUESS.expected_ms(tokens, 64, 4))
     assert model.costs is not None
     assert model.pass_tokens == pytest.approx(32)
+
+
+# Least squares without numpy: as good as any choice of columns that numpy tries
+
+
+#: Columns of all sizes: tokens per millisecond are thousands, passes per millisecond fractions.
+value = st.one_of(st.just(0.0), st.floats(1e-3, 1e4))
+rows = st.lists(st.tuples(value, value, value), min_size=1, max_size=12)
+
+
+def products_of(columns: Sequence[tuple[float, ...]]) -> list[list[float]]:
+    matrix = np.array([(*row, 1.0) for row in columns])
+    found: list[list[float]] = (matrix.T @ matrix).tolist()
+    return found
+
+
+def loss(columns: Sequence[tuple[float, ...]], costs: list[float]) -> float:
+    return float(np.square(np.array(columns) @ costs - 1).sum())
+
+
+def best_error(columns: Sequence[tuple[float, ...]]) -> float:
+    """The least error of all choices of columns whose costs are not negative."""
+    matrix, goal = np.array(columns), np.ones(len(columns))
+    errors = [float(len(columns))]
+    for size in (1, 2, 3):
+        for kept in map(list, combinations(range(3), size)):
+            found = np.linalg.lstsq(matrix[:, kept], goal)[0]
+            if min(found) >= 0:
+                errors.append(float(np.square(matrix[:, kept] @ found - goal).sum()))
+    return min(errors)
+
+
+@given(rows)
+def test_no_choice_of_columns_is_better(columns: Sequence[tuple[float, ...]]) -> None:
+    costs = non_negative_fit(products_of(columns))
+    if costs is None:
+        assert not np.any(columns)
+        return
+    assert min(costs) >= 0
+    # Each of two more costs must gain something; and squares lose half of the digits.
+    assert loss(columns, costs) <= best_error(columns) / (1 - MIN_GAIN) ** 2 + 1e-5 * len(columns)
+
+
+def test_fewer_costs_win_between_equals() -> None:
+    columns = [(2.0 * size, 1.0 * size, 0.0) for size in (1, 2, 3)]
+    assert non_negative_fit(products_of(columns)) == pytest.approx([3 / 14, 0, 0])
+
+
+def test_a_negative_cost_goes_to_the_others() -> None:
+    # The best costs of both would be 1.25 and -0.25.
+    costs = non_negative_fit(products_of([(1.0, 1.0, 0.0), (0.8, 0.0, 0.0)]))
+    assert costs is not None
+    assert costs[0] == pytest.approx(1.8 / 1.64)
+    assert costs[1:] == [0, 0]
+
+
+#: Columns that are either the same or differ by more than rounding.
+whole_rows = st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=12)
+
+
+@given(whole_rows)
+def test_distinct_share_is_what_numpy_leaves_of_a_column(
+    columns: Sequence[tuple[float, ...]],
+) -> None:
+    matrix = np.array(columns, dtype=float)
+    others, column = matrix[:, :2], matrix[:, 2]
+    left = column - others @ np.linalg.lstsq(others, column)[0]
+    whole = np.square(column).sum()
+    expected = np.square(left).sum() / whole if whole else 0
+    assert distinct_share(products_of(columns), 2) == pytest.approx(expected, abs=1e-3)
+
+
+# What batches of each task cost: before the first, after one, and after many
+
+
+#: Device time of a batch besides its items, and of each item.
+BATCH_S, ITEM_S = 0.02, 0.003
+
+
+def run_many(costs: TaskCosts, task: str = "embed", batches: int = 200) -> None:
+    draw = random.Random(1)
+    for _ in range(batches):
+        items = draw.randint(1, 64)
+        costs.ran(task, items, (BATCH_S + ITEM_S * items) * draw.uniform(0.9, 1.1))
+
+
+def test_nothing_is_known_of_a_task_that_never_ran() -> None:
+    costs = TaskCosts()
+    costs.ran("label", 8, 0.1)
+    assert costs.expected_s("embed", 8) == 8 * UNKNOWN_ITEM_S
+    assert costs.max_items("embed", 1.0, cap=64) is None
+    assert not costs.is_believable("embed")
+    assert costs.figures() == {}
+
+
+def test_one_batch_is_enough_for_an_estimate_and_not_for_trust() -> None:
+    costs = TaskCosts()
+    costs.ran("embed", 8, 0.09)
+    assert costs.expected_s("embed", 8) == pytest.approx(0.09)
+    assert costs.expected_s("embed", 17) == pytest.approx(0.18)
+    assert costs.max_items("embed", 0.185, cap=64) == 17
+    assert costs.max_items("embed", 0.185, cap=4) == 4
+    assert costs.max_items("embed", 0.015, cap=64) == 0
+    assert not costs.is_believable("embed")
+
+
+def test_batch_and_items_are_told_apart() -> None:
+    costs = TaskCosts()
+    run_many(costs)
+    for items in (1, 10, 64):
+        assert costs.expected_s("embed", items) == pytest.approx(BATCH_S + ITEM_S * items, rel=0.05)
+    assert costs.is_believable("embed")
+    figures = costs.figures()["embed"]
+    assert figures["item_us"] == pytest.approx(ITEM_S * 1e6, rel=0.05)
+    assert figures["pass_ms"] == pytest.approx(BATCH_S * 1e3, rel=0.05)
+    assert figures["error"] < 0.1
+    assert figures["batches"] == 199 // REFRESH_BATCHES * REFRESH_BATCHES
+
+
+def test_tasks_know_nothing_of_each_other() -> None:
+    costs = TaskCosts()
+    run_many(costs)
+    costs.ran("label", 64, 0.001)
+    assert costs.is_believable("embed")
+    assert not costs.is_believable("label")
+    assert costs.expected_s("embed", 64) > 0.1
+    assert costs.expected_s("label", 64) == pytest.approx(0.001)
+
+
+def test_devices_of_different_speed_count_as_one_in_between() -> None:
+    costs = TaskCosts()
+    for number in range(200):
+        costs.ran("embed", 9, 1 + number % 2)
+    assert 1 < costs.expected_s("embed", 9) < 2

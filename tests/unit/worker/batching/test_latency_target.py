@@ -21,29 +21,26 @@ def learnt(pass_s: float = 0.005, item_s: float = 0.001) -> TaskCosts:
     return costs
 
 
-def test_a_batch_takes_less_than_half_of_the_target() -> None:
-    # 5 ms and 39 items of 1 ms are 44 ms: so long may each of 2.25 batches take.
-    assert LatencyTarget(LIMITS).max_items(TASK, learnt(), others=0) == pytest.approx(39, abs=1)
-
-
-def test_short_batches_are_three_as_the_next_one_is_sent_at_once() -> None:
-    # A third of 30 ms are 5 ms and 5 items of 1 ms.
-    target = LatencyTarget(Limits(64, target_s=0.03))
-    assert target.max_items(TASK, learnt(), others=0) == pytest.approx(5, abs=1)
-
-
-def test_batches_of_other_tasks_take_their_part_of_the_target() -> None:
-    assert LatencyTarget(LIMITS).max_items(TASK, learnt(), others=2) == pytest.approx(18, abs=1)
-
-
-def test_one_item_runs_whatever_the_target() -> None:
-    target = LatencyTarget(Limits(64, target_s=0.001))
-    assert target.max_items(TASK, learnt(), others=0) == 1
-
-
-def test_a_large_target_leaves_the_maximum_size() -> None:
-    target = LatencyTarget(Limits(64, target_s=10.0))
-    assert target.max_items(TASK, learnt(), others=0) == 64
+@pytest.mark.parametrize(
+    ("target_s", "others", "items"),
+    [
+        # 5 ms and 39 items of 1 ms are 44 ms: so long may each of 2.25 batches take.
+        (0.1, 0, 39),
+        # Short batches are three, as the next one is sent at once: a third of 30 ms.
+        (0.03, 0, 5),
+        # Batches of other tasks take their part.
+        (0.1, 2, 18),
+        # One item runs whatever the target, and a large one leaves the maximum size.
+        (0.001, 0, 1),
+        (10.0, 0, 64),
+    ],
+)
+def test_a_batch_has_as_many_items_as_the_target_allows(
+    target_s: float, others: int, items: int
+) -> None:
+    target = LatencyTarget(Limits(64, target_s=target_s))
+    found = target.max_items(TASK, learnt(), others=others)
+    assert found == pytest.approx(items, abs=1 if 1 < items < 64 else 0)
 
 
 def test_the_size_follows_what_happens_while_costs_are_unknown() -> None:

@@ -257,16 +257,6 @@ def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
         assert sum(len(each.tenants) for each in classes) <= 10 * (waiting + max_batch_size)
 
 
-def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:
-    scheduler: Scheduler[None] = Scheduler(SHARES)
-    scheduler.admit(Job("bulk", EMBED, Limits(1), 1, 0.0, None, HIGH))
-    for number in range(50):
-        job = Job(str(number), EMBED, Limits(1), 1, 0.0, None, Lane("high", str(number)))
-        scheduler.admit(job)
-        scheduler.remove([job])
-    assert len(scheduler._shares) == 0
-
-
 @pytest.mark.parametrize("name", list(SHARES))
 @pytest.mark.parametrize("key", [EMBED, LABEL])
 def test_tenants_that_come_once_have_no_more_than_the_share_of_their_class(
@@ -440,13 +430,3 @@ def test_who_comes_after_the_loads_of_its_tenant_pays_for_them_too() -> None:
     assert order.index(Lane("high", "acme")) <= 1
     assert order.index(HIGH) == pytest.approx(41, abs=2)
     assert not scheduler._shares._asleep.keys() - {(LABEL, LOW), (BatchKey("new"), HIGH)}
-
-
-def test_what_is_remembered_of_tenants_that_have_loaded_is_bounded() -> None:
-    device = LoadingDevice(lambda _: 0.01, 1)
-    stream = Stream(device, [EMBED, LABEL], "high", 10)
-    device.send(EMBED, LOW, 4000)
-    for _ in range(40):
-        stream.run(50)
-        shares = device.scheduler._shares
-        assert max(len(shares), len(shares._owing), len(shares._loaded)) <= 300

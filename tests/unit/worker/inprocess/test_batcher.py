@@ -21,7 +21,6 @@ from batchery import (
     Partial,
     RetryAfter,
     Settings,
-    WrongLength,
     batched,
 )
 from batchery_worker.inprocess.options import USUAL_CLASSES
@@ -192,14 +191,6 @@ def test_what_would_end_a_thread_is_an_error_of_the_item(raised: BaseException) 
     with pytest.raises(RuntimeError, match=r"called sys.exit\(3\)|raised Odd|KeyboardInterrupt"):
         function("end")
     assert function("go on") == "go on"
-
-
-def test_a_wrong_number_of_outcomes_is_an_error_of_all() -> None:
-    function = batched(lambda items: items[1:])
-    with pytest.raises(WrongLength, match="returned 1 outcome for 2 items"):
-        function(["a", "b"])
-    with pytest.raises(WrongLength, match="returned a str for 1 item"):
-        batched("".join)("a")
 
 
 def test_outcomes_that_take_a_worker_are_refused() -> None:

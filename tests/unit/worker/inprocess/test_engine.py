@@ -188,18 +188,6 @@ def test_calls_with_other_keywords_share_no_batch(bert: Path) -> None:
             engine.call("the cat", colour="red")
 
 
-def test_a_bad_item_fails_its_own_caller_alone(bert: Path) -> None:
-    settings = settings_of(bert, max_length=12, overflow="refuse")
-    items = ["the cat", 7, "", "the dog", TEXTS[3]]
-    with Engine(settings, device="cpu") as engine:
-        futures = [engine.submit(each) for each in items]
-        found = [each.exception(60) for each in futures]
-    assert (found[0], found[3]) == (None, None)
-    for place, text in ((1, "not int"), (2, "is empty"), (4, "max_length = 12")):
-        assert isinstance(found[place], InvalidItem)
-        assert text in str(found[place])
-
-
 def test_a_name_of_the_settings_brings_their_limits(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
