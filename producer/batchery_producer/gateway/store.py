@@ -9,10 +9,11 @@ several may read them.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NotRequired
+from weakref import WeakValueDictionary
 
 import orjson
 import redis
@@ -88,9 +89,10 @@ class Store:
 #: How long sending may take, in seconds; then a repeated request sends the task again.
 SENDING_S = 30
 
-#: After how long a result is looked for that somebody waits for, in seconds: often at first, then
-#: less and less.
-LOOK_S, MAX_LOOK_S = 0.02, 0.5
+#: How often results are looked for that somebody waits for, in seconds; and how many times as long
+#: as a look took, where many wait.
+LOOK_S = 0.02
+REST_PER_LOOK = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,9 @@ class TaskRecords:
         self.expires_s: int | None = int(expires) if expires else None
         #: A result comes before the first of these ends, and ends before the second.
         self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
+        #: Tasks of which something is awaited, as long as somebody does.
+        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._looking: asyncio.Task[None] | None = None
 
     async def add(self, record: TaskRecord) -> None:
         """Keeps a record.
@@ -222,14 +227,33 @@ class TaskRecords:
 
     async def wait_for_end(self, record: TaskRecord, wait_s: float) -> TaskState:
         """How a task is when it has ended, or after so many seconds."""
-        until_s, pause_s = time.monotonic() + wait_s, LOOK_S
+        until_s = time.monotonic() + wait_s
         while True:
             state = await asyncio.to_thread(self.read_state, record)
             left_s = until_s - time.monotonic()
             if has_ended(state) or left_s <= 0:
                 return state
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, MAX_LOOK_S)
+            changed = self._waiting.setdefault(record.id, asyncio.Event())
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left_s)
+
+    async def _look(self) -> None:
+        """Looks for all who wait, in one command, as long as somebody does."""
+        while self._waiting:
+            began_s, ids = time.monotonic(), list(self._waiting)
+            with suppress(Problem):  # Redis is away, and may come back.
+                for task_id in await asyncio.to_thread(self._find_stored, ids):
+                    if changed := self._waiting.pop(task_id, None):
+                        changed.set()
+            await asyncio.sleep(max(LOOK_S, REST_PER_LOOK * (time.monotonic() - began_s)))
+
+    def _find_stored(self, task_ids: Sequence[str]) -> list[str]:
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            for each in task_ids:
+                pipe.exists(self._store.backend.get_key_for_task(each))
+            return [each for each, there in zip(task_ids, pipe.execute(), strict=True) if there]
 
     def read_state(self, record: TaskRecord) -> TaskState:
         """How a task is."""
