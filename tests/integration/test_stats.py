@@ -170,7 +170,7 @@ def test_a_job_without_a_result_is_looked_for_in_the_workers(
     waiting.get(timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("command", [("stats"), ("explain", "some-id")])
+@pytest.mark.parametrize("command", [("stats",), ("explain", "some-id")])
 def test_without_a_redis_there_is_one_line_and_exit_code_2(command: tuple[str, ...]) -> None:
     url = "redis://127.0.0.1:1/0"  # Nobody listens there.
     code, out, err = run("redis://nowhere.invalid:1/0", "batchery", *command, "--redis", url)
