@@ -58,6 +58,11 @@ class TaskCall:
         return False
 
     @property
+    def send(self) -> None:
+        """Its request sends its events."""
+        return
+
+    @property
     def is_wanted(self) -> bool:
         """Whether nobody has revoked it; only of a plain one."""
         return True

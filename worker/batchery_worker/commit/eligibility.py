@@ -179,7 +179,7 @@ def _text_chars(task: BatchTask, call: TaskCall) -> int | None:
 def has_readers(call: TaskCall, task: BatchTask) -> bool:
     """Whether events of the job are sent."""
     if call.is_plain:
-        return False
+        return call.send is not None
     eventer: Any = call.request and call.request.eventer
     if not eventer or not eventer.enabled or not task.send_events:
         return False

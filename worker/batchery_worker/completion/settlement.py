@@ -167,6 +167,11 @@ class Settlement:
         self._in_flight.remove(call)
         if call.is_plain:
             self._committed_plain(call)
+            if call.send is not None:
+                fields = {} if job.info is None else {"batch": job.info}
+                call.send(
+                    "task-succeeded", uuid=call.task_id, result=text, runtime=runtime_s, **fields
+                )
             return
         request = call.request
         if request is None or request.discarded:

@@ -204,7 +204,11 @@ class Feed:
         self._pool = pool
         admission = self.dispatcher.admission
         plain = {
-            name: (admission.options(task).limits, pool.choose_limits(task, None, None))
+            name: (
+                admission.options(task).limits,
+                pool.choose_limits(task, None, None),
+                bool(task.send_events),
+            )
             for name, task in app.tasks.items()
             if isinstance(task, BatchTask)
             and reads_kombus_json(self._accept)
@@ -473,17 +477,19 @@ class Feed:
             return
         first, keys = int(answer[1]), self.source.keys
         read, take = self._reader.read, store.leases.take
+        send = self.eventer.send if "task" in self.eventer.groups else None
         now_s, unix_s = monotonic(), time()
         for at in range(len(answer) // 2 - 1):
             token, key, raw = str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at]
             try:
-                job = read(store, token, raw, now_s, unix_s)
+                job = read(store, token, raw, now_s, unix_s, send)
             except Exception:  # noqa: BLE001 - whatever it is, Celery's own code will say so
                 job = None
             if job is None:
                 self.source.hand_over((token, key, raw))
             else:
                 take(token, key)
+                job.payload.tell_received()
                 self.dispatcher.take_in(job)
 
     def materialise(self) -> None:
@@ -593,9 +599,8 @@ class Feed:
 
     @property
     def _may_be_plain(self) -> bool:
-        """Whether nobody hears of each job: no log, no events, no receivers."""
-        is_heard = "task" in self.eventer.groups or signals.task_received.receivers
-        return not (is_heard or trace.logger.isEnabledFor(logging.INFO))
+        """Whether nobody wants Celery's request of each job: no log, and no receivers."""
+        return not (signals.task_received.receivers or trace.logger.isEnabledFor(logging.INFO))
 
     # The end
 

@@ -39,6 +39,9 @@ TYPE_MARK = b'"__type__"'
 
 _REVOKED: Any = worker_state.revoked
 
+#: Sends a task event: its type, and its fields.
+SendEvent = Callable[..., None]
+
 #: Makes a call of a message by Celery's own request: of what has its lease, and the payload as it
 #: stood in its queue.
 MakeCall = Callable[[LeaseStore, Any], TaskCall]
@@ -50,7 +53,7 @@ class PlainCall:
     __slots__ = (
         *("store", "token", "task_name", "task_id", "message", "keywords", "publish_tag"),
         *("items", "is_multi_item", "context", "accepted", "tracer_reason", "listened"),
-        *("_lease", "_payload", "_make", "_full", "_pid"),
+        *("_lease", "_payload", "_make", "_full", "_pid", "send"),
     )
 
     store: LeaseStore
@@ -59,7 +62,13 @@ class PlainCall:
     is_multi_item: Form
 
     def __init__(
-        self, store: LeaseStore, token: str, payload: Any, message: dict[str, Any], make: MakeCall
+        self,
+        store: LeaseStore,
+        token: str,
+        payload: Any,
+        message: dict[str, Any],
+        make: MakeCall,
+        send: SendEvent | None,
     ) -> None:
         """Of a message that was read.
 
@@ -69,8 +78,10 @@ class PlainCall:
             payload: The message as it stood in its queue.
             message: Its headers, with `args` and `kwargs`.
             make: Makes a call by Celery's request, where one is needed.
+            send: Sends its task events; None if nobody hears them.
         """
         self.store = store
+        self.send = send
         self.token = token
         self.message = message
         self.task_name, self.task_id = message["task"], message["id"]
@@ -110,7 +121,13 @@ class PlainCall:
             self._full = full = self._make(self.store, self._payload)
             worker_state.task_reserved(full.request)
             if self.accepted:
+                request: Any = full.request
+                eventer = request._eventer
+                if self.send is not None:
+                    # That it has begun was sent.
+                    request._eventer = None
                 full.accept(self._pid)
+                request._eventer = eventer
         return self._full
 
     def accept(self, pid: int) -> None:
@@ -118,6 +135,26 @@ class PlainCall:
         self._pid = pid
         if self._full is not None:
             self._full.accept(pid)
+        elif self.send is not None:
+            self.send("task-started", uuid=self.task_id)
+
+    def tell_received(self) -> None:
+        """Sends the event that it came, as Celery's consumer does, if anybody hears it."""
+        if self.send is None:
+            return
+        message = self.message
+        self.send(
+            "task-received",
+            uuid=self.task_id,
+            name=self.task_name,
+            args=message.get("argsrepr", ""),
+            kwargs=message.get("kwargsrepr", ""),
+            root_id=message.get("root_id"),
+            parent_id=message.get("parent_id"),
+            retries=message.get("retries", 0),
+            eta=None,
+            expires=None,
+        )
 
     @property
     def is_wanted(self) -> bool:
@@ -154,22 +191,32 @@ class PlainReader:
     """Reads plain messages as jobs; what is the same for many jobs is worked out once."""
 
     def __init__(
-        self, tasks: Mapping[str, tuple[Limits, TimeLimits]], admission: Admission, make: MakeCall
+        self,
+        tasks: Mapping[str, tuple[Limits, TimeLimits, bool]],
+        admission: Admission,
+        make: MakeCall,
     ) -> None:
         """Has read none.
 
         Args:
-            tasks: The limits of batches, and of time, of the tasks whose jobs may be plain.
+            tasks: The tasks whose jobs may be plain: the limits of their batches, those of their
+                time, and whether they send events.
             admission: Knows lanes, and reads odd items.
             make: See `PlainCall`.
         """
         self._tasks = tasks
         self._admission = admission
         self._make = make
-        self._keys = {name: BatchKey(name, "", limits) for name, (_, limits) in tasks.items()}
+        self._keys = {name: BatchKey(name, "", limits) for name, (_, limits, _) in tasks.items()}
 
     def read(
-        self, store: LeaseStore, token: str, raw: bytes, now_s: float, unix_s: float
+        self,
+        store: LeaseStore,
+        token: str,
+        raw: bytes,
+        now_s: float,
+        unix_s: float,
+        send: SendEvent | None = None,
     ) -> Job[Any] | None:
         """Reads a message.
 
@@ -179,6 +226,7 @@ class PlainReader:
             raw: The message as it stood in its queue.
             now_s: The time, on the scheduler's clock.
             unix_s: The same in Unix seconds.
+            send: Sends task events; None if nobody hears them.
 
         Returns:
             None for a message that is not plain, or malformed: Celery's own code says so.
@@ -209,13 +257,15 @@ class PlainReader:
             key = BatchKey(task, encode_keywords(keywords), key.time_limits)
         properties["publish_tag"], properties["delivery_tag"] = properties["delivery_tag"], token
         headers["args"], headers["kwargs"], headers["delivery_info"] = args, keywords, info
-        call = PlainCall(store, token, payload, headers, self._make)
+        limits, _, sends_events = self._tasks[task]
+        told = send if sends_events else None
+        call = PlainCall(store, token, payload, headers, self._make, told)
         call.items, call.is_multi_item = read_items(args[0], header)
         sent_s = headers.get(SENT_AT)
         return Job(
             task_id,
             key,
-            self._tasks[task][0],
+            limits,
             len(call.items),
             now_s,
             call,
