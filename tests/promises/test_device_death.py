@@ -1,5 +1,6 @@
 """Kills device processes and workers; every job must end once, for the right reason."""
 
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -8,7 +9,7 @@ import pytest
 from apps import shop, stages
 from batchery import DeviceDied
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, device_busy, wait_for
 from support.patience import TIMEOUT_S
 
 
@@ -46,6 +47,22 @@ def test_among_64_jobs_the_one_that_raises_and_the_one_that_kills_fail_alone(
     assert isinstance(outcomes[40], DeviceDied)
     assert "its device or worker died; that happened 2 times" in str(outcomes[40])
     assert shop.shout.delay("next").get(timeout=TIMEOUT_S) == "NEXT"
+
+
+def test_job_that_was_revoked_before_its_device_died_never_runs(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    worker = start_worker("apps.shop", "-c", "1").wait_answers(shop.app)
+    first = only_device(worker)
+    gate = tmp_path / "gate"
+    with device_busy(worker, shop.app, shop.until.name, gate):
+        revoked = shop.until.delay(str(tmp_path / "never"))
+        revoked.revoke()
+        wait_for(lambda: revoked.id in worker.inspect(shop.app, "revoked"), "it is revoked")
+        first.kill()
+        wait_for(lambda: only_device(worker).pid != first.pid, "a new device")
+    # It would hold up the device for ever.
+    assert shop.until.delay(str(gate)).get(timeout=TIMEOUT_S) == str(gate)
 
 
 def test_a_device_that_is_killed_while_idle_is_replaced(start_worker: StartWorker) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from celery.worker import components
-from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 
 from batchery.model_task import ModelTask
@@ -67,7 +66,6 @@ class QueuePlan:
             hostname=self.hostname,
             sends_events=self.sends_events,
             limits=self.limits,
-            revoked=tuple(worker_state.revoked),
             own=frozenset(served),
             is_shared=is_shared,
             placed=self.placed,

@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
+
+from celery.worker import state as worker_state
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.devstack.guarded_process import python_command
@@ -279,7 +281,9 @@ class DeviceProcess:
         self.link = Link(ours)
         # A child that held it open would keep the device alive when this process dies.
         fork_gate.keep_private(self.link)
-        self.link.send(dump_message(self.setup))
+        # With those that were revoked since the process before began.
+        jobs = replace(self.setup.jobs, revoked=tuple(worker_state.revoked))
+        self.link.send(dump_message(replace(self.setup, jobs=jobs)))
         self.state = State.STARTING
 
     def hold(self, batch_id: int, batch: WatchedBatch) -> None:
