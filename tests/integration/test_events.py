@@ -10,8 +10,8 @@ from celery.events.state import State
 from apps import commits
 from conftest import StartWorker
 from support.event_stream import Events
-from support.harness import Worker
-from support.patience import patient
+from support.harness import Worker, wait_for
+from support.patience import TIMEOUT_S, patient
 
 RECEIVED, STARTED, SUCCEEDED = "task-received", "task-started", "task-succeeded"
 FAILED, RETRIED = "task-failed", "task-retried"
@@ -65,6 +65,19 @@ def test_each_job_is_received_and_started_and_ends_once(worker: Worker) -> None:
             task = state.tasks[job]
             assert (task.state, task.worker.hostname) == (ends_as, worker.name)
             assert task.name == commits.shout.name
+
+
+def test_process_that_takes_the_place_of_a_dead_one_sends_events_that_were_asked_for(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.commits").wait_answers(commits.app)
+    (first,) = wait_for(worker.devices, "its device")
+    commits.app.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
+    first.kill()
+    wait_for(lambda: [each for each in worker.devices() if each.pid != first.pid], "a new one")
+    with Events(commits.app) as events:
+        assert events.of(commits.shout.delay("text").id).keys() == {RECEIVED, STARTED, SUCCEEDED}
 
 
 def test_each_attempt_of_a_retried_job_is_told_once(worker: Worker, tmp_path: Path) -> None:

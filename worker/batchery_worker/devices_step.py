@@ -186,7 +186,7 @@ def _changed(fleet: Fleet, name: str, stock: Any, state: Any, *args: Any, **opti
     answer = stock(state, *args, **options)
     if args:
         options = {**options, **dict(zip(("task_id",), args, strict=False))}
-    for found in fleet.ask(name, options).values():
+    for found in fleet.change(name, options).values():
         ours = isinstance(found, dict) and found.get("ok")
         if ours and "unknown" in str(answer):
             answer = found

@@ -52,10 +52,19 @@ from batchery_worker.ipc.messages import (
     Joined,
     Order,
     Parted,
+    Ready,
     Stop,
 )
 
 logger = logging.getLogger("batchery.pool")
+
+#: Commands whose effect ends with the process, and what they are about.
+LASTING = {
+    "rate_limit": "rate",
+    "time_limit": "time",
+    "enable_events": "events",
+    "disable_events": "events",
+}
 
 #: How long the answers of devices are waited for, in seconds: one may be held by its function.
 ANSWER_S = 1.0
@@ -133,7 +142,10 @@ class Fleet:
             on_busy=self._note_busy,
             on_lost=on_lost,
         )
-        self.supervisor.handlers[Answer] = self._on_answer
+        self._take_ready = self.supervisor.handlers[Ready]
+        self.supervisor.handlers |= {Answer: self._on_answer, Ready: self._on_readiness}
+        #: The last of the commands that change a process, by what they are about.
+        self._changes: dict[tuple[str, Any], Order] = {}
         self._numbers = itertools.count(1)
         self._answered = threading.Condition()
         self._answers: dict[int, str] = {}
@@ -239,7 +251,18 @@ class Fleet:
             self._answers[answer.number] = answer.value
             self._answered.notify_all()
 
+    def _on_readiness(self, device: DeviceProcess, reply: Ready) -> None:
+        for order in [*self._changes.values()]:
+            self.supervisor.order(device, order)
+        self._take_ready(device, reply)
+
     # Orders
+
+    def change(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """As `ask`; if the command lasts, processes that start later run it, too."""
+        if (about := LASTING.get(name)) is not None:
+            self._changes[about, options.get("task_name")] = Order(0, name, options)
+        return self.ask(name, options)
 
     def ask(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Has a command run by all devices; their answers, by the names of those that gave one."""
