@@ -164,7 +164,6 @@ class Settlement:
     def committed(self, job: CommittedJob) -> None:
         """Settles a job whose result is stored already, and whose message is acknowledged."""
         call, text, runtime_s = job.call, job.text, job.runtime_s
-        self._in_flight.remove(call)
         if call.is_plain:
             self._committed_plain(call)
             if call.send is not None:
@@ -173,6 +172,7 @@ class Settlement:
                     "task-succeeded", uuid=call.task_id, result=text, runtime=runtime_s, **fields
                 )
             return
+        self._in_flight.remove(call)
         request = call.request
         if request is None or request.discarded:
             return

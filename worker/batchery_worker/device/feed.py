@@ -218,7 +218,7 @@ class Feed:
             and not admission.options(task).needs_context
         }
         self._reader = PlainReader(plain, admission, self._make_call)
-        self._giving = self.turns.call_later(HELD_S, self._give)
+        self.turns.call_later(HELD_S, self._give)
 
     def _serve(self, jobs: JobsSetup) -> None:
         self._jobs = jobs
@@ -548,7 +548,7 @@ class Feed:
 
     def _give(self) -> None:
         """Gives jobs back that were held for long, if other devices wait for work."""
-        self._giving = self.turns.call_later(HELD_S, self._give)
+        self.turns.call_later(HELD_S, self._give)
         before_s = monotonic() - HELD_S
         oldest_s = self.dispatcher.find_oldest_s()
         source, store = self.source, self.source.lease_store

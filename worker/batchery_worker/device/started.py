@@ -43,7 +43,7 @@ class StartedStates:
         that comes soon after it, as long as that has waited.
         """
         task: Any = self._app.tasks.get(work.task)
-        if task is None or not task.track_started or not work.contexts:
+        if task is None or not task.track_started:
             return
         began_s = time.monotonic()
         if began_s < self._paused_until_s:
