@@ -99,7 +99,13 @@ def _lists_of(queue: str) -> list[str]:
 def unsettled(redis_url: str) -> int:
     """The number of messages that workers hold, by a lease or in kombu's own way."""
     with open_redis(redis_url) as redis:
-        return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
+        return int(redis.hlen("unacked")) + leased(redis_url)
+
+
+def leased(redis_url: str) -> int:
+    """The number of messages that devices hold."""
+    with open_redis(redis_url) as redis:
+        return sum(int(redis.hlen(key)) for key in redis.keys("batchery:lease:*"))
 
 
 @contextmanager
