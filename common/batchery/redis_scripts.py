@@ -28,6 +28,17 @@ def get_database(pool: Any) -> int:
     return int(pool.connection_kwargs.get("db") or 0)
 
 
+def find_server(pool: Any) -> tuple[Any, ...]:
+    """The server of a pool's connections; a Sentinel's by the name it goes by."""
+    given = pool.connection_kwargs
+    return getattr(pool, "service_name", None), *map(given.get, ("host", "port", "path"))
+
+
+def find_place(pool: Any) -> tuple[Any, ...]:
+    """The server and the database of a pool's connections."""
+    return *find_server(pool), get_database(pool)
+
+
 @cache
 def script_text(folder: Path, name: str) -> str:
     """The text of a script, behind the texts of the files that it includes.
@@ -101,7 +112,7 @@ class RedisScripts:
             folder: Where the files are.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
-        self._client: Any = client
+        self.client: Any = client
         self._folder = folder
         self._connection: Any = None
         #: By name of the script. Threads that run the same one at once may lose a call.
@@ -116,10 +127,10 @@ class RedisScripts:
         command = (self._digest(name), len(keys), *keys, *args)
         took, began_s = self.times[name], perf_counter()
         try:
-            return self._client.evalsha(*command)
+            return self.client.evalsha(*command)
         except redis.exceptions.NoScriptError:
             self._load(name)
-            return self._client.evalsha(*command)
+            return self.client.evalsha(*command)
         finally:
             took.calls += 1
             took.seconds += perf_counter() - began_s
@@ -160,12 +171,12 @@ class RedisScripts:
             except (redis.ConnectionError, redis.TimeoutError, OSError):
                 pass  # The pool connects it anew.
             self._release()
-        self._connection = self._client.connection_pool.get_connection()
+        self._connection = self.client.connection_pool.get_connection()
         return self._connection
 
     def _release(self) -> None:
         connection, self._connection = self._connection, None
-        self._client.connection_pool.release(connection)
+        self.client.connection_pool.release(connection)
 
     def run_many(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
         """Runs a script several times in one round trip, with the retries of the client.
@@ -191,14 +202,14 @@ class RedisScripts:
         return answers
 
     def _run_pipeline(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        with self._client.pipeline(transaction=False) as pipe:
+        with self.client.pipeline(transaction=False) as pipe:
             for keys, args in calls:
                 pipe.evalsha(self._digest(name), len(keys), *keys, *args)
             answers: list[Any] = pipe.execute(raise_on_error=False)
         return answers
 
     def _load(self, name: str) -> None:
-        self._client.script_load(script_text(self._folder, name))
+        self.client.script_load(script_text(self._folder, name))
 
     def _digest(self, name: str) -> str:
         return script_digest(self._folder, name)

@@ -110,7 +110,7 @@ class BatchContext(Context):
 
 
 @contextmanager
-def bind_request(task: "Task[..., Any]", context: BatchContext) -> Iterator[None]:
+def bind_request(task: "Task[..., Any]", context: Context) -> Iterator[None]:
     """Makes `task.request` this context, and the task current, in the block on this thread."""
     task.request_stack.push(context)
     push_current_task(task)

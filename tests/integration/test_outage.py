@@ -8,7 +8,7 @@ from celery import Celery, signals
 from celery.app.task import Context
 
 from batchery import install
-from batchery.completion import JobCompletion, Outbox, completing
+from batchery.completion import JobCompletion, completing
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded
 from batchery_worker.completion.backend import for_completion, publish_until_deadline
 from support.harness import queue_length
@@ -53,8 +53,7 @@ def until(own_redis: OwnRedis, pauses: int) -> Callable[[float], None]:
 
 def waiting(deadline: RetryDeadline, tag: str | None = None) -> Any:
     """Makes this thread complete a job, which waits until a deadline."""
-    outbox = None if tag is None else Outbox(tag, {"next": {"chord": BODY}})
-    return completing(JobCompletion(outbox=outbox, deadline=deadline))
+    return completing(JobCompletion(publish_tag=tag, deadline=deadline))
 
 
 def count_part(app: Celery, tag: str, deadline: RetryDeadline) -> None:
@@ -82,6 +81,21 @@ def test_a_message_waits_until_redis_is_back_and_is_sent_once(
     with waiting(RetryDeadline(sleep=until(own_redis, 2)), "tag"):
         app.send_task("outage.body", [[1]], retry=False)
     assert queue_length(own_redis.url) == 1
+
+
+def test_a_second_attempt_sends_what_the_first_has_not(app: Celery, own_redis: OwnRedis) -> None:
+    for count, queued in ((2, 2), (1, 2), (3, 3)):
+        with waiting(RetryDeadline(), "tag"):
+            for number in range(count):
+                # Its ids and its answer may be others than those of the first one.
+                app.send_task("outage.body", [[number, count]])
+        assert queue_length(own_redis.url) == queued
+    with waiting(RetryDeadline(), "tag"):
+        app.send_task("outage.body", [[1]], retries=1)
+        app.send_task("outage.another", [[1]], queue="outage.body")
+    with waiting(RetryDeadline(), "another tag"):
+        app.send_task("outage.body", [[1]])
+    assert queue_length(own_redis.url) == 6
 
 
 def test_job_whose_completion_waited_too_long_does_not_fail(

@@ -7,30 +7,26 @@ earlier one, which can no longer be acknowledged, and the job goes on.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from celery.worker import state as worker_state
 
 from batchery.protocol.headers import Form
 from batchery_worker.request import BatchRequest, LeaseHandle
 
+logger = logging.getLogger("batchery.pool")
+
+_REVOKED: Any = worker_state.revoked
+
 
 @dataclass(slots=True)
 class TaskCall:
-    """One call of the pool by Celery, for one message of a batch task."""
+    """A job of a batch task, by Celery's own request."""
 
-    #: Celery's tracer.
-    target: Callable[..., tuple[int, Any, float]]
-    #: Arguments of the tracer: task name, task id, headers of the message, and more.
-    args: Sequence[Any]
-    callback: Callable[[tuple[int, Any, float]], None]
-    accept_callback: Callable[[int, float], None]
-    error_callback: Callable[[Any], None]
-    #: The request whose methods the callbacks are; None for a caller that is not Celery's worker.
-    request: BatchRequest | None
+    request: BatchRequest
     items: Sequence[Any] = ()
     #: Whether this is a multi-item job, and of which form.
     is_multi_item: Form = False
@@ -49,28 +45,19 @@ class TaskCall:
     #: The message's headers, with `args` and `kwargs` decoded.
     message: Mapping[str, Any] = field(init=False)
 
+    #: Whether it has no request of Celery's, as those of `device/plain_call.py`.
+    is_plain: ClassVar[bool] = False
+    #: Sends the events of a plain one: here its request does that.
+    send: ClassVar[None] = None
+
     def __post_init__(self) -> None:
-        self.task_name, self.task_id, self.message = self.args[:3]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has no request of Celery's, as those of `device/plain_call.py`."""
-        return False
-
-    @property
-    def send(self) -> None:
-        """Its request sends its events."""
-        return
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether nobody has revoked it; only of a plain one."""
-        return True
+        request: Any = self.request
+        self.task_name, self.task_id, self.message = request.type, request.id, request.request_dict
 
     @property
     def embed(self) -> Mapping[str, Any]:
         """Callbacks, and what follows in a chain."""
-        return (self.request.embed if self.request is not None else None) or {}
+        return self.request.embed or {}
 
     @property
     def keywords(self) -> Mapping[str, Any]:
@@ -79,23 +66,21 @@ class TaskCall:
 
     def accept(self, pid: int) -> None:
         """Tells Celery that it begins in a process."""
-        _accept(self, pid)
+        try:
+            self.request.on_accepted(pid, monotonic())
+        except Exception:
+            logger.exception("%s[%s] cannot be accepted", self.task_name, self.task_id)
 
     @property
     def lease(self) -> LeaseHandle | None:
         """The lease of its message; None if there is none, or none any more."""
-        return None if self.request is None else self.request.lease
+        return self.request.lease
 
     @property
     def publish_tag(self) -> str | None:
         """Tag of its message, the same at each delivery; None for other transports."""
-        if self.request is None:
-            return None
         tag: str | None = self.request.message.properties.get("publish_tag")
         return tag
-
-
-logger = logging.getLogger("batchery.pool")
 
 
 class InFlight:
@@ -118,11 +103,9 @@ class InFlight:
 
     def wants(self, call: TaskCall) -> bool:
         """Whether a job must still run; it may have been revoked, or have expired."""
-        if call.is_plain and call.is_wanted:
+        if call.is_plain and call.task_id not in _REVOKED:
             return True
         request = call.request
-        if request is None:
-            return True
         if call.accepted:
             # A suspect that was revoked while it ran must not kill another device.
             if request.discarded:
@@ -150,13 +133,11 @@ class InFlight:
         Such a message needs no run of its own: it is settled together with the job, or at once.
         """
         request = newer.request
-        if request is None or not request.delivery_info.get("redelivered"):
+        if not request.delivery_info.get("redelivered"):
             return False
         if request.id in worker_state.successful_requests:
             # The result is stored; only the acknowledgement was lost with the connection.
-            logger.info(
-                "%s[%s] was redelivered but is done already", newer.task_name, newer.task_id
-            )
+            logger.info("%s[%s] was redelivered, and is done", newer.task_name, newer.task_id)
             worker_state.task_ready(request, successful=True)
             request.acknowledge()
             return True
@@ -170,33 +151,15 @@ class InFlight:
         logger.info(
             "%s[%s] was redelivered while it runs, and goes on", newer.task_name, newer.task_id
         )
-        _replace(older, newer, request)
+        before, older.request = older.request, request
+        # Celery counts requests, not ids. Nobody will settle the older request, so it must go.
+        worker_state.active_requests.discard(before)
+        worker_state.reserved_requests.discard(before)
+        older.accept(before.worker_pid or os.getpid())
         return True
 
 
 def _is_same_run(older: TaskCall, newer: TaskCall) -> bool:
     """Whether two messages with one id are the same attempt; a retry keeps the id of its job."""
-    if older.request is None or older.request.discarded:
-        return False
-    return bool(older.message.get("retries") == newer.message.get("retries"))
-
-
-def _replace(call: TaskCall, newer: TaskCall, request: BatchRequest) -> None:
-    """Makes a job in flight settle the newer message."""
-    before = call.request
-    assert before is not None
-    # Celery counts requests, not ids. Nobody will settle the older request, so it must go.
-    worker_state.active_requests.discard(before)
-    worker_state.reserved_requests.discard(before)
-    call.request = request
-    call.callback = newer.callback
-    call.accept_callback = newer.accept_callback
-    call.error_callback = newer.error_callback
-    _accept(call, before.worker_pid or os.getpid())
-
-
-def _accept(call: TaskCall, pid: int) -> None:
-    try:
-        call.accept_callback(pid, monotonic())
-    except Exception:
-        logger.exception("%s[%s] cannot be accepted", call.task_name, call.task_id)
+    is_wanted = not older.request.discarded
+    return is_wanted and bool(older.message.get("retries") == newer.message.get("retries"))

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Any
 
 import redis
+from kombu.utils.json import dumps
 
-from batchery.completion import HeldMessage, Lease, LeaseHolder, current_completion
+from batchery.completion import JobCompletion, current_completion
 from batchery.errors import InvalidItem
 from batchery.protocol.headers import TENANT
-from batchery.redis_scripts import RedisScripts, get_database
+from batchery.redis_scripts import RedisScripts, find_place
 from batchery.retry import LASTING_REFUSALS, explain_refusal, find_refusal
 from batchery.transport.dead_letters import check_size
 from batchery.transport.redis_schema import OWN_NAMES, Keys, find_tenant_list, transport_scripts
@@ -25,8 +26,6 @@ DEDUPE_TTL_S = 3600
 class OutboxChannel(_Channel):  # type: ignore[misc]
     """Publishes through the outbox of a job's completion; mixed into kombu's Redis channels."""
 
-    leases: bool
-
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         """Declares a queue, unless a key has its name that is none."""
         if passive:
@@ -39,7 +38,6 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         self._check_queue(queue)
         check_size(message.get("body") or "")
         completion = current_completion()
-        outbox = None if completion is None else completion.outbox
         expires = queue in (self._expires or ())
         is_plain = kwargs.get("_publish_batch") is None and not expires
         name, tenant = queue, (message.get("headers") or {}).get(TENANT)
@@ -47,12 +45,11 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         if isinstance(tenant, str) and tenant and not expires:
             name = find_tenant_list(queue, self.sep, tenant)
         with _lasting_refusals_explained(queue):
-            if outbox is None or not is_plain:
+            if completion is None or completion.publish_tag is None or not is_plain:
                 super()._put(name, message, **kwargs)
                 return
             priority = self._get_message_priority(message, reverse=False)
-            key = Keys(self.global_keyprefix).queue(self._q_for_pri(name, priority))
-            outbox.publish(HeldMessage(self, key, message))
+            self._publish_once(completion, self._q_for_pri(name, priority), message)
 
     def _check_queue(self, queue: str | None) -> None:
         """Makes sure that a queue's name is not that of a key of ours or of kombu's.
@@ -69,33 +66,34 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
                 f"queue {queue!r:.200}: the key of that name is no queue's; name another queue"
             )
 
-    def is_beside(self, holder: LeaseHolder) -> bool:
-        """Whether its queues are in the same database of the same server as a worker's leases."""
-        return _place(self.pool) == _place(holder.client.connection_pool)
-
-    def publish_once(
-        self, tag: str, dedupe_key: str, held: HeldMessage, lease: Lease | None
+    def _publish_once(
+        self, completion: JobCompletion, name: str, message: Mapping[str, Any]
     ) -> None:
-        """Puts a message into its queue, unless its dedupe key is there, or the lease is gone."""
-        keys = [Keys(self.global_keyprefix).dedupe_keys(tag), held.queue_key]
-        args = [dedupe_key, DEDUPE_TTL_S, held.text]
+        """Puts a message into a list, unless its dedupe key is there, or the lease is gone.
+
+        The dedupe key is the message's place among those of its task, in the order in which the
+        completion publishes them: the same when the job runs again. To another database or server
+        than that of the lease a message goes without a look at that, and nobody removes its dedupe
+        key before its time.
+        """
+        lease, tag, headers = completion.lease, completion.publish_tag, message.get("headers") or {}
+        place = f"{headers.get('task')} {headers.get('retries')}"
+        schema = Keys(self.global_keyprefix)
+        keys = [schema.dedupe_keys(str(tag)), schema.queue(name)]
+        args = [f"{place} {completion.published[place] + 1}", DEDUPE_TTL_S, dumps(message)]
         if lease is not None:
-            holder, token = lease
-            keys.append(holder.lease_key)
-            args.append(token)
+            lease.store.published(lease.token, tag)
+            if find_place(self.pool) == find_place(lease.store.client.connection_pool):
+                keys.append(lease.store.lease_key)
+                args.append(lease.token)
         self._outbox_scripts.run("publish_once", keys, *args)
+        # Counted when it is in its list: kombu may try it again.
+        completion.published[place] += 1
 
     @cached_property
     def _outbox_scripts(self) -> RedisScripts:
         # Kombu's own client would add its prefix to the first key of a script only.
         return transport_scripts(redis.Redis(connection_pool=self.pool))
-
-
-def _place(pool: Any) -> tuple[Any, ...]:
-    """The server and the database of a pool's connections; a Sentinel's by the name it goes by."""
-    given = pool.connection_kwargs
-    server = (getattr(pool, "service_name", None), *map(given.get, ("host", "port", "path")))
-    return *server, get_database(pool)
 
 
 @contextmanager

@@ -26,11 +26,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchery.protocol.headers import expires_s, stream_key
-from batchery.redis_scripts import RedisScripts, cut_into_parts, get_database
+from batchery.redis_scripts import RedisScripts, cut_into_parts, find_server, get_database
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.brokers import open_channel
+from batchery_worker.request import LeaseHandle
 from batchery_worker.work import CommitContext, JobCommit
 
 T = TypeVar("T")
@@ -49,6 +50,31 @@ MAX_COMMIT_PAUSE_S = 2.0
 def result_scripts(client: "redis.Redis") -> RedisScripts:
     """The scripts that write results; most of them need a client of the backend's database."""
     return RedisScripts(client, LUA)
+
+
+def store_states(
+    scripts: RedisScripts,
+    values: Mapping[Any, bytes | str],
+    expires_s: int,
+    lease: LeaseHandle | None = None,
+) -> bytes:
+    """Stores results, or states on the way to them; none over a SUCCESS.
+
+    Args:
+        scripts: On a client of the backend's database.
+        values: By their keys.
+        expires_s: When they expire; 0 for never.
+        lease: Without it nothing is stored, if it is on the same server.
+
+    Returns:
+        A digit for each, see store.lua.
+    """
+    pool = scripts.client.connection_pool
+    keys, ours = ["", *values], [get_database(pool), "", ""]
+    if lease is not None and find_server(lease.store.client.connection_pool) == find_server(pool):
+        keys[0], ours[1:] = lease.store.lease_key, (lease.store.db, lease.token)
+    answer: bytes = scripts.run("store", keys, *ours, expires_s, *values.values())
+    return answer
 
 
 def make_results_client(backend: Any) -> "redis.Redis":

@@ -12,23 +12,21 @@ first part (`completion/tracer.py`).
 
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple
 
-from celery import _state, signals
+from celery import signals
 from celery.app import trace
 from celery.app.task import Context
 from celery.exceptions import WorkerLostError, WorkerShutdown, WorkerTerminate
 from celery.states import SUCCESS
 from kombu.utils.encoding import safe_repr
 
+from batchery.request import bind_request
 from batchery_worker.commit import sentry
 from batchery_worker.in_flight import TaskCall
-
-#: Celery's own stack of the tasks that run on a thread: `celery.current_task`.
-_TASK_STACK: Any = getattr(_state, "_task_stack")  # noqa: B009 - it is not typed
 
 #: Package of Celery's receivers for Django, which close database connections after each job. They
 #: do not count: the device that ran the function closes its own (`device/functions.py`).
@@ -65,6 +63,28 @@ class ListenedJob:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
+class CommittedJob(NamedTuple):
+    """A job that a device has committed."""
+
+    call: TaskCall
+    #: Its result, for what listens to it.
+    value: Any
+    #: The same as text, for events and the log; None if nobody reads it.
+    text: str | None
+    #: Facts of its batch.
+    info: Mapping[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """Its result in events and in the log, also where it is not known any more."""
+        return "..." if self.text is None else self.text
+
+
+def find_runtime_s(info: Mapping[str, Any] | None) -> float:
+    """How long a job ran for Celery, in seconds: as long as its device had its batch."""
+    return 0.0 if info is None else float(info["forward_ms"]) / 1e3
+
+
 class Listeners:
     """Knows what listens to the jobs of each task, and calls it."""
 
@@ -84,20 +104,20 @@ class Listeners:
             listening = self._listening[task.name] = listening_to(task)
         return listening
 
-    def before(self, task: Any, call: TaskCall, stacks: "Stacks") -> None:
+    def before(self, task: Any, call: TaskCall) -> None:
         """Calls what comes before a job; once, however often the job is sent to a device."""
         if call.listened is None:
             call.listened = listened = _listened(call)
-            stacks.enter(listened.request)
             listened.context.run(self._before, task, call, listened)
 
     def _before(self, task: Any, call: TaskCall, listened: ListenedJob) -> None:
         listened.scope = sentry.isolated(call.task_id)
         job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
         try:
-            _send_prerun(task, *job)
-            if self.of(task).before_start:
-                task.before_start(*job)
+            with bind_request(task, listened.request):
+                _send_prerun(task, *job)
+                if self.of(task).before_start:
+                    task.before_start(*job)
         except (WorkerShutdown, WorkerTerminate):
             raise  # Celery's own way to end the worker, in the handler of a signal.
         except Exception as error:  # noqa: BLE001 - the tracer tells Celery
@@ -105,47 +125,32 @@ class Listeners:
         except BaseException as error:  # noqa: BLE001 - it ends a process of Celery's own pool
             listened.error = WorkerLostError(f"{error!r} in what comes before {task.name}")
 
-    def after(
-        self,
-        task: Any,
-        call: TaskCall,
-        value: Any,
-        text: str,
-        runtime_s: float,
-        stacks: "Stacks",
-    ) -> None:
+    def after(self, task: Any, job: CommittedJob) -> None:
         """Calls what comes after a job that has succeeded and is stored."""
-        listened = call.listened or _listened(call)
-        stacks.enter(listened.request)
-        listened.context.run(self._after, task, call, listened, value, text, runtime_s)
+        listened = job.call.listened or _listened(job.call)
+        listened.context.run(self._after, task, job, listened)
 
-    def _after(
-        self,
-        task: Any,
-        call: TaskCall,
-        listened: ListenedJob,
-        value: Any,
-        text: str,
-        runtime_s: float,
-    ) -> None:
-        listening = self.of(task)
-        job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
+    def _after(self, task: Any, job: CommittedJob, listened: ListenedJob) -> None:
+        listening, message, value = self.of(task), job.call.message, job.value
+        given = (job.call.task_id, message.get("args"), message.get("kwargs"))
+        runtime_s = find_runtime_s(job.info)
 
         def notify() -> None:
             try:
                 if listening.on_success:
-                    _guarded(task, listened, "on_success", value, *job)
+                    _guarded(task, listened, "on_success", value, *given)
                 signals.task_success.send(sender=task, result=value, runtime=runtime_s)
-                log_success(call, text, runtime_s)
+                log_success(job)
                 if listening.after_return:
-                    _guarded(task, listened, "after_return", SUCCESS, value, *job, None)
+                    _guarded(task, listened, "after_return", SUCCESS, value, *given, None)
             finally:
-                _send_postrun(task, *job, value)
+                _send_postrun(task, *given, value)
 
-        if listening.traced:
-            sentry.traced(task, notify, (*job, call.message), runtime_s)
-        else:
-            notify()
+        with bind_request(task, listened.request):
+            if listening.traced:
+                sentry.traced(task, notify, (*given, message), runtime_s)
+            else:
+                notify()
         leave(listened)
 
 
@@ -174,42 +179,19 @@ def listening_to(task: Any) -> Listening:
     )
 
 
-def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
+def log_success(job: CommittedJob) -> None:
     """Logs a success in the words of Celery's tracer."""
     if trace.logger.isEnabledFor(logging.INFO):
-        message = call.message
+        message = job.call.message
         context = {
-            "id": call.task_id,
-            "name": message.get("shadow") or call.task_name,
-            "return_value": text,
-            "runtime": runtime_s,
+            "id": job.call.task_id,
+            "name": message.get("shadow") or job.call.task_name,
+            "return_value": job.shown,
+            "runtime": find_runtime_s(job.info),
             "args": message.get("argsrepr") or safe_repr(message.get("args")),
             "kwargs": message.get("kwargsrepr") or safe_repr(message.get("kwargs")),
         }
         trace.info(trace.LOG_SUCCESS, context)
-
-
-class Stacks:
-    """Makes a task, and one of its jobs after the other, the current one of this thread.
-
-    Celery's tracer pushes and pops for each job, which would be a third of what listeners cost.
-    """
-
-    def __init__(self, task: Any) -> None:
-        self._task = task
-
-    def __enter__(self) -> Self:
-        _TASK_STACK.push(self._task)
-        self._requests: list[Context | None] = self._task.request_stack.push(None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _TASK_STACK.pop()
-        self._task.request_stack.pop()
-
-    def enter(self, request: Context) -> None:
-        """Makes a job's request `task.request`."""
-        self._requests[-1] = request
 
 
 def _listened(call: TaskCall) -> ListenedJob:

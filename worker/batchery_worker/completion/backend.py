@@ -1,7 +1,8 @@
 """The result backend of a completion thread: a subclass of the one that the app chose.
 
-Celery has no public way to add a field to a result, to hold a result back, or to wait for a backend
-that is away. Each thread has a backend of its own, so a change of its class affects no other.
+Celery has no public way to add a field to a result, to store one by a script, or to wait for a
+backend that is away. Each thread has a backend of its own, so a change of its class affects no
+other.
 
 What completes a job is tried again while Redis is away; after a deadline the job is given back.
 Celery tries to store a result once, to publish a callback for half a second, and to join a chord
@@ -11,46 +12,23 @@ for ever.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, cached_property, partial
 from typing import Any
 
 import redis
 from celery import Celery
-from celery._state import get_current_task
-from celery.app import amqp
 from celery.backends.redis import RedisBackend
 from celery.exceptions import BackendError
-from celery.states import FAILURE, PENDING, STARTED, SUCCESS
+from celery.states import FAILURE, STARTED
 from kombu.exceptions import OperationalError
-from redis.backoff import AbstractBackoff, NoBackoff
+from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from batchery.completion import JobCompletion, Outbox, completing, current_completion
+from batchery.completion import current_completion
 from batchery.protocol.headers import expiring_as_asked
-from batchery.redis_scripts import RedisScripts, ScriptCall
-from batchery.retry import (
-    AWAY_ERRORS,
-    REFUSALS,
-    RetryDeadline,
-    RetryDeadlineExceeded,
-    is_away,
-)
-from batchery_worker.commit.committer import result_scripts
-
-#: Celery's variable that is set while its tracer publishes callbacks and the next step of a chain.
-_follows_a_job: ContextVar[bool] = getattr(
-    amqp, "_callback_publish_retry", ContextVar("batchery_unknown", default=False)
-)
-
-
-class _DeadlineBackoff(AbstractBackoff):
-    """The pauses between attempts of one command; redis-py asks for them here."""
-
-    def compute(self, failures: int) -> float:
-        if completion := current_completion():
-            completion.deadline.wait(failures, "no answer to a command")
-        return 0.0
+from batchery.redis_scripts import RedisScripts
+from batchery.retry import AWAY_ERRORS, REFUSALS, RetryDeadlineExceeded, is_away
+from batchery_worker.commit.committer import result_scripts, store_states
 
 
 class DeadlineRetry(Retry):
@@ -58,24 +36,25 @@ class DeadlineRetry(Retry):
 
     def __init__(self, own: Retry | None) -> None:
         """Wraps the client's own retries; None if it has none."""
-        super().__init__(_DeadlineBackoff(), -1, AWAY_ERRORS)
+        super().__init__(NoBackoff(), 0, AWAY_ERRORS)
         self._own = own or Retry(NoBackoff(), 0)
 
-    def call_with_retry(self, do: Callable[[], Any], *args: Any, **options: Any) -> Any:
+    def call_with_retry(
+        self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         """Calls a command, and repeats it as long as the completion may wait."""
-        if current_completion() is None:
-            return self._own.call_with_retry(do, *args, **options)
-        return super().call_with_retry(partial(_recognise_refusal, do), *args, **options)
-
-
-def _recognise_refusal(do: Callable[[], Any]) -> Any:
-    """Calls a command of which Redis 6.2 does not say clearly that there is no room to write."""
-    try:
-        return do()
-    except redis.ResponseError as error:
-        if is_away(error) and not isinstance(error, AWAY_ERRORS):
-            raise redis.OutOfMemoryError(*error.args) from error
-        raise
+        completion, failures = current_completion(), 0
+        if completion is None:
+            return self._own.call_with_retry(do, fail, *args, **options)
+        while True:
+            try:
+                return do()
+            except Exception as error:
+                if not is_away(error):
+                    raise
+                failures += 1
+                fail(error, *([failures] if options.get("with_failure_count") else []))
+                completion.deadline.wait(failures, error)
 
 
 def publish_until_deadline(app: Celery) -> None:
@@ -90,30 +69,17 @@ def publish_until_deadline(app: Celery) -> None:
 
 
 def _send(stock: Callable[..., Any], producer: Any, *args: Any, **options: Any) -> Any:
-    completion = current_completion()
-    if completion is None and not _follows_a_job.get():
+    completion, failures = current_completion(), 0
+    if completion is None:
         return stock(producer, *args, **options)
-    deadline = RetryDeadline() if completion is None else completion.deadline
-    failures = 0
     while True:
         connection = producer.connection
         try:
             return stock(producer, *args, **options)
         except (OperationalError, *connection.recoverable_connection_errors, *REFUSALS) as error:
             failures += 1
-            try:
-                deadline.wait(failures, error)
-            except RetryDeadlineExceeded:
-                if _may_come_again():
-                    raise
-                raise error from None
+            completion.deadline.wait(failures, error)
             producer.revive(connection)
-
-
-def _may_come_again() -> bool:
-    """Whether the message of this thread's job is not acknowledged yet."""
-    late = bool(getattr(get_current_task(), "acks_late", False))
-    return current_completion() is not None or late
 
 
 class BackendAway(RetryDeadlineExceeded):
@@ -125,14 +91,11 @@ class BackendAway(RetryDeadlineExceeded):
 
 @contextmanager
 def outage_told_apart(backend: Any) -> Iterator[None]:
-    """Makes `BackendAway` of what a backend that is away raises; for the backend's own calls alone.
-
-    Code of users, such as a hook, may raise the same errors, and no job runs again for these.
-    """
+    """Makes `BackendAway` of what a backend that is away raises, while a job is completed."""
     try:
         yield
     except Exception as error:
-        if _is_away(backend, error):
+        if current_completion() is not None and _is_away(backend, error):
             raise BackendAway(error) from error
         raise
 
@@ -158,9 +121,6 @@ STORE_RETRIES = 15
 #: Answer of store.lua if it cannot read the result that is stored already.
 UNREADABLE = 2
 
-#: Celery's answer for a part of a chord whose body it has sent already; then it does nothing more.
-IS_OVER = (-1, 0, 0, 0)
-
 #: One of Celery's Lua scripts.
 Script = Callable[..., Any]
 
@@ -170,11 +130,6 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
 
     #: The class of the backend that the app chose.
     stock_class: type
-
-    @property
-    def always_retry(self) -> bool:
-        """Whether calls are tried again: those of a completion; others if the app wants it."""
-        return bool(vars(self)["always_retry"]) or current_completion() is not None
 
     def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
         meta: dict[str, Any] = super()._get_result_meta(*args, **keywords)
@@ -196,7 +151,7 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         completion = current_completion()
         if state == STARTED and completion is not None and completion.task_id == task_id:
             return result
-        with expiring_as_asked(self, request):
+        with expiring_as_asked(self, request), outage_told_apart(self):
             return super().store_result(task_id, result, state, traceback, request, **options)
 
     def on_chord_part_return(self, *args: Any, **options: Any) -> None:
@@ -204,28 +159,13 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         with outage_told_apart(self):
             super().on_chord_part_return(*args, **options)
 
-    def mark_as_done(self, *args: Any, **options: Any) -> Any:
-        """Stores a result, publishes what follows the job, and counts it in a chord."""
-        with _with_deadline(self):
-            return super().mark_as_done(*args, **options)
-
-    def mark_as_failure(self, *args: Any, **options: Any) -> Any:
-        """Stores a failure, and notifies those who wait for it."""
-        with _with_deadline(self):
-            return super().mark_as_failure(*args, **options)
-
-    def mark_as_retry(self, *args: Any, **options: Any) -> Any:
-        """Stores that a job will run again."""
-        with _with_deadline(self):
-            return super().mark_as_retry(*args, **options)
-
 
 class CompletionRedisBackend(CompletionBackend):
-    """Also holds results back for the outbox, and lets all attempts of a job share a chord claim.
+    """Also stores results by a script, and lets all attempts of a job share a chord claim.
 
-    A result that is not held back is written by a script, which first checks for a SUCCESS. Celery
-    checks and writes in two steps. A retry is sent before the state RETRY is stored, so its SUCCESS
-    may come between these steps and would be overwritten.
+    Celery checks for a SUCCESS and writes in two steps. A retry is sent before the state RETRY is
+    stored, so its SUCCESS may come between these steps and would be overwritten. The script also
+    checks the job's lease, if that is on the same server.
 
     The attempt that completes the last part of a chord claims the chord for some seconds, and then
     publishes the body. Celery gives each attempt its own claim. If a worker dies after the claim,
@@ -233,64 +173,17 @@ class CompletionRedisBackend(CompletionBackend):
     a job share one claim. Two attempts at the same time do no harm: messages have dedupe keys.
     """
 
-    def exception_safe_to_retry(self, exc: Exception) -> bool:
-        """Whether an error passes: a completion also waits for a Redis that takes no writes."""
-        waits = current_completion() is not None and not vars(self)["always_retry"]
-        return bool(super().exception_safe_to_retry(exc)) or (waits and isinstance(exc, REFUSALS))
-
-    def _get_task_meta_for(self, task_id: str) -> Any:
-        outbox = _outbox()
-        if outbox is not None and outbox.holds_result(task_id):
-            # Celery asks whether a SUCCESS is stored. The script that writes at the end checks it.
-            return {"status": PENDING}
-        return super()._get_task_meta_for(task_id)
-
     def _set_with_state(self, key: Any, value: bytes | str, state: str) -> None:
-        outbox = _outbox()
-        fits = len(value) <= self._MAX_STR_VALUE_SIZE
-        expires_s = int((self.failure_expires if state == FAILURE else self.expires) or 0)
-        write = partial(self._write, key, value, state, expires_s)
-        if outbox and outbox.holds and fits and key == self.get_key_for_task(outbox.task_id):
-            outbox.hold_result(value, expires_s, write)
-        else:
-            write()
-
-    def _write(self, key: Any, value: bytes | str, state: str, expires_s: int) -> None:
+        completion = current_completion()
         is_result = self.key_t(key).startswith(self.task_keyprefix)
-        if not is_result or len(value) > self._MAX_STR_VALUE_SIZE:
-            super()._set_with_state(key, value, state)
-            return
-        stored = self._result_scripts.run("store", [key], expires_s, value)
-        # The script reads only JSON. Celery's decoders can read results of other serializers.
-        if int(stored) == UNREADABLE and (
-            super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
-        ):
-            super()._set_with_state(key, value, state)
-
-    def on_chord_part_return(self, *args: Any, **options: Any) -> None:
-        """Counts a part of a chord, and sends the body after the last one."""
-        count = partial(super().on_chord_part_return, *args, **options)
-        outbox = _outbox()
-        if outbox is not None and outbox.holds:
-            outbox.hold_part(count)
-        # Where it is held back, Celery's script only notes its call.
-        count()
-
-    def count_parts(self, calls: Sequence[ScriptCall]) -> list[bool]:
-        """Counts parts of chords in one round trip.
-
-        Returns:
-            Whether each is done with. Else Celery must count it once more, which changes nothing:
-            it was the last part, or was refused.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
-        script = super()._chord_part_return_script
-        with self.client.pipeline(transaction=False) as pipe:
-            for keys, args in calls:
-                script(keys=keys, args=args, client=pipe)
-            return [_is_counted(answer) for answer in pipe.execute(raise_on_error=False)]
+        if is_result and len(value) <= self._MAX_STR_VALUE_SIZE:
+            expires_s = int((self.failure_expires if state == FAILURE else self.expires) or 0)
+            lease = None if completion is None else completion.lease
+            stored = store_states(self._result_scripts, {key: value}, expires_s, lease)
+            if int(stored) != UNREADABLE:
+                return
+        # Celery's own decoders have read what is stored just now, and the script cannot.
+        super()._set_with_state(key, value, state)
 
     @cached_property
     def _result_scripts(self) -> RedisScripts:
@@ -321,9 +214,9 @@ def for_completion(backend: Any) -> Any:
         return backend
     stock: Any = type(backend)
     backend.__class__ = _completion_class(stock)
-    if not vars(backend)["always_retry"]:
+    if not backend.always_retry:
         # An app that sets `always_retry` keeps its own settings for retries.
-        backend.max_retries = STORE_RETRIES
+        backend.always_retry, backend.max_retries = True, STORE_RETRIES
         if isinstance(backend, RedisBackend):
             client: redis.Redis = backend.client
             client.set_retry(DeadlineRetry(client.get_retry()))
@@ -336,69 +229,24 @@ def _completion_class(stock: Any) -> type:
     return type(stock.__name__, (ours, stock), {"__module__": __name__, "stock_class": stock})
 
 
-def _outbox() -> Outbox | None:
+def _shared_claim(own: str) -> str:
+    """What all attempts of the current job claim a chord by; outside of any, `own`."""
     completion = current_completion()
-    return None if completion is None else completion.outbox
-
-
-@contextmanager
-def _with_deadline(backend: Any) -> Iterator[None]:
-    """Gives the completion of an ordinary job a deadline; its function must not have one."""
-    if current_completion() is not None:
-        with _errors_told_apart(backend):
-            yield
-        return
-    try:
-        with completing(JobCompletion()), _errors_told_apart(backend):
-            yield
-    except RetryDeadlineExceeded as error:
-        if _may_come_again():
-            raise
-        # Nobody can give it back, so it fails as in Celery.
-        raise BackendError(str(error)) from error
-
-
-@contextmanager
-def _errors_told_apart(backend: Any) -> Iterator[None]:
-    try:
-        yield
-    except BackendError:
-        # Of the errors of a backend only these have a class of their own.
-        with outage_told_apart(backend):
-            raise
-
-
-def _publish_tag() -> str | None:
-    completion = current_completion()
-    return None if completion is None else completion.publish_tag
+    return own if completion is None else completion.publish_tag or own
 
 
 def _claim(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
     """Counts a part of a chord. The last argument is the claim, the fourth answer who holds it."""
-    tag, outbox = _publish_tag(), _outbox()
-    if tag is None:
-        return stock(keys=keys, args=args, client=client)
-    args = [*args[:-1], tag]
-    if outbox is not None and outbox.holds:
-        outbox.part_calls.append((keys, args))
-        return IS_OVER
-    count, difference, size, claimed = stock(keys=keys, args=args, client=client)
+    claim = _shared_claim(args[-1])
+    count, difference, size, claimed = stock(keys=keys, args=[*args[:-1], claim], client=client)
     if size and not claimed and count == int(size) + int(difference or 0):
         held = client.get(keys[-1])
-        claimed = int(held in (tag, tag.encode()))
+        claimed = int(held in (claim, claim.encode()))
     return count, difference, size, claimed
 
 
-def _is_counted(answer: Any) -> bool:
-    """Whether Celery would do nothing more after this answer of its script."""
-    if isinstance(answer, Exception):
-        return False
-    count, difference, size, _ = answer
-    return bool(count == IS_OVER[0] or not size or count != int(size) + int(difference or 0))
-
-
 def _extend(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
-    return stock(keys=keys, args=[_publish_tag() or args[0], *args[1:]], client=client)
+    return stock(keys=keys, args=[_shared_claim(args[0]), *args[1:]], client=client)
 
 
 def _clean_up(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
@@ -406,4 +254,4 @@ def _clean_up(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: A
     if completion is not None and completion.deadline.is_exceeded:
         # The body was not published, so the job's next attempt needs these keys.
         return 1
-    return stock(keys=keys, args=[_publish_tag() or args[0], *args[1:]], client=client)
+    return _extend(stock, keys, args, client)

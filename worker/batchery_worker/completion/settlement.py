@@ -1,38 +1,47 @@
-"""Settles every job: a thread completes its outcome, then Celery is told where the lock is held."""
+"""Settles every job: Celery's tracer completes it on a thread, or its device has committed it."""
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from billiard.einfo import ExceptionInfo
 from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.functional import chunks
 from celery.worker import state as worker_state
+from kombu.utils.encoding import safe_repr
 
-from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.errors import ItemFailed
+from batchery.fork_gate import fork_gate
+from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery.protocol.pieces import tell_readers
+from batchery.retry import RetryDeadlineExceeded, is_away
+from batchery.tracebacks import error_text
 from batchery_worker.batch import JobAnswer
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.commit.listeners import Listeners, log_success
-from batchery_worker.completion.executor import CommittedJob, CompletionExecutor
-from batchery_worker.completion.tracer import Completion
+from batchery_worker.commit.listeners import (
+    CommittedJob,
+    Listeners,
+    find_runtime_s,
+    log_success,
+)
+from batchery_worker.completion.backend import for_completion, publish_until_deadline
+from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.metrics import Metrics
 from batchery_worker.plain_values import Encoded
+from batchery_worker.request import give_back
 
 logger = logging.getLogger("batchery.pool")
 
-#: A job that a device has answered, and the facts of its batch.
-Answered = tuple[TaskCall, JobAnswer, Mapping[str, Any]]
+#: Exceptions that the tracer reports, and that are not failures.
+NOT_FAILURES = (Retry, Ignore, Reject)
 
 #: Maximum number of jobs that are settled together after their listeners were called: the others
 #: need not wait for a slow listener.
 MAX_NOTIFIED_JOBS = 32
-
-#: Text in events and in the log for a result that is not known any more.
-UNKNOWN_RESULT = "..."
 
 #: Reasons of jobs that the device could have committed, and did not, by the kind of their outcome.
 NO_RESULT = {
@@ -46,7 +55,10 @@ NOT_COMMITTED = "a result that Redis did not take"
 
 
 class Settlement:
-    """Settles each job once, and knows how many are being completed."""
+    """Settles each job once, and knows how many are being completed.
+
+    Its methods are called where the lock of the feed is held, and so is Celery's request.
+    """
 
     def __init__(
         self,
@@ -57,37 +69,28 @@ class Settlement:
         listeners: Listeners,
         call_soon: Callable[[Callable[[], None]], None],
     ) -> None:
+        """Starts no thread yet.
+
+        Args:
+            app: The app of the tasks and the result backend.
+            threads: Maximum number of jobs that are completed at a time.
+            metrics: Counts how jobs end.
+            in_flight: The jobs that are not settled.
+            listeners: Told of the jobs that devices commit.
+            call_soon: Calls a function where the lock is held; from any thread.
+        """
         self._app = app
-        self._listeners = listeners
-        self._executor = CompletionExecutor(app, threads, self.deliver, self.fenced, listeners)
         self._metrics = metrics
         self._in_flight = in_flight
-        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        #: Guards `_called`.
-        self._lock = threading.Lock()
+        self._listeners = listeners
         self._call_soon = call_soon
-        self._called = False
+        self._tracer = Tracer(app)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
         #: Number of jobs that are being completed.
         self.pending = 0
-        #: Called when nothing is pending any more.
-        self.on_idle: Callable[[], None] = lambda: None
+        publish_until_deadline(app)
 
-    def deliver(self, function: Callable[[], None]) -> None:
-        """Calls a function on the loop's thread; from any thread."""
-        self._mailbox.put(function)
-        # One turn of the loop empties the whole mailbox. A turn costs as much as a job.
-        with self._lock:
-            if not self._called:
-                self._called = True
-                self._call_soon(self.empty_mailbox)
-
-    def empty_mailbox(self) -> None:
-        """Calls the functions that were delivered; on the loop's thread."""
-        # Reset first: a function that arrives after the last look must schedule another turn.
-        self._called = False
-        with suppress(queue.Empty):
-            while True:
-                _run(self._mailbox.get_nowait())
+    # By Celery's tracer
 
     def fail(self, call: TaskCall, error: Exception) -> None:
         """Settles a job with a failure, because no device has answered it."""
@@ -101,141 +104,191 @@ class Settlement:
             computed: Its outcome.
             info: Facts of its batch; None if it was never in one.
         """
-        if call.request is not None:
-            if call.request.discarded:
-                self._in_flight.remove(call)
-                return
-            call.request.batch = info
+        if call.request.discarded:
+            self._in_flight.remove(call)
+            return
+        call.request.batch = info
         self.pending += 1
-        completion = Completion(
-            task_id=call.task_id,
-            call=call,
-            computed=computed,
-            info=info,
-            on_end=self._settled,
-            may_hold=self._executor.tracer.may_hold(call),
+        self._submit(
+            self._complete,
+            Completion(task_id=call.task_id, call=call, computed=computed, info=info),
         )
-        self._executor.submit(completion)
 
-    def settle_batch(self, answered: Iterable[Answered]) -> None:
-        """Settles the jobs of a batch that a device has answered."""
+    def _submit(self, function: Callable[[Any], None], argument: Any) -> None:
+        def run() -> None:
+            with fork_gate.working():
+                function(argument)
+
+        self._threads.submit(run)
+
+    def _complete(self, completion: Completion) -> None:
+        """Runs the tracer, on a thread; then Celery's request is told."""
+        call, name, metrics = completion.call, completion.call.task_name, self._metrics
+        count: Callable[[], None] = _count_nothing
+        try:
+            if is_fenced(call):
+                tell = partial(self.fenced, call)
+            else:
+                is_error, value = self._tracer.run(completion)
+                error = raised(value) if is_error else None
+                if not isinstance(error, NOT_FAILURES):
+                    tell_readers(self._app.backend, call.task_id, call.message)
+                if error is None:
+                    count = partial(metrics.job_ended, name, "succeeded")
+                elif not isinstance(error, NOT_FAILURES):
+                    count = partial(metrics.job_failed, name, type(error).__name__)
+                tell = partial(_report, call, (is_error, value, find_runtime_s(completion.info)))
+        except RetryDeadlineExceeded as away:
+            _log_broken(call, away)
+            tell = partial(_give_back, call)
+        except BaseException as broken:  # noqa: BLE001 - after any error the job must be settled
+            _log_broken(call, broken)
+            failed = completion.outcome
+            cause = failed.exception if isinstance(failed, Failed) else broken
+            tell = partial(_fail, call, cause)
+            count = partial(metrics.job_failed, name, type(broken).__name__)
+        self._call_soon(partial(self._end, call, tell, count))
+
+    def _end(self, call: TaskCall, tell: Callable[[], None], count: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            if not is_away(error):
+                # The result is stored. Without this the job would stay here for ever.
+                worker_state.task_ready(call.request)
+                call.request.acknowledge()
+                raise
+            # Celery's own code stores failures here. A lease of a living worker never ends by
+            # itself, so the job must not stay with it.
+            logger.warning("%s[%s] is given back: %r", call.task_name, call.task_id, error)
+            give_back(call.request)
+        finally:
+            self._in_flight.remove(call)
+            self.pending -= 1
+            count()
+
+    # By the device
+
+    def settle_batch(
+        self, answered: Iterable[tuple[TaskCall, JobAnswer, Mapping[str, Any]]]
+    ) -> None:
+        """Settles the jobs of a batch that a device has answered; each with its batch's facts."""
         listened: list[CommittedJob] = []
         for call, answer, info in answered:
             status = answer.status
             if status is CommitStatus.FENCED:
                 self.fenced(call)
             elif status is CommitStatus.REVOKED:
-                self._withdraw(call)
+                self._in_flight.remove(call)
+                if not call.request.discarded:
+                    _guarded(call.request.withdraw)
             elif status is not CommitStatus.COMMITTED:
                 kind = NO_RESULT.get(type(answer.outcome), NOT_COMMITTED)
                 self._metrics.tracer_jobs[call.tracer_reason or kind] += 1
                 self.settle(call, answer.outcome, info)
-            elif call.is_plain and answer.text is None and not answer.is_listened:
-                self._committed_plain(call)
             else:
-                text = UNKNOWN_RESULT if answer.text is None else answer.text
                 outcome = answer.outcome
                 value = outcome.value if isinstance(outcome, Encoded) else outcome
-                job = CommittedJob(call, text, info["forward_ms"] / 1e3, value, info)
-                self._settle_committed(job, listened if answer.is_listened else None)
-        self._notify_listeners(listened)
+                job = CommittedJob(call, value, answer.text, info)
+                if not answer.is_listened:
+                    self._committed(job)
+                elif not call.is_plain and call.request.discarded:
+                    self._in_flight.remove(call)
+                else:
+                    listened.append(job)
+        self.pending += len(listened)
+        for some in chunks(iter(listened), MAX_NOTIFIED_JOBS):
+            self._submit(self._notify_listeners, some)
 
-    def _settle_committed(self, job: CommittedJob, listened: list[CommittedJob] | None) -> None:
-        """Settles a committed job, or adds it to those that something listens to."""
-        if not job.call.is_plain and (job.call.request is None or job.call.request.discarded):
-            self._in_flight.remove(job.call)
-        elif listened is not None:
-            listened.append(job)
-        else:
-            log_success(job.call, job.text, job.runtime_s)
-            self.committed(job)
-
-    def _notify_listeners(self, jobs: Sequence[CommittedJob]) -> None:
-        """Settles committed jobs as soon as what listens to them was called, on a thread."""
-        self.pending += len(jobs)
-        for some in chunks(iter(jobs), MAX_NOTIFIED_JOBS):
-            self._executor.notify_listeners(some, self._completed)
-
-    def _completed(self, jobs: Sequence[CommittedJob]) -> None:
+    def _notify_listeners(self, jobs: list[CommittedJob]) -> None:
+        """Calls what listens to jobs of one task, on a thread; then Celery's requests are told."""
+        task = self._app.tasks[jobs[0].call.task_name]
+        for_completion(task.backend)
         for job in jobs:
-            self._end_one()
-            self.committed(job)
+            try:
+                self._listeners.after(task, job)
+            except BaseException:
+                # Whatever a hook raises, the job is done, and so must be its request.
+                name, task_id = job.call.task_name, job.call.task_id
+                logger.exception("what listens to %s[%s] has ended early", name, task_id)
+        self._call_soon(partial(self._notified, jobs))
 
-    def committed(self, job: CommittedJob) -> None:
+    def _notified(self, jobs: list[CommittedJob]) -> None:
+        for job in jobs:
+            self.pending -= 1
+            self._committed(job, is_logged=True)
+
+    def _committed(self, job: CommittedJob, *, is_logged: bool = False) -> None:
         """Settles a job whose result is stored already, and whose message is acknowledged."""
-        call, text, runtime_s = job.call, job.text, job.runtime_s
-        if call.is_plain:
-            self._committed_plain(call)
-            if call.send is not None:
-                fields = {} if job.info is None else {"batch": job.info}
-                call.send(
-                    "task-succeeded", uuid=call.task_id, result=text, runtime=runtime_s, **fields
-                )
-            return
+        call = job.call
         self._in_flight.remove(call)
-        request = call.request
-        if request is None or request.discarded:
-            return
-        self._metrics.committed_jobs += 1
-        if lease := request.lease:
-            lease.store.committed([lease.token])
-        # Celery's own code runs next, and must not acknowledge again.
-        request.acknowledged = True
-        request.batch = job.info
-        _run(partial(call.callback, (False, text, runtime_s)))
-
-    def _committed_plain(self, call: TaskCall) -> None:
-        self._in_flight.remove(call)
-        self._metrics.committed_jobs += 1
         if lease := call.lease:
             lease.store.committed([lease.token])
+        if not call.is_plain and call.request.discarded:
+            return
+        self._metrics.committed_jobs += 1
+        runtime_s = find_runtime_s(job.info)
+        if job.text is not None and not is_logged:
+            log_success(job)
+        if not call.is_plain:
+            # Celery's own code runs next, and must not acknowledge again.
+            call.request.acknowledged = True
+            call.request.batch = job.info
+            _guarded(partial(_report, call, (False, job.shown, runtime_s)))
+            return
         worker_state.total_count[call.task_name] += 1
+        if call.send is not None:
+            fields = {"result": job.shown, "runtime": runtime_s, "batch": job.info}
+            call.send("task-succeeded", uuid=call.task_id, **fields)
 
     def fenced(self, call: TaskCall) -> None:
         """Drops a job that another worker has now."""
         self._in_flight.remove(call)
-        if call.is_plain:
-            if lease := call.lease:
-                lease.store.lost([lease.token])
-        else:
-            request = call.request
-            if request is None or request.discarded:
+        if lease := call.lease:
+            lease.store.lost([lease.token])
+        if not call.is_plain:
+            if call.request.discarded:
                 return
-            if lease := request.lease:
-                lease.store.lost([lease.token])
-            request.acknowledged = True
-            worker_state.task_ready(request)
+            call.request.acknowledged = True
+            worker_state.task_ready(call.request)
         self._metrics.fenced_jobs += 1
         self._metrics.job_ended(call.task_name, "fenced")
 
-    def _withdraw(self, call: TaskCall) -> None:
-        self._in_flight.remove(call)
-        if call.request is not None and not call.request.discarded:
-            _run(call.request.withdraw)
-
     def stop(self) -> None:
         """Waits for the jobs that are being completed."""
-        self._executor.stop()
-        self.empty_mailbox()
-
-    def _end_one(self) -> None:
-        self.pending -= 1
-        if not self.pending:
-            self.on_idle()
-
-    def _settled(self, completion: Completion, failure: str | None) -> None:
-        call = completion.call
-        self._in_flight.remove(call)
-        self._end_one()
-        if failure is not None:
-            self._metrics.job_failed(call.task_name, failure)
-        elif completion.succeeded:
-            self._metrics.job_ended(call.task_name, "succeeded")
+        self._threads.shutdown()
 
 
-def _run(function: Callable[[], None]) -> None:
+def _count_nothing() -> None:
+    pass
+
+
+def _log_broken(call: TaskCall, error: BaseException) -> None:
+    text = safe_repr(error)
+    logger.error("%s[%s] cannot be completed: %s", call.task_name, call.task_id, text)
+
+
+# These ask for the call's current request: its message may have come again while the result waited.
+
+
+def _report(call: TaskCall, traced: tuple[bool, Any, float]) -> None:
+    """Tells Celery's request what its tracer has answered."""
+    call.request.on_success(traced)
+
+
+def _fail(call: TaskCall, error: BaseException) -> None:
+    """Has Celery's request store a failure, with no more than class and text of what was raised."""
+    plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
+    call.request.on_failure(ExceptionInfo((ItemFailed, plain, None)))
+
+
+def _give_back(call: TaskCall) -> None:
+    give_back(call.request)
+
+
+def _guarded(function: Callable[[], None]) -> None:
     try:
         function()
     except Exception:
-        # An OSError that gets out would make Celery reconnect to the broker for nothing.
+        # The other jobs of the batch must be settled, too.
         logger.exception("settling a job failed")

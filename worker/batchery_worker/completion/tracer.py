@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from time import monotonic
 from traceback import walk_stack, walk_tb
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, cast
 
 import redis
@@ -24,27 +23,16 @@ from billiard.einfo import (  # type: ignore[attr-defined]
 )
 from celery import Celery, signals
 from celery.app import trace
-from celery.exceptions import (
-    Ignore,
-    Reject,
-    Retry,
-    SoftTimeLimitExceeded,
-    TimeLimitExceeded,
-)
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
-from batchery.completion import JobCompletion, Outbox, completing, current_completion
+from batchery.completion import JobCompletion, completing, current_completion
 from batchery.errors import BatcheryError, ItemFailed
-from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery.outcomes import Failed, RetryAfter
 from batchery.tracebacks import collect_frames, copy_exception, error_text, with_frames
-from batchery_worker.commit.eligibility import task_needs_tracer
-from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
-from batchery_worker.completion.atomic_finish import WithheldJob
-from batchery_worker.completion.backend import for_completion, outage_told_apart
+from batchery_worker.commit.listeners import ListenedJob, leave
+from batchery_worker.completion.backend import for_completion
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.plain_values import Encoded
-
-#: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
-NEVER_HELD = (Failed, Replace, Ignore, Reject)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,144 +42,78 @@ class Completion(JobCompletion):
     call: TaskCall
     #: What was computed for the job: one of `batchery.outcomes`, or a value, perhaps encoded.
     computed: Any
-    #: Called at the end, on the pool's thread, with this and the class of the job's error, if it
-    #: failed. It holds no completion itself: that would be a circle.
-    on_end: Callable[["Completion", str | None], None]
-    #: Whether the job's messages and result may be held back.
-    may_hold: bool
-    #: The tracer's answer: whether the job failed, and its result.
-    traced: Any = None
-    #: Whether it has succeeded; neither a failure nor a success is, for example, a retry.
-    succeeded: bool = False
     #: Whether the function has said that the item fails, and nothing was raised.
     is_announced: bool = False
-    #: The job whose messages and result are held back; None if everything is written.
-    held: WithheldJob | None = None
 
 
 class Tracer:
     """Runs Celery's tracer, on whichever thread asks for it."""
 
-    def __init__(self, app: Celery, listeners: Listeners) -> None:
+    def __init__(self, app: Celery) -> None:
         self._app = app
-        self._find_tracer_reason = cache(partial(task_needs_tracer, app))
-        self._listeners = listeners
         trace.send_prerun = _send_prerun_once
         log_each_traceback_once()
-        #: Our tracer of each task; Celery makes new ones after each reconnect to the broker.
-        self._tracers: dict[str, Any] = {}
+        #: By the name of the task.
+        self._tracers: dict[str, Callable[..., Any]] = {}
 
-    def may_hold(self, call: TaskCall) -> bool:
-        """Whether a job's messages and result may be held back, to be written in one step.
+    def run(self, completion: Completion) -> tuple[bool, Any]:
+        """Completes a job.
 
-        They may if nobody reads them before all are written.
-        """
-        request, lease = call.request, call.lease
-        if request is None or lease is None:
-            return False
-        if call.publish_tag is None:
-            return False
-        task: Any = self._app.tasks[call.task_name]
-        # Listeners may look for the result of their job.
-        return self._find_tracer_reason(task) is None and not self._listeners.of(task).after
-
-    def run(self, completion: Completion) -> None:
-        """Completes a job; its messages and result may then be held back in `completion.held`.
+        Returns:
+            What Celery's request is told: whether it has not succeeded, and then billiard's
+            `ExceptionInfo`, else the text of its result.
 
         Raises:
             BaseException: It cannot be completed, for instance with `RetryDeadlineExceeded`.
         """
         listened = completion.call.listened
         if listened is None:
-            self._run(completion)
-        else:
-            # In the context of what was called before the batch left.
-            try:
-                listened.context.run(self._run, completion)
-            finally:
-                listened.context.run(leave, listened)
-
-    def _run(self, completion: Completion) -> None:
-        call = completion.call
-        # It tells outages apart, and sends nothing twice.
-        for_completion(self._app.tasks[call.task_name].backend)
-        self._time_device(call)
-        completion.outcome = own_outcome(completion.computed)
-        completion.is_answered = False
-        completion.is_announced = is_announced(completion.outcome)
-        completion.outbox = outbox = self._open_outbox(call)
-        with completing(completion):
-            if outbox is None:
-                _call(completion)
-                return
-            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NEVER_HELD)
-            try:
-                self._trace(completion, outbox)
-            finally:
-                _note_dedupe_keys(call, outbox)
-
-    def replay(self, completion: Completion) -> None:
-        """Writes now, step by step, what was held back.
-
-        Raises:
-            BaseException: As `run`.
-        """
-        assert completion.held is not None
-        outbox, completion.held = completion.held.outbox, None
+            return self._run(completion)
+        # In the context of what was called before the batch left.
         try:
-            with completing(JobCompletion(outbox=outbox)):
-                self._write(completion.call, outbox)
+            traced: tuple[bool, Any] = listened.context.run(self._run, completion)
         finally:
-            _note_dedupe_keys(completion.call, outbox)
+            listened.context.run(leave, listened)
+        return traced
 
-    def _trace(self, completion: Completion, outbox: Outbox) -> None:
-        _call(completion)
+    def _run(self, completion: Completion) -> tuple[bool, Any]:
         call = completion.call
-        if not outbox.holds:
-            return
-        is_error, value = completion.traced
-        if call.lease is None or (is_error and not isinstance(raised(value), Retry)):
-            # A failure after all: the result cannot be encoded, or no retries are left.
-            self._write(call, outbox)
-        else:
-            completion.held = WithheldJob(call.lease, outbox)
-
-    def _write(self, call: TaskCall, outbox: Outbox) -> None:
-        with outage_told_apart(for_completion(self._app.tasks[call.task_name].backend)):
-            outbox.replay()
-
-    def _open_outbox(self, call: TaskCall) -> Outbox | None:
-        """Makes the outbox of a job; None if its message has no lease, or no tag."""
-        lease, tag = call.lease, call.publish_tag
-        if lease is None or tag is None:
-            return None
-        known = {"job": call.task_id, "next": call.request.embed if call.request else None}
-        return Outbox(tag, known, (lease.store, lease.token), task_id=call.task_id)
-
-    def _time_device(self, call: TaskCall) -> None:
-        """Gives the task a tracer whose clock counts the device's time as the task's run time."""
+        request: Any = call.request
         task: Any = self._app.tasks[call.task_name]
-        if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
+        # It tells outages apart, and sends nothing twice.
+        for_completion(task.backend)
+        completion.lease = call.lease
+        if call.lease is not None:
+            completion.publish_tag = call.publish_tag
+        completion.outcome = own_outcome(completion.computed)
+        completion.is_announced = is_announced(completion.outcome)
+        completion.is_answered = False
+        headers = {**request.request_dict, "is_eager": False, **call.embed}
+        with completing(completion):
+            tracer = self._find_tracer(task, request)
+            value, info, _, text = tracer(request.id, request.args, request.kwargs, headers)
+        # An exception has frames that hold the completion.
+        completion.outcome = None
+        if info is None:
+            return False, text
+        drop_frames(value)
+        # Events tell of it by its repr: a pool of processes loses billiard's wrapper on the way.
+        value.exception = raised(value)
+        return True, value
+
+    def _find_tracer(self, task: Any, request: Any) -> Callable[..., Any]:
+        """A tracer whose clock counts the device's time as the task's run time."""
+        if (tracer := self._tracers.get(task.name)) is None:
             with _before_start_once(task):
                 tracer = trace.build_tracer(
-                    task.name,
-                    task,
+                    *(task.name, task),
                     app=self._app,
-                    hostname=call.message.get("hostname"),
+                    hostname=request.hostname,
                     monotonic=tracer_clock,
                     Info=OutcomeInfo,
                 )
-            self._tracers[task.name] = task.__trace__ = tracer
-
-
-def _call(completion: Completion) -> None:
-    is_error, value = drop_frames(completion.call.target(*completion.call.args))[:2]
-    if is_error:
-        # A copy of the traceback, for another process. Celery reads its text here.
-        value.tb = None
-    completion.traced = is_error, value
-    # An exception has frames that hold the completion.
-    completion.outcome = None
+            self._tracers[task.name] = tracer
+        return tracer
 
 
 class OutcomeInfo(trace.TraceInfo):
@@ -349,45 +271,23 @@ def raised(info: ExceptionInfo) -> Any:
     return error.exc if isinstance(error, ExceptionWithTraceback) else error
 
 
-def plain_info(error: BaseException, trace: TracebackType | None) -> ExceptionInfo:
-    """A failure with no more than the class and the text of an exception whose own code raises."""
-    plain = ItemFailed(f"{type(error).__name__}: {error_text(error)}")
-    return ExceptionInfo((ItemFailed, plain, trace))
-
-
-def full_info(error: BaseException, plain: ExceptionInfo) -> ExceptionInfo:
-    """A failure with all of an exception; `plain` if its code, or its causes', raises."""
-    with suppress(Exception):
-        return ExceptionInfo((type(error), error, error.__traceback__))
-    return plain
-
-
-def drop_frames(traced: tuple[Any, ...]) -> tuple[Any, ...]:
+def drop_frames(info: ExceptionInfo) -> None:
     """Takes its frames from the exception of a job that did not succeed.
 
     Celery clears some of them, while its own still run. Those hold the exception and a copy of its
     traceback, and it holds them: a circle of 0.3 MB, and of so few objects that Python's collector
     lets a thousand of them pile up.
-
-    Returns:
-        The same.
     """
-    if traced[0] and isinstance(traced[1], ExceptionInfo):
-        error = raised(traced[1])
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        # One that refuses attributes takes this, too.
-        error.with_traceback(None)
-        # The job's own exception is another one where that cannot be pickled.
-        outer = walk_stack(frames[0].f_back) if frames and frames[0].f_back else ()
-        for frame in [*frames, *(frame for frame, _ in outer)]:
-            with suppress(RuntimeError):  # It still runs.
-                frame.clear()
-                # Billiard has looked at these, and so Python keeps them, until the next look.
-                _ = frame.f_locals
-    return traced
-
-
-def _note_dedupe_keys(call: TaskCall, outbox: Outbox) -> None:
-    lease = call.lease
-    if lease is not None and outbox.has_dedupe_keys:
-        lease.store.published(lease.token, outbox.publish_tag)
+    # A copy of the traceback, for another process. Celery reads its text here.
+    info.tb = None
+    error = raised(info)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # One that refuses attributes takes this, too.
+    error.with_traceback(None)
+    # The job's own exception is another one where that cannot be pickled.
+    outer = walk_stack(frames[0].f_back) if frames and frames[0].f_back else ()
+    for frame in [*frames, *(frame for frame, _ in outer)]:
+        with suppress(RuntimeError):  # It still runs.
+            frame.clear()
+            # Billiard has looked at these, and so Python keeps them, until the next look.
+            _ = frame.f_locals

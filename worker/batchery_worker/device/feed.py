@@ -180,7 +180,7 @@ class Feed:
             is_its = name == setup.task if task.slots else name not in setup.elsewhere
             return is_its or jobs.is_handed
 
-        pool = CallPool(app, self.dispatcher.admit, self._cancel, jobs.limits)
+        pool = CallPool(self.dispatcher.admit, self._cancel, jobs.limits)
         self.consumer = StockConsumer(
             *(app, jobs.hostname, pool, self.turns.timer, self.eventer),
             self._find_list,
@@ -201,7 +201,6 @@ class Feed:
         worker_state.revoked.update(jobs.revoked)
         self._described = ""
         self._describe()
-        self._pool = pool
         admission = self.dispatcher.admission
         plain = {
             name: (
@@ -467,7 +466,7 @@ class Feed:
     def _make_call(self, store: LeaseStore, payload: Any) -> TaskCall:
         """Makes a call of a plain message by Celery's own request."""
         message = self.source.open_channel(self._accept, store).message_to_python(payload)
-        return self._pool.make_call(self.consumer.make_request(message))
+        return TaskCall(self.consumer.make_request(message))
 
     def _take_in(self, answer: Any) -> None:
         """Takes messages in, in their order."""
@@ -615,5 +614,6 @@ class Feed:
         """Gives back what is left, and leaves Redis."""
         with self.lock:
             self.dispatcher.finish()
+            self.turns.run()
         self.eventer.close()
         self.source.close()

@@ -157,34 +157,9 @@ class PlainCall:
         )
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether nobody has revoked it; only of a plain one."""
-        return self.task_id not in _REVOKED
-
-    @property
     def request(self) -> Any:
         """Celery's request."""
         return self.full.request
-
-    @property
-    def target(self) -> Any:
-        """Celery's tracer."""
-        return self.full.target
-
-    @property
-    def args(self) -> Any:
-        """Arguments of the tracer."""
-        return self.full.args
-
-    @property
-    def callback(self) -> Any:
-        """Called with the tracer's answer."""
-        return self.full.callback
-
-    @property
-    def error_callback(self) -> Any:
-        """Called where the tracer has none."""
-        return self.full.error_callback
 
 
 class PlainReader:

@@ -20,6 +20,7 @@ from batchery_worker.commit.committer import (
     make_results_client,
     only_celery_stores,
     result_scripts,
+    store_states,
     stored_fields,
 )
 from batchery_worker.device.functions import decode_message
@@ -70,7 +71,7 @@ class StartedStates:
             for task_id, message, fields in self._stored_jobs(task, work)
         }
         if values:
-            self._scripts.run("store", [*values], int(backend.expires or 0), *values.values())
+            store_states(self._scripts, values, int(backend.expires or 0))
 
     def _store_each(self, task: BatchTask, work: Work) -> None:
         for task_id, message, _ in self._stored_jobs(task, work):

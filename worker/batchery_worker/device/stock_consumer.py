@@ -12,7 +12,6 @@ from typing import Any
 
 import redis
 from celery import Celery
-from celery.app.trace import fast_trace_task
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
 from kombu.transport.virtual import Base64
@@ -98,22 +97,18 @@ class CallPool:
     num_processes = limit = 1
     flush = None
 
-    def __init__(
-        self, app: Celery, admit: Admit, cancel: Callable[[str], None], limits: TimeLimits
-    ) -> None:
+    def __init__(self, admit: Admit, cancel: Callable[[str], None], limits: TimeLimits) -> None:
         """Remembers what takes calls in; `limits` are those of the worker's command line."""
-        self._app = app
         self._admit = admit
         self._cancel = cancel
         self._limits = limits
 
-    def apply_async(self, target: Callable[..., Any], args: Any = (), **options: Any) -> None:
+    def apply_async(self, *_: Any, **options: Any) -> None:
         """Takes a job from Celery's request."""
         request = options["callback"].__self__
-        task = self._app.tasks[args[0]]
         hard, soft = request.time_limits
-        limits = self.choose_limits(task, soft, hard)
-        self._admit(_make_call(target, args, request), task, limits)
+        limits = self.choose_limits(request.task, soft, hard)
+        self._admit(TaskCall(request), request.task, limits)
 
     def choose_limits(self, task: Any, soft: float | None, hard: float | None) -> TimeLimits:
         """The soft and the hard limit of a job: its own, its task's, or the command line's."""
@@ -121,31 +116,12 @@ class CallPool:
         soft, hard = soft or task.soft_time_limit, hard or task.time_limit
         return soft or own_soft, hard or own_hard
 
-    def make_call(self, request: Any) -> TaskCall:
-        """Makes a call of a request that needs no more of Celery's before it runs."""
-        args = (
-            *(request._type, request.id, request.request_dict, request.body),
-            *(request.content_type, request.content_encoding),
-        )
-        return _make_call(fast_trace_task, args, request)
-
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Ends nothing: a device has jobs of others, too."""
 
     def cancel_job(self, job_id: str) -> None:
         """Ends what a job that was terminated while it runs has for itself."""
         self._cancel(job_id)
-
-
-def _make_call(target: Any, args: Any, request: Any) -> TaskCall:
-    return TaskCall(
-        target=target,
-        args=args,
-        callback=request.on_success,
-        accept_callback=request.on_accepted,
-        error_callback=request.on_failure,
-        request=request,
-    )
 
 
 class NoQos:

@@ -25,7 +25,7 @@ from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility, piece_context
-from batchery_worker.commit.listeners import Listeners, Stacks
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
@@ -466,15 +466,14 @@ class Dispatcher:
         """
         began_s = monotonic()
         left = []
-        with Stacks(task) as stacks:
-            for job in jobs:
-                call = job.payload
-                self._in_flight.add(call, os.getpid())
-                self._listeners.before(task, call, stacks)
-                if call.listened.error is None:
-                    left.append(job)
-                else:
-                    self._settlement.fail(call, call.listened.error)
+        for job in jobs:
+            call = job.payload
+            self._in_flight.add(call, os.getpid())
+            self._listeners.before(task, call)
+            if call.listened.error is None:
+                left.append(job)
+            else:
+                self._settlement.fail(call, call.listened.error)
         took_s = monotonic() - began_s
         if took_s > MAX_HELD_UP_S and task.name not in self._told_slow:
             self._told_slow.add(task.name)

@@ -1,6 +1,5 @@
 """What a device is told, so that it may commit: for which jobs, and how little."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +52,16 @@ lease_store: Any = LeaseStore()
 
 def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -> Job[TaskCall]:
     message = {"id": "t1", "task": "plain", "args": ["x"], "kwargs": {}, **headers}
-    request: Any = SimpleNamespace(lease=lease, embed=embed or {}, eventer=eventer)
-    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731 - three times the same
-    call = TaskCall(nothing, ("plain", "t1", message), nothing, nothing, nothing, request)
-    return Job("t1", BatchKey("plain", "", (None, None)), Limits(8, 0.0), 1, 10.0, call)
+    request: Any = SimpleNamespace(
+        type="plain",
+        id="t1",
+        request_dict=message,
+        lease=lease,
+        embed=embed or {},
+        eventer=eventer,
+    )
+    key = BatchKey("plain", "", (None, None))
+    return Job("t1", key, Limits(8, 0.0), 1, 10.0, TaskCall(request))
 
 
 def test_a_leased_plain_job_may_be_committed() -> None:

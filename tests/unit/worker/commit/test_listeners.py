@@ -4,13 +4,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery, current_task, signals
 
 from batchery import BatchTask, install
-from batchery_worker.commit.listeners import Listeners, Stacks
+from batchery_worker.commit.listeners import CommittedJob, Listeners
 from batchery_worker.in_flight import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
@@ -53,20 +54,14 @@ def make_task(base: type = BatchTask, **options: Any) -> Any:
 def call_of(task_id: str = "j1") -> TaskCall:
     message = {"id": task_id, "task": "listened", "args": ["x"], "kwargs": {"n": 1}}
     message["headers"] = {"tenant": "acme"}
-    nothing: Any = print
-    return TaskCall(nothing, ("listened", task_id, message), nothing, nothing, nothing, None)
-
-
-def before(listeners: Listeners, task: Any, call: TaskCall) -> None:
-    with Stacks(task) as stacks:
-        listeners.before(task, call, stacks)
+    request: Any = SimpleNamespace(type="listened", id=task_id, request_dict=message, embed=None)
+    return TaskCall(request)
 
 
 def after(
     listeners: Listeners, task: Any, call: TaskCall, value: Any, text: str, runtime_s: float
 ) -> None:
-    with Stacks(task) as stacks:
-        listeners.after(task, call, value, text, runtime_s, stacks)
+    listeners.after(task, CommittedJob(call, value, text, {"forward_ms": runtime_s * 1e3}))
 
 
 @contextlib.contextmanager
@@ -81,8 +76,8 @@ def connected(name: str, receiver: Any, sender: Any = None) -> Iterator[None]:
 
 def test_hooks_see_their_job_in_the_tracer_s_order(caplog: pytest.LogCaptureFixture) -> None:
     task, call, listeners = make_task(Noting), call_of(), Listeners()
-    before(listeners, task, call)
-    before(listeners, task, call)
+    listeners.before(task, call)
+    listeners.before(task, call)
     assert task.seen == [("before_start", "j1", ["x"], {"n": 1}, "j1")]
     after(listeners, task, call, "X", "'X'", 0.5)
     assert task.seen[1:] == [
@@ -104,7 +99,7 @@ def test_receivers_get_what_the_tracer_sends() -> None:
     with contextlib.ExitStack() as stack:
         for name in ("task_prerun", "task_success", "task_postrun"):
             stack.enter_context(connected(name, receive))
-        before(listeners, task, call)
+        listeners.before(task, call)
         after(listeners, task, call, "X", "'X'", 0.5)
     job = {"task_id": "j1", "args": ["x"], "kwargs": {"n": 1}}
     assert seen == [
@@ -126,7 +121,7 @@ def test_what_one_part_sets_the_other_finds_and_no_other_job() -> None:
 
     with connected("task_prerun", note), connected("task_postrun", read):
         for job in jobs:
-            before(listeners, task, job)
+            listeners.before(task, job)
         for job in jobs:
             after(listeners, task, job, None, "", 0.0)
     assert seen == ["a", "b"]
@@ -138,7 +133,7 @@ def test_what_before_start_raises_is_kept() -> None:
         raise LookupError("not this one")
 
     task, call = make_task(before_start=before_start), call_of()
-    before(Listeners(), task, call)
+    Listeners().before(task, call)
     assert repr(call.listened.error) == "LookupError('not this one')"
 
 
