@@ -112,11 +112,16 @@ class RedisScripts:
             folder: Where the files are.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
-        self.client: Any = client
+        self._client: Any = client
         self._folder = folder
         self._connection: Any = None
         #: By name of the script. Threads that run the same one at once may lose a call.
         self.times: defaultdict[str, ScriptTime] = defaultdict(ScriptTime)
+
+    @property
+    def pool(self) -> Any:
+        """The connections of its client."""
+        return self._client.connection_pool
 
     def run(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
         """Runs a script, with the retries of the client.
@@ -127,10 +132,10 @@ class RedisScripts:
         command = (self._digest(name), len(keys), *keys, *args)
         took, began_s = self.times[name], perf_counter()
         try:
-            return self.client.evalsha(*command)
+            return self._client.evalsha(*command)
         except redis.exceptions.NoScriptError:
             self._load(name)
-            return self.client.evalsha(*command)
+            return self._client.evalsha(*command)
         finally:
             took.calls += 1
             took.seconds += perf_counter() - began_s
@@ -171,12 +176,12 @@ class RedisScripts:
             except (redis.ConnectionError, redis.TimeoutError, OSError):
                 pass  # The pool connects it anew.
             self._release()
-        self._connection = self.client.connection_pool.get_connection()
+        self._connection = self._client.connection_pool.get_connection()
         return self._connection
 
     def _release(self) -> None:
         connection, self._connection = self._connection, None
-        self.client.connection_pool.release(connection)
+        self._client.connection_pool.release(connection)
 
     def run_many(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
         """Runs a script several times in one round trip, with the retries of the client.
@@ -202,14 +207,14 @@ class RedisScripts:
         return answers
 
     def _run_pipeline(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        with self.client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             for keys, args in calls:
                 pipe.evalsha(self._digest(name), len(keys), *keys, *args)
             answers: list[Any] = pipe.execute(raise_on_error=False)
         return answers
 
     def _load(self, name: str) -> None:
-        self.client.script_load(script_text(self._folder, name))
+        self._client.script_load(script_text(self._folder, name))
 
     def _digest(self, name: str) -> str:
         return script_digest(self._folder, name)

@@ -154,7 +154,9 @@ def test_poison_message_becomes_a_dead_letter_when_it_is_acknowledged(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     condemned, good = hold(lease_store, 1, b"bad"), hold(lease_store, 2, b"good")
-    lease_store.dead_letter_on_ack(condemned, describe("it killed", "id", "embed"))
+    lease = lease_store.leases.get(condemned)
+    assert lease is not None
+    lease.dead_letter = describe("it killed", "id", "embed")
     lease_store.flush()
     assert len(letters) == 0
     lease_store.ack(condemned)
@@ -167,7 +169,9 @@ def test_poison_message_becomes_a_dead_letter_when_it_is_acknowledged(
 def test_cleared_suspect_is_sent_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
-    lease_store.suspect(token, "innocent", Deaths(0))
+    lease = lease_store.leases.get(token)
+    assert lease is not None
+    lease.suspect, lease.deaths = "innocent", Deaths(0)
     lease_store.committed([token])
     # This batch may kill the worker, and nothing else is told before.
     lease_store.began({"2": "killer"}, alone=True)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.leases import Deaths
+from batchery.transport.leases import Lease
 from batchery.transport.redis_schema import Keys
 
 KEYS = Keys()
@@ -43,6 +43,12 @@ def fetch(lease_store: LeaseStore, *messages: str) -> list[str]:
     for token in tokens:
         lease_store.leases.take(token, "queue")
     return tokens
+
+
+def find(lease_store: LeaseStore, token: str) -> Lease:
+    lease = lease_store.leases.get(token)
+    assert lease is not None
+    return lease
 
 
 def waiting(client: Any) -> list[str]:
@@ -108,9 +114,8 @@ def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore) -> None:
 def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(lease_store: LeaseStore) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 1, "second": 1})
     first, second = fetch(lease_store, "1", "2")
-    lease_store.suspect(first, "first", Deaths(1))
-    lease_store.suspect(second, "second", Deaths(1))
-    assert lease_store.deaths(first) == Deaths(1)
+    for token, name in ((first, "first"), (second, "second")):
+        find(lease_store, token).suspect = name
     lease_store.requeue([second], first=True)
     lease_store.ack(first)
     lease_store.flush()
@@ -121,7 +126,7 @@ def test_dedupe_keys_of_a_job_are_removed_with_its_lease(lease_store: LeaseStore
     mine, lost = fetch(lease_store, "1", "2")
     for token in (mine, lost):
         lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "a dedupe key")
-        lease_store.published(token, f"tag-{token}")
+        find(lease_store, token).publish_tag = f"tag-{token}"
     lease_store.client.hdel(lease_store.lease_key, lost)
     lease_store.ack(mine)
     lease_store.ack(lost)

@@ -93,7 +93,8 @@ def forward_lease(find_list: Callable[[str], str]) -> Callable[..., Any]:
 
     def handle(message: Any, *_: Any, **__: Any) -> None:
         store, token = message.channel.lease_store, message.delivery_tag
-        name = find_list(store.get_key(token) or "")
+        lease = store.leases.get(token)
+        name = find_list("" if lease is None else lease.key)
         keys = [store.lease_key, store.keys.queue(name)]
         store.scripts.run("forward", keys, token)
         store.lost([token])

@@ -207,7 +207,8 @@ def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None
     if task_id is None or not on_dead_letter:
         lease_store.dead_letter(token, letter)
         return
-    lease_store.dead_letter_on_ack(token, letter)
+    if lease := lease_store.leases.get(token):
+        lease.dead_letter = letter
     for notify in on_dead_letter:
         notify(headers, reason, lease_store, token)
 

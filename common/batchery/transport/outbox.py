@@ -76,16 +76,18 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         than that of the lease a message goes without a look at that, and nobody removes its dedupe
         key before its time.
         """
-        lease, tag, headers = completion.lease, completion.publish_tag, message.get("headers") or {}
+        handle, tag = completion.lease, completion.publish_tag
+        headers = message.get("headers") or {}
         place = f"{headers.get('task')} {headers.get('retries')}"
         schema = Keys(self.global_keyprefix)
         keys = [schema.dedupe_keys(str(tag)), schema.queue(name)]
         args = [f"{place} {completion.published[place] + 1}", DEDUPE_TTL_S, dumps(message)]
-        if lease is not None:
-            lease.store.published(lease.token, tag)
-            if find_place(self.pool) == find_place(lease.store.client.connection_pool):
-                keys.append(lease.store.lease_key)
-                args.append(lease.token)
+        if handle is not None:
+            if lease := handle.store.leases.get(handle.token):
+                lease.publish_tag = tag
+            if find_place(self.pool) == find_place(handle.store.client.connection_pool):
+                keys.append(handle.store.lease_key)
+                args.append(handle.token)
         self._outbox_scripts.run("publish_once", keys, *args)
         # Counted when it is in its list: kombu may try it again.
         completion.published[place] += 1

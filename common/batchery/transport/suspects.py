@@ -8,19 +8,18 @@ brings, and the next one removes that note. Messages that were in such a note wh
 are read one by one, each with a note of its own.
 """
 
-import json
 import logging
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import count, islice
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
 import redis
 
-from batchery.redis_scripts import RedisScripts, packed
+from batchery.redis_scripts import packed
 from batchery.transport.leases import Deaths
 from batchery.transport.redis_schema import Keys
 
@@ -28,9 +27,6 @@ logger = logging.getLogger("batchery.transport")
 
 #: Ids that need no quoting; almost all task ids.
 PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
-
-#: Maximum number of jobs of one script; Redis answers nobody else meanwhile.
-MAX_COMPLETED_PER_SCRIPT = 500
 
 #: Time after which a worker's notes expire, in seconds; longer than any batch runs. A fenced worker
 #: may write a note that nobody ever removes.
@@ -47,88 +43,6 @@ MAX_DELIVERY_DEATHS = 2
 DELIVERY = "delivery"
 
 _Command = tuple[str | int, ...]
-
-
-class AckBookkeeping:
-    """Bookkeeping that is sent along with acknowledgements, because a round trip costs 0.1 ms.
-
-    It covers cleared suspects, dedupe keys and dead letters.
-    """
-
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
-        #: Fields in the HASH of suspects.
-        self._cleared: deque[str] = deque()
-        #: Token and key of the dedupe keys, for each message that is acknowledged with them.
-        self._completed: deque[tuple[str, str]] = deque()
-        #: Token and description of each message that is about to become a dead letter.
-        self._dead_letters: deque[tuple[str, Mapping[str, Any]]] = deque()
-
-    def __bool__(self) -> bool:
-        """Whether anything waits to be sent."""
-        return bool(self._completed or self._dead_letters or self._cleared)
-
-    @property
-    def holds_ends(self) -> bool:
-        """Whether ends of messages wait to be sent."""
-        return bool(self._completed or self._dead_letters)
-
-    def cleared(self, suspect: str) -> None:
-        """Clears a suspect that is settled: Redis may forget its deaths, as its message goes."""
-        self._cleared += (suspect, build_delivery_field(suspect), build_expired_field(suspect))
-
-    def list_cleared(self) -> list[str]:
-        """The fields of cleared suspects that Redis has not forgotten."""
-        return list(self._cleared)
-
-    def send_cleared(self, client: Any, fields: Sequence[str]) -> None:
-        """Lets Redis forget those, of whose messages it knows the end.
-
-        Raises:
-            redis.RedisError: Redis does not answer; they stay queued.
-        """
-        if fields:
-            client.hdel(self._keys.suspects, *fields)
-            for _ in fields:
-                self._cleared.popleft()
-
-    def completed(self, token: str, publish_tag: str) -> None:
-        """Queues an acknowledgement that also removes the job's dedupe keys."""
-        self._completed.append((token, self._keys.dedupe_keys(publish_tag)))
-
-    def dead_lettered(self, token: str, letter: Mapping[str, Any]) -> None:
-        """Queues the move of a message to the dead letters."""
-        self._dead_letters.append((token, letter))
-
-    def drop(self) -> None:
-        """Forgets what was not sent, because the worker is fenced."""
-        self._cleared.clear()
-        self._completed.clear()
-        self._dead_letters.clear()
-
-    def send_completed(self, scripts: RedisScripts, lease_key: str) -> None:
-        """Acknowledges messages and removes their dedupe keys.
-
-        Raises:
-            redis.RedisError: Redis does not answer; the rest stays queued.
-        """
-        while some := list(islice(self._completed.copy(), MAX_COMPLETED_PER_SCRIPT)):
-            tokens, dedupe_keys = zip(*some, strict=True)
-            scripts.run("ack_published", [lease_key, *dedupe_keys], *tokens)
-            for _ in some:
-                self._completed.popleft()
-
-    def send_dead_letters(self, scripts: RedisScripts, lease_key: str) -> None:
-        """Moves messages to the dead letters.
-
-        Raises:
-            redis.RedisError: Redis does not answer, or its memory is full; the rest stays queued.
-        """
-        keys = [lease_key, self._keys.dead, self._keys.dead_messages]
-        while self._dead_letters:
-            token, letter = self._dead_letters[0]
-            scripts.run("dead_letter", keys, token, json.dumps(letter))
-            self._dead_letters.popleft()
 
 
 class RunningBatches:

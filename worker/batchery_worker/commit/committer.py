@@ -69,7 +69,7 @@ def store_states(
     Returns:
         A digit for each, see store.lua.
     """
-    pool = scripts.client.connection_pool
+    pool = scripts.pool
     keys, ours = ["", *values], [get_database(pool), "", ""]
     if lease is not None and find_server(lease.store.client.connection_pool) == find_server(pool):
         keys[0], ours[1:] = lease.store.lease_key, (lease.store.db, lease.token)

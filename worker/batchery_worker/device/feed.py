@@ -564,16 +564,15 @@ class Feed:
             logger.debug("nothing can be given back: %r", error)
 
     def _give_to_waiting(self, store: LeaseStore, calls: Any) -> Any:
-        leases = {call.lease.token: call for call in calls if call.lease is not None}
         by_token = {
-            token: call
-            for token, call in leases.items()
-            if store.holds(token) and store.deaths(token) is None
+            call.lease.token: call
+            for call in calls
+            if call.lease is not None and store.holds(call.lease.token)
         }
         jobs = []
         for token in sorted(by_token, key=int):
             lease = store.leases.get(token)
-            if lease is not None:
+            if lease is not None and lease.deaths is None:
                 name = self._find_queue(lease.key)
                 jobs.append((token, store.keys.queue(name)))
         given = [by_token[token] for token in store.give_to_waiting(jobs)] if jobs else []

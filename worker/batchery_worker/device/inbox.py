@@ -151,9 +151,10 @@ class Inbox:
         ):
             if deaths is None and read is None and expired is None:
                 continue
-            store.suspect(token, suspect, None if deaths is None else read_deaths(deaths))
-            if expired is not None:
-                store.expire(token, float(expired))
+            if lease := store.leases.get(token):
+                lease.suspect = suspect
+                lease.deaths = None if deaths is None else read_deaths(deaths)
+                lease.expired_s = None if expired is None else float(expired)
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(store, token, reason)

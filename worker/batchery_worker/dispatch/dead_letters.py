@@ -46,12 +46,12 @@ def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = Fals
         Whether the message is leased; any other is treated as its broker does.
     """
     store, token = getattr(message.channel, "lease_store", None), message.delivery_tag
-    if store is None or not store.holds(token):
+    if store is None or not store.holds(token) or (lease := store.leases.get(token)) is None:
         return False
     headers = message.headers if isinstance(message.headers, Mapping) else {}
     names = (headers.get(name) for name in ("id", "task"))
     task_id, task = (name if isinstance(name, str) else None for name in names)
-    store.dead_letter_on_ack(token, dead_letters.describe(reason, task_id, task))
+    lease.dead_letter = dead_letters.describe(reason, task_id, task)
     logger.error(
         "%s[%s] is kept as dead letter, see `batchery dead show %s`: %s",
         *map(dead_letters.as_one_line, (task, task_id, token, reason)),

@@ -601,9 +601,8 @@ class Dispatcher:
 
 
 def _find_queue(call: TaskCall) -> str:
-    lease = call.lease
-    key = lease.store.get_key(lease.token) if lease is not None else None
-    if lease is not None and key is not None:
-        return find_queue(key, lease.store.keys.prefix)
+    handle = call.lease
+    if handle is not None and (lease := handle.store.leases.get(handle.token)) is not None:
+        return find_queue(lease.key, handle.store.keys.prefix)
     # Another transport: the name of the queue, if nobody has given it another key.
     return str((call.message.get("delivery_info") or {}).get("routing_key") or "")

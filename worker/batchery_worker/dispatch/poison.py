@@ -8,6 +8,7 @@ letter.
 import logging
 import os
 from dataclasses import replace
+from typing import Any
 
 from celery.exceptions import TimeLimitExceeded
 
@@ -59,7 +60,7 @@ class PoisonDetector:
             f" that happened {job.deaths} times, so it is not run again"
         )
         call = job.payload
-        if call.request is not None and call.lease is not None:
+        if call.lease is not None:
             dead_letter_on_ack(call.request.message, reason)
         self._settlement.fail(call, DeviceDied(reason))
 
@@ -71,7 +72,9 @@ def read_history(call: TaskCall) -> tuple[Deaths | None, float | None]:
         The deaths of its devices or workers, None if it is no suspect; and the hard time limit that
         it has reached, in seconds.
     """
-    if (lease := call.lease) is not None:
-        return lease.store.deaths(lease.token), lease.store.expired_s(lease.token)
-    handed = None if call.request is None else call.request.message.properties.get(HISTORY)
-    return (handed.deaths, handed.expired_s) if isinstance(handed, Handed) else (None, None)
+    known: Any = None
+    if (handle := call.lease) is not None:
+        known = handle.store.leases.get(handle.token)
+    elif isinstance(handed := call.request.message.properties.get(HISTORY), Handed):
+        known = handed
+    return (None, None) if known is None else (known.deaths, known.expired_s)
