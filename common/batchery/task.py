@@ -2,10 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -253,22 +252,6 @@ class BatchTask(_Task):
         else:
             outcome = self._run_here(only_item(self.name, args, keywords), keywords)
         return self._delivery.run(outcome)
-
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Calls `delay` when the open transaction of Django's database is committed.
-
-        Raises:
-            ModuleNotFoundError: Django is not installed.
-        """
-        _on_commit(partial(self.delay, *args, **kwargs))
-
-    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Calls `apply_async` when the open transaction of Django's database is committed.
-
-        Raises:
-            ModuleNotFoundError: Django is not installed.
-        """
-        _on_commit(partial(self.apply_async, *args, **kwargs))
 
     def _run_here(self, argument: Any, keywords: Mapping[str, Any]) -> Any:
         request: Context = self.request
@@ -576,8 +559,3 @@ def _warn_of_app(sender: Any, **_: Any) -> None:
             "%s: runs one by one in this worker; call batchery.install(app) where the app is made",
             ", ".join(sorted(task.name for task in tasks)),
         )
-
-
-def _on_commit(function: Callable[[], object]) -> None:
-    transaction: Any = import_module("django.db.transaction")
-    transaction.on_commit(function)

@@ -10,7 +10,6 @@ from batchery.transport.dead_letters import (
     MAX_TOKENS_PER_COMMAND,
     DeadLetters,
     describe,
-    on_dead_letter,
 )
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.leases import Deaths
@@ -30,23 +29,6 @@ def lease_store(bare: Any) -> Iterator[LeaseStore]:
 @pytest.fixture
 def letters(bare: Any) -> DeadLetters:
     return DeadLetters(bare, PREFIX)
-
-
-@pytest.fixture
-def told() -> Iterator[list[tuple[Any, str]]]:
-    """What a worker is told of dead letters."""
-    before, made = list(on_dead_letter), list[tuple[Any, str]]()
-
-    def tell(headers: Any, reason: str, store: LeaseStore, token: str) -> None:
-        # Until its caller is told, nobody loses the message.
-        assert store.holds(token)
-        made.append((headers, reason))
-        store.ack(token)
-        store.flush()
-
-    on_dead_letter[:] = [tell]
-    yield made
-    on_dead_letter[:] = before
 
 
 def hold(lease_store: LeaseStore, token: int, message: bytes, key: str = "shop:embed") -> str:

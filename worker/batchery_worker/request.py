@@ -39,8 +39,6 @@ def give_back(request: Any) -> None:
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
-    #: The pool that has it.
-    _pool: Any = None
     #: Facts of the batch, once there was one; they ride in the task-succeeded event.
     batch: Mapping[str, Any] | None = None
     #: The third part of the message's body: callbacks, and what follows in a chain.
@@ -72,18 +70,9 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """The message's lease; None where there is none (any more), as with other transports."""
         return None if self.acknowledged else self._lease
 
-    def execute_using_pool(self, pool: Any, **options: Any) -> Any:
-        """Hands the job to a pool, and remembers which: it may be another one than the worker's."""
-        self._pool = pool
-        return super().execute_using_pool(pool, **options)
-
-    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
-        """Drops the job, at the end of a cold shutdown or where a lost connection asks for it."""
-        super().cancel(self._pool or pool, signal, emit_retry)
-
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """Drops the job while it runs; it also ends if its batch has no others."""
-        pool, lease = self._pool or pool, self.lease
+        lease = self.lease
         super().terminate(pool, signal)
         if lease is not None:
             # Its device may be about to store the result. Once the lease has ended, it cannot.

@@ -4,16 +4,12 @@ Kombu's decoder searches each mapping for values of types that JSON lacks, such 
 messages have one. All others can be read by a decoder that knows only JSON.
 """
 
-import contextlib
 from collections.abc import Collection
 from typing import Any
 
 from kombu.serialization import registry  # type: ignore[attr-defined]
-from kombu.transport import virtual
 from kombu.utils.json import dumps, loads
 from pydantic_core import from_json
-
-_Message: Any = virtual.Message
 
 JSON = "application/json"
 
@@ -43,31 +39,10 @@ def read_json(data: bytes) -> Any:
         ValueError: The data is no JSON.
         RecursionError: The data is nested too deeply.
     """
-    try:  # `suppress` would take as long as three readings.
-        return _read_plain(data)
-    except ValueError:
-        return loads(data)
-
-
-def _read_plain(data: bytes) -> Any:
-    """Reads JSON with only JSON's own types; anything else is a ValueError.
-
-    It also refuses some JSON that Python's decoder reads: half a surrogate pair, or very deep
-    nesting.
-    """
-    if TYPE_MARK in data:
-        raise ValueError("a value may be of another type")
-    # The names of fields recur, so they are cached. Ids never do.
-    return from_json(data, cache_strings="keys")
-
-
-class Message(_Message):  # type: ignore[misc]
-    """A message of a channel that leases."""
-
-    def _decode(self) -> Any:
-        is_json = self.content_type == JSON and self.accept and JSON in self.accept
-        # An app may have registered another decoder.
-        if is_json and isinstance(self.body, bytes) and registry._decoders.get(JSON) is loads:
-            with contextlib.suppress(ValueError):
-                return _read_plain(self.body)
-        return super()._decode()
+    if TYPE_MARK not in data:
+        try:  # `suppress` would take as long as three readings.
+            # The names of fields recur, so they are cached. Ids never do.
+            return from_json(data, cache_strings="keys")
+        except ValueError:
+            pass  # Perhaps half a surrogate pair, or very deep nesting, which Python's reads.
+    return loads(data)

@@ -2,9 +2,8 @@
 
 import base64
 import json
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,7 @@ from celery.utils.functional import chunks
 from kombu.transport.redis import Channel, Transport
 
 from batchery.errors import InvalidItem
-from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import Keys, split_list, transport_scripts
-
-logger = logging.getLogger("batchery.transport")
 
 #: Maximum number of dead letters that one command moves: Redis serves nobody else meanwhile.
 MAX_TOKENS_PER_COMMAND = 500
@@ -30,12 +26,6 @@ MAX_DIED_S = 1e11
 #: Largest message that is read, in bytes: what it says takes ten times as much memory. A larger one
 #: becomes a dead letter, and not even its headers are read.
 MAX_MESSAGE_BYTES = 128 << 20
-
-#: Called for each message that nobody can read, with its headers, the reason, and its lease's store
-#: and token. The headers have an id, and the body's callbacks, chain and chord if there are any. A
-#: worker stores the failure, so that no caller waits for ever, and then acknowledges the message,
-#: which becomes a dead letter. These callables must not block.
-on_dead_letter: list[Callable[[Mapping[str, Any], str, LeaseStore, str], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +152,19 @@ def find_queue(key: str, prefix: str) -> str:
     return split_list(key.removeprefix(prefix), Channel.sep)[0]
 
 
-def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, Any]:
-    """Describes a message that is about to become a dead letter; stored next to the message."""
+def describe(reason: str, task_id: Any, task: Any) -> dict[str, Any]:
+    """Describes a message that is about to become a dead letter; stored next to the message.
+
+    Args:
+        reason: For people.
+        task_id: What the message says is its id; None if it is no text.
+        task: What it says is its task; the same.
+    """
     return {
         "reason": reason[:MAX_REASON_CHARS],
         "died_s": round(time.time(), 3),
-        "id": task_id,
-        "task": task,
+        "id": task_id if isinstance(task_id, str) else None,
+        "task": task if isinstance(task, str) else None,
     }
 
 
@@ -189,28 +185,6 @@ def check_size(message: bytes | str) -> None:
             f"the message has {len(message):,} bytes, and the maximum is {MAX_MESSAGE_BYTES:,};"
             " send where the data are, in the place of the data"
         )
-
-
-def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None:
-    """Moves a message that nobody may read to the dead letters, once its caller is told.
-
-    Raises:
-        redis.RedisError: Redis does not answer.
-    """
-    reason = reason[:MAX_REASON_CHARS]
-    value = lease_store.client.hget(lease_store.lease_key, token)
-    headers = readable_headers((value or b"").partition(b"\0")[2])
-    task_id, task = headers.get("id"), headers.get("task")
-    letter = describe(reason, task_id, task if isinstance(task, str) else None)
-    shown = as_one_line(reason)
-    logger.error("%s; it is kept as dead letter, see `batchery dead show %s`", shown, token)
-    if task_id is None or not on_dead_letter:
-        lease_store.dead_letter(token, letter)
-        return
-    if lease := lease_store.leases.get(token):
-        lease.dead_letter = letter
-    for notify in on_dead_letter:
-        notify(headers, reason, lease_store, token)
 
 
 def readable_headers(message: bytes) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -118,10 +117,7 @@ class CommitEligibility:
             return None
         completion_streams, keep_s = _replies(jobs)
         return CommitContext(
-            worker=store.worker,
-            workers_key=store.keys.workers,
-            lease_key=store.lease_key,
-            broker_db=store.db,
+            **_describe(store),
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
             is_listened=self._listeners.of(task).after,
@@ -138,12 +134,6 @@ class CommitEligibility:
             call.tracer_reason = request_needs_tracer(call.message, call.embed)
         if call.tracer_reason is not None:
             return None
-        if call.is_plain and not self._extended:
-            message = call.message
-            if not (message.get("group") or message.get("parent_id")):
-                ignores = message.get("ignore_result")
-                ignores = task.ignore_result if ignores is None else ignores
-                return token, round((formed_s - job.sent_s) * 1e3, 3), None if ignores else {}
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )
@@ -180,7 +170,7 @@ def has_readers(call: TaskCall, task: BatchTask) -> bool:
     """Whether events of the job are sent."""
     if call.is_plain:
         return call.send is not None
-    eventer: Any = call.request and call.request.eventer
+    eventer: Any = call.request.eventer
     if not eventer or not eventer.enabled or not task.send_events:
         return False
     return not eventer.groups or "task" in eventer.groups
@@ -204,7 +194,7 @@ def piece_context(
     if not streamed:
         return None
     leases = {index: call.lease for index, call in streamed.items()}
-    context = PieceContext(
+    return PieceContext(
         tokens={
             index: "" if lease is None else lease.token
             for index, lease in leases.items()
@@ -213,22 +203,22 @@ def piece_context(
         resumed=[call.task_id for call in streamed.values() if _may_have_run(call)],
         max_pieces=settings.stream_max_pieces,
         grace_s=settings.stream_grace_s,
+        **({} if store is None else _describe(store)),
     )
-    if store is None:
-        return context
-    return replace(
-        context,
-        worker=store.worker,
-        workers_key=store.keys.workers,
-        lease_key=store.lease_key,
-        broker_db=store.db,
-    )
+
+
+def _describe(store: LeaseStore) -> dict[str, Any]:
+    """What scripts must know of leases."""
+    return {
+        "worker": store.worker,
+        "workers_key": store.keys.workers,
+        "lease_key": store.lease_key,
+        "broker_db": store.db,
+    }
 
 
 def _may_have_run(call: TaskCall) -> bool:
     """Whether a job has been on a device before: here, in another worker, or before a retry."""
-    if call.is_plain:
-        return call.accepted or bool(call.message.get("retries"))
-    delivery = {} if call.request is None else call.request.delivery_info
-    again = delivery.get("redelivered") or call.message.get("retries")
+    message = call.message
+    again = message.get("retries") or (message.get("delivery_info") or {}).get("redelivered")
     return call.accepted or bool(again)

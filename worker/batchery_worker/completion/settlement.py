@@ -14,7 +14,6 @@ from celery.worker import state as worker_state
 from kombu.utils.encoding import safe_repr
 
 from batchery.errors import ItemFailed
-from batchery.fork_gate import fork_gate
 from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery.protocol.pieces import tell_readers
 from batchery.retry import RetryDeadlineExceeded, is_away
@@ -109,17 +108,8 @@ class Settlement:
             return
         call.request.batch = info
         self.pending += 1
-        self._submit(
-            self._complete,
-            Completion(task_id=call.task_id, call=call, computed=computed, info=info),
-        )
-
-    def _submit(self, function: Callable[[Any], None], argument: Any) -> None:
-        def run() -> None:
-            with fork_gate.working():
-                function(argument)
-
-        self._threads.submit(run)
+        completion = Completion(task_id=call.task_id, call=call, computed=computed, info=info)
+        self._threads.submit(self._complete, completion)
 
     def _complete(self, completion: Completion) -> None:
         """Runs the tracer, on a thread; then Celery's request is told."""
@@ -198,7 +188,7 @@ class Settlement:
                     listened.append(job)
         self.pending += len(listened)
         for some in chunks(iter(listened), MAX_NOTIFIED_JOBS):
-            self._submit(self._notify_listeners, some)
+            self._threads.submit(self._notify_listeners, some)
 
     def _notify_listeners(self, jobs: list[CommittedJob]) -> None:
         """Calls what listens to jobs of one task, on a thread; then Celery's requests are told."""

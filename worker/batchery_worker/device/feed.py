@@ -32,7 +32,6 @@ from batchery_worker.device.handed_source import HandedSource
 from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, StockConsumer
-from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
@@ -196,7 +195,6 @@ class Feed:
             )
             self.source.on_joined = self._on_joined
             self.source.on_left = self._on_left
-        fail_callers(app)
         self._serve(jobs)
         worker_state.revoked.update(jobs.revoked)
         self._described = ""

@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import redis
+from celery import Celery
 
 from batchery.transport.codec import read_json
-from batchery.transport.dead_letters import check_size, dead_letter_unread
+from batchery.transport.dead_letters import check_size
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
@@ -16,6 +17,7 @@ from batchery.transport.suspects import (
     build_suspect_field,
     read_deaths,
 )
+from batchery_worker.dispatch.dead_letters import dead_letter_unread
 
 #: What is raised by reading a message that is none: anybody can push anything into a list.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -28,15 +30,21 @@ class Inbox:
     """Hands over what was leased with one broker."""
 
     def __init__(
-        self, store: LeaseStore, deliver: Callable[[Any], None], prepare_anew: Callable[[], None]
+        self,
+        app: Celery,
+        store: LeaseStore,
+        deliver: Callable[[Any], None],
+        prepare_anew: Callable[[], None],
     ) -> None:
         """Knows no message yet.
 
         Args:
+            app: Callers of what cannot be read are told by its result backend.
             store: The leases.
             deliver: Takes in a message, as kombu reads it from a queue.
             prepare_anew: Has leases compared with Redis before more messages are taken.
         """
+        self._app = app
         self._store = store
         self._deliver = deliver
         self._prepare_anew = prepare_anew
@@ -62,7 +70,7 @@ class Inbox:
             redis.RedisError: Redis does not answer.
         """
         reason = f"the message cannot be understood: {type(error).__name__}: {error}"
-        dead_letter_unread(self._store, token, reason)
+        dead_letter_unread(self._app, self._store, token, reason)
 
     def hand_over(
         self, taken: list[Taken], *, with_suspects: bool = False, again: bool = False
@@ -157,7 +165,7 @@ class Inbox:
                 lease.expired_s = None if expired is None else float(expired)
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
-                dead_letter_unread(store, token, reason)
+                dead_letter_unread(self._app, store, token, reason)
                 unread.add(token)
             else:
                 suspects.add(token)

@@ -192,7 +192,7 @@ class RedisSource:
                 channel.lease_expiry_s,
             )
         store.open()
-        inbox = Inbox(store, self._deliver, self.prepare_anew)
+        inbox = Inbox(self._app, store, self._deliver, self.prepare_anew)
         self._place = Place(number, store, pool, inbox, Fetcher(self, store))
         self.select_queues(self.names)
         self.on_joined(store.worker, number)

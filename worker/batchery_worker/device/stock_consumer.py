@@ -14,19 +14,17 @@ import redis
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
-from kombu.transport.virtual import Base64
-from kombu.transport.virtual import Message as KombuMessage
+from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
 
 from batchery.task import BatchTask
-from batchery.transport.codec import Message
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
 from batchery_worker.forwarding import forward_lease
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import TimeLimits
 
-_Message: Any = KombuMessage
+_Message: Any = virtual.Message
 
 #: Takes in a call of a batch task, with its soft and hard time limit.
 Admit = Callable[[TaskCall, Any, TimeLimits], None]
@@ -40,7 +38,7 @@ class MessageChannel:
     def __init__(self, accept: Collection[str] | None) -> None:
         """Of messages whose bodies may be of these content types; None for all that are enabled."""
         self._accept = accept
-        self._codec = Base64()
+        self._codec = virtual.Base64()
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
         """Undoes the encoding in which a body stands in a queue."""
@@ -48,7 +46,7 @@ class MessageChannel:
 
     def message_to_python(self, payload: Any) -> Any:
         """Makes a message of what stands in a queue."""
-        message = Message(payload, channel=self)
+        message = _Message(payload, channel=self)
         message.accept = self._accept
         return message
 

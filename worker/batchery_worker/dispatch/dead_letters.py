@@ -24,16 +24,6 @@ logger = logging.getLogger("batchery.worker")
 _thread = ThreadPoolExecutor(1, thread_name_prefix="batchery-dead-letters")
 
 
-def fail_callers(app: Celery) -> None:
-    """Stores a FAILURE for each message that this process's transport dead-letters from now on."""
-
-    def notify(headers: Mapping[str, Any], reason: str, store: LeaseStore, token: str) -> None:
-        store_failure(app, headers, InvalidItem(reason), LeaseHandle(store, token))
-
-    # The hook of an earlier worker in this process is replaced: one failure is enough.
-    dead_letters.on_dead_letter[:] = [notify]
-
-
 def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = False) -> bool:
     """Makes a leased message a dead letter at the moment when it is acknowledged or rejected.
 
@@ -49,15 +39,39 @@ def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = Fals
     if store is None or not store.holds(token) or (lease := store.leases.get(token)) is None:
         return False
     headers = message.headers if isinstance(message.headers, Mapping) else {}
-    names = (headers.get(name) for name in ("id", "task"))
-    task_id, task = (name if isinstance(name, str) else None for name in names)
-    lease.dead_letter = dead_letters.describe(reason, task_id, task)
+    lease.dead_letter = _describe(headers, reason, token, with_traceback=with_traceback)
+    return True
+
+
+def dead_letter_unread(app: Celery, store: LeaseStore, token: str, reason: str) -> None:
+    """Moves a message that nobody may read to the dead letters, once its caller is told.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    value = store.client.hget(store.lease_key, token)
+    headers = dead_letters.readable_headers((value or b"").partition(b"\0")[2])
+    letter, lease = _describe(headers, reason, token), store.leases.get(token)
+    if not headers or lease is None:
+        store.dead_letter(token, letter)
+    else:
+        lease.dead_letter = letter
+        store_failure(app, headers, InvalidItem(letter["reason"]), LeaseHandle(store, token))
+
+
+def _describe(
+    headers: Mapping[str, Any], reason: str, token: str, *, with_traceback: bool = False
+) -> dict[str, Any]:
+    """Describes a dead letter, and has the log say how to look at it."""
+    letter = dead_letters.describe(reason, headers.get("id"), headers.get("task"))
     logger.error(
         "%s[%s] is kept as dead letter, see `batchery dead show %s`: %s",
-        *map(dead_letters.as_one_line, (task, task_id, token, reason)),
+        *(dead_letters.as_one_line(letter[name]) for name in ("task", "id")),
+        token,
+        dead_letters.as_one_line(letter["reason"]),
         exc_info=with_traceback,
     )
-    return True
+    return letter
 
 
 def store_failure(
