@@ -12,7 +12,7 @@ from batchery.transport.dead_letters import (
     describe,
 )
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 from support.harness import wait_for
 
 PREFIX = "shop:"
@@ -154,7 +154,7 @@ def test_cleared_suspect_is_sent_with_the_next_batch(lease_store: LeaseStore, ba
     lease = lease_store.leases.get(token)
     assert lease is not None
     lease.suspect, lease.deaths = "innocent", Deaths(0)
-    lease_store.committed([token])
+    lease_store.committed(token)
     # This batch may kill the worker, and nothing else is told before.
     lease_store.began({"2": "killer"}, alone=True)
     wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")

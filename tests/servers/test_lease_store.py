@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.transport.lease_store import LeaseStore
-from batchery.transport.leases import Lease
+from batchery.transport.lease_store import Lease, LeaseStore
 from batchery.transport.redis_schema import Keys
 
 KEYS = Keys()

@@ -16,7 +16,7 @@ from celery.utils.collections import LimitedSet
 from celery.worker import state as worker_state
 from celery.worker.strategy import default
 
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, State, WatchedBatch
 from batchery_worker.forwarding import read_raw

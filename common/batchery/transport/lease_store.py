@@ -10,18 +10,18 @@ import itertools
 import json
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import redis
 
 from batchery.redis_scripts import get_database
-from batchery.transport.leases import Lease, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
     DELIVERY,
+    Deaths,
     RunningBatches,
     build_delivery_field,
     build_expired_field,
@@ -32,6 +32,52 @@ logger = logging.getLogger("batchery.transport")
 
 #: Maximum number of leases that one command ends; Redis answers nobody else meanwhile.
 MAX_TOKENS_PER_COMMAND = 500
+
+
+@dataclass(slots=True)
+class Lease:
+    """One leased message."""
+
+    #: Key of the queue that the message came from.
+    key: str
+    #: What is known of workers that died while they ran the job; None if it is no suspect.
+    deaths: Deaths | None = None
+    #: The hard time limit that the job has reached, in seconds; None if it has not.
+    expired_s: float | None = None
+    #: The job's field in the HASH of suspects; None if it is no suspect.
+    suspect: str | None = None
+    #: Tag of the job's message; None until the job's completion has published messages.
+    publish_tag: str | None = None
+    #: Description of the dead letter that the message becomes when it is acknowledged; None for any
+    #: message that may run again.
+    dead_letter: Mapping[str, Any] | None = None
+    #: Whether the message was handed over, and need not be once more.
+    is_delivered: bool = True
+
+
+class Leases(dict[str, Lease]):
+    """The leases that this process holds, by token.
+
+    One thread at a time adds them; any thread may end them.
+    """
+
+    #: The highest token that was ever here.
+    last_token = 0
+
+    def take(self, token: str, key: str) -> None:
+        """Adds a lease; or replaces it, where its message is handed over again."""
+        self[token] = Lease(key)
+        self.last_token = max(self.last_token, int(token))
+
+    def count_by_key(self) -> Counter[str]:
+        """The number of leases on messages of each queue key."""
+        return Counter(lease.key for lease in list(self.values()))
+
+    def leave(self, tokens: Collection[str]) -> None:
+        """Has some messages handed over again after the next comparison with Redis."""
+        for token in tokens:
+            if lease := self.get(token):
+                lease.is_delivered = False
 
 
 class LeaseStore:
@@ -66,11 +112,8 @@ class LeaseStore:
         #: Whether this worker is registered, and may hold leases.
         self.is_open = False
         self._flush_lock = threading.Lock()
-
-    @property
-    def worker(self) -> str:
-        """This worker's id; a fenced worker gets a new one."""
-        return self._registration.worker
+        #: This worker's id, and the HASH of its leases; a fenced worker gets new ones.
+        self.worker = self.lease_key = ""
 
     def describe(
         self, queues: Sequence[str], name: str, leased: Mapping[str, int], scheduled: int
@@ -83,19 +126,19 @@ class LeaseStore:
         scripts = {name: asdict(took) for name, took in list(self.scripts.times.items())}
         return {"held": len(self.leases), "scripts": scripts}
 
-    @property
-    def lease_key(self) -> str:
-        """HASH of this worker's leases; a fenced worker gets a new one."""
-        return self.keys.lease(self.worker)
-
     def open(self) -> None:
         """Registers this worker; does nothing if it is registered."""
         if self.is_open:
             return
         self._registration.check_server()
-        self._registration.register(self.leases.last_token)
+        self._register()
         self.is_open = True
         atexit.register(self._close_quietly)
+
+    def _register(self) -> None:
+        self._registration.register(self.leases.last_token)
+        self.worker = self._registration.worker
+        self.lease_key = self.keys.lease(self.worker)
 
     def rejoin(self) -> int:
         """Forgets the leases of a fenced worker, and registers it anew.
@@ -113,7 +156,7 @@ class LeaseStore:
         # Usually no lease is left in Redis. But if only the list of workers was lost, nobody else
         # gives the leases back.
         self._registration.unregister()
-        self._registration.register(self.leases.last_token)
+        self._register()
         self.fenced = False
         return lost
 
@@ -163,29 +206,19 @@ class LeaseStore:
         # Whoever recovers its leases would count it once more.
         self.forget_delivery()
 
-    def still_held(self, tokens: Collection[str]) -> set[str]:
-        """Asks Redis which of the leases it still has; one round trip, from any thread."""
-        with self.client.pipeline(transaction=False) as pipe:
-            for token in tokens:
-                pipe.hexists(self.lease_key, token)
-            return {token for token, held in zip(tokens, pipe.execute(), strict=True) if held}
+    def still_holds(self, token: str) -> bool:
+        """Asks Redis whether it still has a lease; from any thread."""
+        return bool(self.client.hexists(self.lease_key, token))
 
-    def committed(self, tokens: Iterable[str]) -> None:
-        """Forgets leases that a commit has deleted."""
-        for token in tokens:
-            self._end(token)
+    def committed(self, token: str) -> None:
+        """Forgets the lease of a job that will not be delivered again, here or elsewhere."""
+        if lease := self.leases.pop(token, None):
+            self._clear(lease)
 
     def lost(self, tokens: Iterable[str]) -> None:
         """Forgets leases that another worker has taken over."""
         for token in tokens:
-            self.leases.forget(token)
-
-    def _end(self, token: str) -> Lease | None:
-        """Forgets the lease of a job that will not be delivered again, here or elsewhere."""
-        lease = self.leases.forget(token)
-        if lease is not None:
-            self._clear(lease)
-        return lease
+            self.leases.pop(token, None)
 
     def _clear(self, lease: Lease) -> None:
         """Clears a suspect that is settled: Redis may forget its deaths, as its message goes."""
@@ -196,7 +229,7 @@ class LeaseStore:
 
     def ack(self, token: str) -> None:
         """Ends a lease soon, together with others; from any thread."""
-        lease = self.leases.forget(token)
+        lease = self.leases.pop(token, None)
         if lease is None:
             return
         if lease.dead_letter is not None:
@@ -256,7 +289,7 @@ class LeaseStore:
         if not self._registration.is_mine:
             return
         for token in tokens:
-            lease = self.leases.forget(token)
+            lease = self.leases.pop(token, None)
             if lease is not None and lease.suspect is not None and not first:
                 # It was settled: what comes again begins anew. Redis must know before it comes.
                 self._clear(lease)
@@ -315,13 +348,16 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        gone, again = self.leases.compare(self._known_tokens())
-        self.lost(gone)
+        held, known = self.leases.copy(), self._known_tokens()
+        self.lost(held.keys() - known)
+        again = [each for each in known if each not in held or not held[each].is_delivered]
+        again.sort(key=int)
         # Another thread may have acknowledged some meanwhile: then Redis has no value for them.
         self.flush()
         values = self.client.hmget(self.lease_key, again) if again else []
-        found = zip(again, values, strict=True)
-        return [(token, *split_value(value)) for token, value in found if value is not None]
+        parts = [(value or b"").partition(b"\0") for value in values]
+        found = zip(again, parts, strict=True)
+        return [(token, key.decode(), message) for token, (key, cut, message) in found if cut]
 
     def _known_tokens(self) -> set[str]:
         with self.client.pipeline(transaction=False) as pipe:
@@ -362,7 +398,7 @@ class LeaseStore:
 
     def dead_letter(self, token: str, letter: Mapping[str, Any]) -> bool:
         """Moves a message to the dead letters now; returns whether its lease was still held."""
-        self._end(token)
+        self.committed(token)
         return self._bury(token, letter)
 
 

@@ -1,7 +1,6 @@
 """The keys that leases need in addition to Celery's own; `lua/` says what is in each of them."""
 
 from collections.abc import Container
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -43,51 +42,29 @@ def transport_scripts(client: "redis.Redis") -> RedisScripts:
     return RedisScripts(client, LUA)
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
-    """All keys of one broker database; `prefix` is kombu's `global_keyprefix`."""
+    """All keys of one broker database."""
 
-    prefix: str = ""
-
-    @property
-    def workers(self) -> str:
-        """ZSET of worker ids by the time of the last heartbeat."""
-        return f"{self.prefix}batchery:workers"
-
-    @property
-    def worker_info(self) -> str:
-        """HASH of worker ids to descriptions."""
-        return f"{self.prefix}batchery:worker-info"
-
-    @property
-    def schema(self) -> str:
-        """STRING: the highest `SCHEMA` of all workers that were ever registered."""
-        return f"{self.prefix}batchery:schema"
-
-    @property
-    def token(self) -> str:
-        """STRING: the last token that was given out."""
-        return f"{self.prefix}batchery:token"
-
-    @property
-    def suspects(self) -> str:
-        """HASH of task ids to the number of workers that died while the job ran alone."""
-        return f"{self.prefix}batchery:suspects"
-
-    @property
-    def waiting(self) -> str:
-        """HASH of worker ids to what they wait for."""
-        return f"{self.prefix}batchery:waiting"
-
-    @property
-    def dead(self) -> str:
-        """HASH of tokens to queue keys and descriptions of dead letters."""
-        return f"{self.prefix}batchery:dead"
-
-    @property
-    def dead_messages(self) -> str:
-        """HASH of tokens to the messages of dead letters."""
-        return f"{self.prefix}batchery:dead-messages"
+    def __init__(self, prefix: str = "") -> None:
+        """Names them; `prefix` is kombu's `global_keyprefix`."""
+        self.prefix = prefix
+        own = f"{prefix}batchery:"
+        #: ZSET of worker ids by the time of the last heartbeat.
+        self.workers = f"{own}workers"
+        #: HASH of worker ids to descriptions.
+        self.worker_info = f"{own}worker-info"
+        #: STRING: the highest `SCHEMA` of all workers that were ever registered.
+        self.schema = f"{own}schema"
+        #: STRING: the last token that was given out.
+        self.token = f"{own}token"
+        #: HASH of task ids to the number of workers that died while the job ran alone.
+        self.suspects = f"{own}suspects"
+        #: HASH of worker ids to what they wait for.
+        self.waiting = f"{own}waiting"
+        #: HASH of tokens to queue keys and descriptions of dead letters.
+        self.dead = f"{own}dead"
+        #: HASH of tokens to the messages of dead letters.
+        self.dead_messages = f"{own}dead-messages"
 
     def lease(self, worker: str) -> str:
         """HASH of tokens to messages that a worker holds."""

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import redis
 
 from batchery.redis_scripts import packed
-from batchery.transport.leases import Deaths
 from batchery.transport.redis_schema import Keys
 
 logger = logging.getLogger("batchery.transport")
@@ -43,6 +42,15 @@ MAX_DELIVERY_DEATHS = 2
 DELIVERY = "delivery"
 
 _Command = tuple[str | int, ...]
+
+
+class Deaths(NamedTuple):
+    """Workers that died while they ran a suspect."""
+
+    #: How many, while it ran alone.
+    alone: int
+    #: How many jobs ran together if only one died, while several ran; 0 if it ran alone since.
+    group_size: int = 0
 
 
 class RunningBatches:

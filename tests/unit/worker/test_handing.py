@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 from batchery_worker.device_pool.process import State, WatchedBatch
 from batchery_worker.handing import HandedJob, HandedJobs
 from batchery_worker.ipc.messages import Fate, Forget, Handed, Running, Settled

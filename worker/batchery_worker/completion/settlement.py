@@ -213,7 +213,7 @@ class Settlement:
         call = job.call
         self._in_flight.remove(call)
         if lease := call.lease:
-            lease.store.committed([lease.token])
+            lease.store.committed(lease.token)
         if not call.is_plain and call.request.discarded:
             return
         self._metrics.committed_jobs += 1

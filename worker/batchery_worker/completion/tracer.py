@@ -260,7 +260,7 @@ def is_fenced(call: TaskCall) -> bool:
     if lease is None:
         return False
     try:
-        return lease.token not in lease.store.still_held([lease.token])
+        return not lease.store.still_holds(lease.token)
     except (redis.RedisError, OSError):
         return False
 

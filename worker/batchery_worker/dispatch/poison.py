@@ -13,7 +13,7 @@ from typing import Any
 from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack

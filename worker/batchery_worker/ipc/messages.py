@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import batchery.errors
 from batchery.errors import StartError
 from batchery.settings import ModelSettings
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from batchery.transport.leases import Deaths
+from batchery.transport.suspects import Deaths
 from batchery_worker.ipc.messages import (
     Handed,
     NotReady,
