@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from celery.result import AsyncResult
 
 from batchery_worker.commit import committer
 from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
+from batchery_worker.request import LeaseHandle
 from batchery_worker.work import CommitContext, JobCommit
 from support.own_redis import OwnRedis, redis_servers, server_name
 from support.patience import patient
@@ -225,6 +227,16 @@ def test_a_worker_that_lost_its_leases_writes_nothing(house: House) -> None:
     assert house.commit(("t1", "zombie"), ("t2", "zombie")) == [FENCED, FENCED]
     assert house.stored("t1") is None
     assert house.stored("t2")["status"] == "RETRY"
+
+
+def test_a_result_of_the_tracer_needs_the_lease_where_that_is_beside_it(house: House) -> None:
+    house.lease(1)
+    store: Any = SimpleNamespace(client=house.leases, db=house.broker_db, lease_key=LEASES)
+    scripts, key = committer.result_scripts(house.results), house.backend.get_key_for_task("t1")
+    for token, result in (("1", "mine"), ("2", "a zombie's")):
+        value = json.dumps({"status": "RETRY", "result": result})
+        committer.store_states(scripts, {key: value}, 0, LeaseHandle(store, token))
+    assert house.stored("t1")["result"] == ("a zombie's" if house.has_two_servers else "mine")
 
 
 def test_commit_of_an_unknown_worker_is_left_to_the_tracer(house: House) -> None:

@@ -69,11 +69,12 @@ def store_states(
     Returns:
         A digit for each, see store.lua.
     """
-    pool = scripts.pool
-    keys, ours = ["", *values], [get_database(pool), "", ""]
+    pool, keys, ours = scripts.pool, [*values], ("", "")
     if lease is not None and find_server(lease.store.client.connection_pool) == find_server(pool):
-        keys[0], ours[1:] = lease.store.lease_key, (lease.store.db, lease.token)
-    answer: bytes = scripts.run("store", keys, *ours, expires_s, *values.values())
+        keys.append(lease.store.lease_key)
+        ours = (str(lease.store.db), lease.token)
+    args = (get_database(pool), *ours, expires_s, *values.values())
+    answer: bytes = scripts.run("store", keys, *args)
     return answer
 
 
