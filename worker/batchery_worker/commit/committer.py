@@ -9,7 +9,7 @@ tracer.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -321,8 +321,12 @@ class JobResult(NamedTuple):
     json: bytes | None
 
 
-#: The statuses by their numbers in commit.lua.
-COMMIT_STATUSES = (CommitStatus.FENCED, CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER)
+#: The statuses by their digits in commit.lua.
+COMMIT_STATUSES = {
+    ord("0"): CommitStatus.FENCED,
+    ord("1"): CommitStatus.COMMITTED,
+    ord("2"): CommitStatus.NEEDS_TRACER,
+}
 
 
 @dataclass(slots=True)
@@ -423,10 +427,8 @@ class RedisCommitter:
             if context.worker != self._elsewhere:
                 answer, tries = self._store(part, context, context.broker_db)
                 if answer is not None:
-                    return [
-                        _status(entry, COMMIT_STATUSES[digit], tries)
-                        for entry, digit in zip(part, _digits(answer), strict=True)
-                    ]
+                    statuses = [COMMIT_STATUSES[digit] for digit in answer]
+                    return _recognise(part, statuses) if tries else statuses
                 self._elsewhere = context.worker
             return self._run_in_steps(part, context)
         except (redis.RedisError, OSError) as refusal:
@@ -449,11 +451,11 @@ class RedisCommitter:
             self._broker.disconnect()
             return [CommitStatus.NEEDS_TRACER] * len(part)
         statuses = {entry.index: CommitStatus.FENCED for entry in part}
-        ours = [entry for entry, is_held in zip(part, _digits(held), strict=True) if is_held]
+        ours = [entry for entry, digit in zip(part, held, strict=True) if digit == ord("1")]
         if ours:
             answer, _ = self._store(ours, context, None)
             assert answer is not None
-            for entry, digit in zip(ours, _digits(answer), strict=True):
+            for entry, digit in zip(ours, answer, strict=True):
                 statuses[entry.index] = COMMIT_STATUSES[digit]
             ended = [each for each in ours if statuses[each.index] is CommitStatus.COMMITTED]
             if ended:
@@ -479,12 +481,16 @@ class RedisCommitter:
             context: The commit context of the batch.
             broker_db: Number of the broker's database; None if that is on another server.
         """
+        app_s, keep_s = self._backend.expires, context.keep_s
+        # Once if that is the same for all.
+        given = [keep_s.get(entry.index) for entry in part] if keep_s else [None]
+        expiries = " ".join(str(expires_s(app_s, each)) for each in given)
         keys: list[Any] = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
             context.worker,
             get_database(self._results.client.connection_pool),
             "" if broker_db is None else broker_db,
-            self._expiries(part, context.keep_s),
+            expiries,
             len(context.completion_streams),
             _tokens(part),
             *(entry.value for entry in part),
@@ -494,13 +500,6 @@ class RedisCommitter:
         return self._results.attempt(
             lambda results: results.scripts.run_once("commit", keys, *args), context.lease_key
         )
-
-    def _expiries(self, part: Sequence[_Entry], keep_s: Mapping[int, int]) -> str:
-        """In how many seconds each result expires; once if that is the same for all."""
-        app_s = self._backend.expires
-        if not keep_s:
-            return str(expires_s(app_s, None))
-        return " ".join(str(expires_s(app_s, keep_s.get(entry.index))) for entry in part)
 
     def _add_completion_streams(
         self,
@@ -529,17 +528,13 @@ def _tokens(entries: Iterable[_Entry]) -> str:
     return " ".join(entry.token for entry in entries)
 
 
-def _digits(answer: bytes) -> Iterator[int]:
-    """The digits of a script's answer."""
-    return (byte - ord("0") for byte in answer)
-
-
-def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:
-    """Counts a job as committed if an earlier try, whose answer was lost, has ended its lease.
+def _recognise(part: Sequence[_Entry], statuses: Sequence[CommitStatus]) -> list[CommitStatus]:
+    """Counts jobs as committed whose lease an earlier try has ended, and its answer was lost.
 
     The script recognises such a job by its stored result, and cannot if there is none. If another
     worker has the job after all, it runs there once more, and stores nothing there either.
     """
-    if status is CommitStatus.FENCED and tries and not entry.value:
-        return CommitStatus.COMMITTED
-    return status
+    return [
+        CommitStatus.COMMITTED if status is CommitStatus.FENCED and not entry.value else status
+        for entry, status in zip(part, statuses, strict=True)
+    ]
