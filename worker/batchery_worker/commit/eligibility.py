@@ -19,7 +19,7 @@ from batchery.task import BatchTask
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit import sentry
 from batchery_worker.commit.committer import ALWAYS_STORED, only_celery_stores, stored_fields
-from batchery_worker.commit.listeners import Listeners
+from batchery_worker.commit.listeners import listens_after
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import Job
 from batchery_worker.work import CommitContext, JobCommit, PieceContext
@@ -83,9 +83,8 @@ def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | 
 class CommitEligibility:
     """Decides for every batch before it goes to its device; costs a few µs per job."""
 
-    def __init__(self, app: Celery, listeners: Listeners) -> None:
+    def __init__(self, app: Celery) -> None:
         self._find_tracer_reason = cache(partial(task_needs_tracer, app))
-        self._listeners = listeners
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
     def context(
@@ -120,7 +119,7 @@ class CommitEligibility:
             **_describe(store),
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
-            is_listened=self._listeners.of(task).after,
+            is_listened=listens_after(task),
             completion_streams=completion_streams,
             keep_s=keep_s,
         )

@@ -37,21 +37,6 @@ SIGNALS_BEFORE = (signals.task_prerun,)
 SIGNALS_AFTER = (signals.task_success, signals.task_postrun)
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """What listens to the jobs of a task."""
-
-    #: Whether anything does, in either part.
-    before: bool
-    after: bool
-    #: Which hooks the task overrides.
-    before_start: bool
-    on_success: bool
-    after_return: bool
-    #: Whether Sentry makes transactions.
-    traced: bool
-
-
 @dataclass(slots=True)
 class ListenedJob:
     """What the two parts of a job share."""
@@ -85,73 +70,64 @@ def find_runtime_s(info: Mapping[str, Any] | None) -> float:
     return 0.0 if info is None else float(info["forward_ms"]) / 1e3
 
 
-class Listeners:
-    """Knows what listens to the jobs of each task, and calls it."""
+def listens_before(task: Any) -> bool:
+    """Whether anything listens to the jobs of a task before they run."""
+    return _has_hook(task, "before_start") or _has_receivers(task, SIGNALS_BEFORE)
 
-    def __init__(self) -> None:
-        self._listening: dict[str, Listening] = {}
-        #: The receivers of each signal at the time when `_listening` was filled.
-        self._connected: list[list[Any]] = []
 
-    def of(self, task: Any) -> Listening:
-        """What listens to the jobs of a task now; costs 1 µs."""
-        connected = [each.receivers for each in (*SIGNALS_BEFORE, *SIGNALS_AFTER)]
-        if connected != self._connected:
-            self._connected = [list(each) for each in connected]
-            self._listening.clear()
-        listening = self._listening.get(task.name)
-        if listening is None:
-            listening = self._listening[task.name] = listening_to(task)
-        return listening
+def listens_after(task: Any) -> bool:
+    """Whether anything listens to the jobs of a task that have succeeded."""
+    hooks = _has_hook(task, "on_success") or _has_hook(task, "after_return")
+    return hooks or sentry.traces() or _has_receivers(task, SIGNALS_AFTER)
 
-    def before(self, task: Any, call: TaskCall) -> None:
-        """Calls what comes before a job; once, however often the job is sent to a device."""
-        if call.listened is None:
-            call.listened = listened = _listened(call)
-            listened.context.run(self._before, task, call, listened)
 
-    def _before(self, task: Any, call: TaskCall, listened: ListenedJob) -> None:
-        listened.scope = sentry.isolated(call.task_id)
-        job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
-        try:
-            with bind_request(task, listened.request):
-                _send_prerun(task, *job)
-                if self.of(task).before_start:
-                    task.before_start(*job)
-        except (WorkerShutdown, WorkerTerminate):
-            raise  # Celery's own way to end the worker, in the handler of a signal.
-        except Exception as error:  # noqa: BLE001 - the tracer tells Celery
-            listened.error = error
-        except BaseException as error:  # noqa: BLE001 - it ends a process of Celery's own pool
-            listened.error = WorkerLostError(f"{error!r} in what comes before {task.name}")
+def call_before(task: Any, call: TaskCall) -> None:
+    """Calls what comes before a job; once, however often the job is sent to a device."""
+    if call.listened is None:
+        call.listened = listened = _listened(call)
+        listened.context.run(_call_before, task, call, listened)
 
-    def after(self, task: Any, job: CommittedJob) -> None:
-        """Calls what comes after a job that has succeeded and is stored."""
-        listened = job.call.listened or _listened(job.call)
-        listened.context.run(self._after, task, job, listened)
 
-    def _after(self, task: Any, job: CommittedJob, listened: ListenedJob) -> None:
-        listening, message, value = self.of(task), job.call.message, job.value
-        given = (job.call.task_id, message.get("args"), message.get("kwargs"))
-        runtime_s = find_runtime_s(job.info)
-
-        def notify() -> None:
-            try:
-                if listening.on_success:
-                    _guarded(task, listened, "on_success", value, *given)
-                signals.task_success.send(sender=task, result=value, runtime=runtime_s)
-                log_success(job)
-                if listening.after_return:
-                    _guarded(task, listened, "after_return", SUCCESS, value, *given, None)
-            finally:
-                _send_postrun(task, *given, value)
-
+def _call_before(task: Any, call: TaskCall, listened: ListenedJob) -> None:
+    listened.scope = sentry.isolated(call.task_id)
+    job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
+    try:
         with bind_request(task, listened.request):
-            if listening.traced:
-                sentry.traced(task, notify, (*given, message), runtime_s)
-            else:
-                notify()
-        leave(listened)
+            _send_prerun(task, *job)
+            task.before_start(*job)
+    except (WorkerShutdown, WorkerTerminate):
+        raise  # Celery's own way to end the worker, in the handler of a signal.
+    except Exception as error:  # noqa: BLE001 - the tracer tells Celery
+        listened.error = error
+    except BaseException as error:  # noqa: BLE001 - it ends a process of Celery's own pool
+        listened.error = WorkerLostError(f"{error!r} in what comes before {task.name}")
+
+
+def call_after(task: Any, job: CommittedJob) -> None:
+    """Calls what comes after a job that has succeeded and is stored."""
+    listened = job.call.listened or _listened(job.call)
+    listened.context.run(_call_after, task, job, listened)
+
+
+def _call_after(task: Any, job: CommittedJob, listened: ListenedJob) -> None:
+    message, value, runtime_s = job.call.message, job.value, find_runtime_s(job.info)
+    given = (job.call.task_id, message.get("args"), message.get("kwargs"))
+
+    def notify() -> None:
+        try:
+            _guarded(task, listened, "on_success", value, *given)
+            signals.task_success.send(sender=task, result=value, runtime=runtime_s)
+            log_success(job)
+            _guarded(task, listened, "after_return", SUCCESS, value, *given, None)
+        finally:
+            _send_postrun(task, *given, value)
+
+    with bind_request(task, listened.request):
+        if sentry.traces():
+            sentry.traced(task, notify, (*given, message), runtime_s)
+        else:
+            notify()
+    leave(listened)
 
 
 def leave(listened: ListenedJob) -> None:
@@ -159,24 +135,6 @@ def leave(listened: ListenedJob) -> None:
     if listened.scope is not None:
         listened.scope.__exit__(None, None, None)
         listened.scope = None
-
-
-def listening_to(task: Any) -> Listening:
-    """What listens to the jobs of a task."""
-    before_start, on_success, after_return = (
-        # Celery looks at the class alone.
-        trace.task_has_custom(task, hook) is not None
-        for hook in ("before_start", "on_success", "after_return")
-    )
-    traced = sentry.is_tracing() and sentry.can_trace()
-    return Listening(
-        before=before_start or _has_receivers(task, SIGNALS_BEFORE),
-        after=on_success or after_return or traced or _has_receivers(task, SIGNALS_AFTER),
-        before_start=before_start,
-        on_success=on_success,
-        after_return=after_return,
-        traced=traced,
-    )
 
 
 def log_success(job: CommittedJob) -> None:
@@ -198,6 +156,11 @@ def _listened(call: TaskCall) -> ListenedJob:
     """Makes a job's request as Celery's tracer makes it."""
     message = dict(call.message)
     return ListenedJob(Context(message, called_directly=False, is_eager=False, **call.embed))
+
+
+def _has_hook(task: Any, name: str) -> bool:
+    # Celery looks at the class alone.
+    return trace.task_has_custom(task, name) is not None
 
 
 def _has_receivers(task: Any, sent: tuple[Any, ...]) -> bool:

@@ -50,6 +50,11 @@ def can_trace() -> bool:
     return hasattr(integration, "_wrap_tracer") and hasattr(integration, "_wrap_task_call")
 
 
+def traces() -> bool:
+    """Whether each job that a device has committed may become a transaction."""
+    return is_tracing() and can_trace()
+
+
 def isolated(task_id: str) -> AbstractContextManager[Any] | None:
     """Enters a scope of a job's own, for what listens before its tracer; None without Sentry.
 

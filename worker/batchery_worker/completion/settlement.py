@@ -22,7 +22,7 @@ from batchery_worker.batch import JobAnswer
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import (
     CommittedJob,
-    Listeners,
+    call_after,
     find_runtime_s,
     log_success,
 )
@@ -65,7 +65,6 @@ class Settlement:
         threads: int,
         metrics: Metrics,
         in_flight: InFlight,
-        listeners: Listeners,
         call_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """Starts no thread yet.
@@ -75,13 +74,11 @@ class Settlement:
             threads: Maximum number of jobs that are completed at a time.
             metrics: Counts how jobs end.
             in_flight: The jobs that are not settled.
-            listeners: Told of the jobs that devices commit.
             call_soon: Calls a function where the lock is held; from any thread.
         """
         self._app = app
         self._metrics = metrics
         self._in_flight = in_flight
-        self._listeners = listeners
         self._call_soon = call_soon
         self._tracer = Tracer(app)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
@@ -196,7 +193,7 @@ class Settlement:
         for_completion(task.backend)
         for job in jobs:
             try:
-                self._listeners.after(task, job)
+                call_after(task, job)
             except BaseException:
                 # Whatever a hook raises, the job is done, and so must be its request.
                 name, task_id = job.call.task_name, job.call.task_id

@@ -25,7 +25,7 @@ from batchery_worker.batch import DeviceBatch
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility, piece_context
-from batchery_worker.commit.listeners import Listeners
+from batchery_worker.commit.listeners import call_before, listens_before
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
@@ -103,11 +103,10 @@ class Dispatcher:
             settings.shares, sheds_late=settings.shed_late, in_slots=bool(setup.slots)
         )
         self._times = BatchTimes()
-        self._listeners = Listeners()
-        self._eligibility = CommitEligibility(app, self._listeners)
+        self._eligibility = CommitEligibility(app)
         self._metrics = Metrics()
         self._in_flight = InFlight()
-        shared = self._metrics, self._in_flight, self._listeners, call_soon
+        shared = self._metrics, self._in_flight, call_soon
         self._settlement = Settlement(app, settings.completion_threads, *shared)
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         limits = settings.device_max_jobs, settings.device_max_memory_bytes
@@ -385,7 +384,7 @@ class Dispatcher:
         formed = turn.formed
         jobs = tuple(job for job in formed.jobs if self._may_begin(job.payload))
         task = cast(BatchTask, self._app.tasks[formed.jobs[0].key.task])
-        if jobs and self._listeners.of(task).before:
+        if jobs and listens_before(task):
             jobs = self._call_before(task, jobs)
         if not jobs:
             self._scheduler.ended(formed, run_s=0.0)
@@ -469,7 +468,7 @@ class Dispatcher:
         for job in jobs:
             call = job.payload
             self._in_flight.add(call, os.getpid())
-            self._listeners.before(task, call)
+            call_before(task, call)
             if call.listened.error is None:
                 left.append(job)
             else:

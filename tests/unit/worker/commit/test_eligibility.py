@@ -10,7 +10,6 @@ from celery.backends.redis import RedisBackend
 from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.eligibility import FIXES, NO_LEASE, CommitEligibility, warn_of_tracer
-from batchery_worker.commit.listeners import Listeners
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import BatchKey, Job, Limits
 from batchery_worker.request import LeaseHandle
@@ -65,7 +64,7 @@ def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -
 
 
 def test_a_leased_plain_job_may_be_committed() -> None:
-    context = CommitEligibility(app, Listeners()).context(
+    context = CommitEligibility(app).context(
         TASK, [job(LeaseHandle(lease_store, "7"), group="g")], lease_store, 10.25
     )
     assert context is not None
@@ -91,7 +90,7 @@ def test_a_leased_plain_job_may_be_committed() -> None:
     ids=["no lease", "lost lease", "another lease_store", "callback", "replaced"],
 )
 def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall]) -> None:
-    context = CommitEligibility(app, Listeners()).context(
+    context = CommitEligibility(app).context(
         TASK, [job(LeaseHandle(lease_store, "8")), refused], lease_store, 10.0
     )
     assert context is not None
@@ -100,10 +99,7 @@ def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall
 
 def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
     chained, bare = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]}), job(None)
-    assert (
-        CommitEligibility(app, Listeners()).context(TASK, [chained, bare], lease_store, 10.0)
-        is None
-    )
+    assert CommitEligibility(app).context(TASK, [chained, bare], lease_store, 10.0) is None
     assert (chained.payload.tracer_reason, bare.payload.tracer_reason) == ("chain", NO_LEASE)
 
 
@@ -118,7 +114,7 @@ def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
     assert line.startswith("each job of apart, also takes Celery's tracer, which is")
     assert line.endswith(f"because of {reason}: {FIXES[reason]}")
     leased = job(LeaseHandle(lease_store, "7"))
-    assert CommitEligibility(app, Listeners()).context(apart, [leased], lease_store, 10.0) is None
+    assert CommitEligibility(app).context(apart, [leased], lease_store, 10.0) is None
     assert leased.payload.tracer_reason == reason
 
 
@@ -128,7 +124,7 @@ def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
     task = make_task(extended)
     stamped = {"stamps": {"status": "odd"}, "stamped_headers": ["status"]}
     assert (
-        CommitEligibility(extended, Listeners()).context(
+        CommitEligibility(extended).context(
             task, [job(LeaseHandle(lease_store, "7"), **stamped)], lease_store, 10.0
         )
         is None

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, current_task, signals
 
 from batchery import BatchTask, install
-from batchery_worker.commit.listeners import CommittedJob, Listeners
+from batchery_worker.commit.listeners import CommittedJob, call_after, call_before
 from batchery_worker.in_flight import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
@@ -58,10 +58,8 @@ def call_of(task_id: str = "j1") -> TaskCall:
     return TaskCall(request)
 
 
-def after(
-    listeners: Listeners, task: Any, call: TaskCall, value: Any, text: str, runtime_s: float
-) -> None:
-    listeners.after(task, CommittedJob(call, value, text, {"forward_ms": runtime_s * 1e3}))
+def after(task: Any, call: TaskCall, value: Any, text: str, runtime_s: float) -> None:
+    call_after(task, CommittedJob(call, value, text, {"forward_ms": runtime_s * 1e3}))
 
 
 @contextlib.contextmanager
@@ -75,11 +73,11 @@ def connected(name: str, receiver: Any, sender: Any = None) -> Iterator[None]:
 
 
 def test_hooks_see_their_job_in_the_tracer_s_order(caplog: pytest.LogCaptureFixture) -> None:
-    task, call, listeners = make_task(Noting), call_of(), Listeners()
-    listeners.before(task, call)
-    listeners.before(task, call)
+    task, call = make_task(Noting), call_of()
+    call_before(task, call)
+    call_before(task, call)
     assert task.seen == [("before_start", "j1", ["x"], {"n": 1}, "j1")]
-    after(listeners, task, call, "X", "'X'", 0.5)
+    after(task, call, "X", "'X'", 0.5)
     assert task.seen[1:] == [
         ("on_success", "X", "j1", ["x"], {"n": 1}, {"tenant": "acme"}),
         ("after_return", "SUCCESS", "X", "j1", ["x"], {"n": 1}, None),
@@ -90,7 +88,7 @@ def test_hooks_see_their_job_in_the_tracer_s_order(caplog: pytest.LogCaptureFixt
 
 
 def test_receivers_get_what_the_tracer_sends() -> None:
-    task, call, listeners, seen = make_task(), call_of(), Listeners(), list[Any]()
+    task, call, seen = make_task(), call_of(), list[Any]()
 
     def receive(signal: Any = None, sender: Any = None, **named: Any) -> None:
         named.pop("task", None)
@@ -99,8 +97,8 @@ def test_receivers_get_what_the_tracer_sends() -> None:
     with contextlib.ExitStack() as stack:
         for name in ("task_prerun", "task_success", "task_postrun"):
             stack.enter_context(connected(name, receive))
-        listeners.before(task, call)
-        after(listeners, task, call, "X", "'X'", 0.5)
+        call_before(task, call)
+        after(task, call, "X", "'X'", 0.5)
     job = {"task_id": "j1", "args": ["x"], "kwargs": {"n": 1}}
     assert seen == [
         ("task_prerun", True, job),
@@ -110,7 +108,7 @@ def test_receivers_get_what_the_tracer_sends() -> None:
 
 
 def test_what_one_part_sets_the_other_finds_and_no_other_job() -> None:
-    task, listeners, seen = make_task(), Listeners(), list[str]()
+    task, seen = make_task(), list[str]()
     jobs = [call_of("a"), call_of("b")]
 
     def note(task_id: str = "", **_: Any) -> None:
@@ -121,9 +119,9 @@ def test_what_one_part_sets_the_other_finds_and_no_other_job() -> None:
 
     with connected("task_prerun", note), connected("task_postrun", read):
         for job in jobs:
-            listeners.before(task, job)
+            call_before(task, job)
         for job in jobs:
-            after(listeners, task, job, None, "", 0.0)
+            after(task, job, None, "", 0.0)
     assert seen == ["a", "b"]
     assert noted.get() == ""
 
@@ -133,7 +131,7 @@ def test_what_before_start_raises_is_kept() -> None:
         raise LookupError("not this one")
 
     task, call = make_task(before_start=before_start), call_of()
-    Listeners().before(task, call)
+    call_before(task, call)
     assert repr(call.listened.error) == "LookupError('not this one')"
 
 
@@ -147,6 +145,6 @@ def test_success_is_logged_between_the_receivers_of_success_and_postrun(
         seen.append(len(caplog.messages))
 
     with connected("task_success", count), connected("task_postrun", count):
-        after(Listeners(), task, call_of(), "X", "'X'", 0.25)
+        after(task, call_of(), "X", "'X'", 0.25)
     assert seen == [0, 1]
     assert caplog.messages == ["Task listened[j1] succeeded in 0.25s: 'X'"]
