@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kombu.utils import json as celery_json
-from pydantic_core import PydanticSerializationError, from_json, to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 #: Types that are plain whatever their value.
 _ATOMS = {type(None), bool, float, str}
@@ -22,9 +22,6 @@ MAX_PLAIN_INT = 1 << 64
 #: The key by which Celery's JSON marks dates and the like. A plain result that has this key would
 #: be read as something else, so it goes to the tracer.
 _TYPE_KEY = b'"__type__"'
-
-#: Maximum size of a character in JSON: two escapes, of half a surrogate pair each.
-CHARACTER_BYTES = 12
 
 
 def is_plain(value: Any) -> bool:
@@ -75,17 +72,6 @@ class Encoded:
         if not self._value:
             self._value = (celery_json.loads(self.json),)
         return self._value[0]
-
-    def head(self, chars: int) -> Any:
-        """The value, or so much of it that its text is longer than this, in characters."""
-        start = self.json[: CHARACTER_BYTES * chars]
-        if self._value or len(start) == len(self.json) or _TYPE_KEY in start:
-            return self.value
-        try:
-            return from_json(start, allow_partial="trailing-strings")
-        except ValueError:
-            # Cut within a character.
-            return self.value
 
 
 def encoded(value: Any) -> Encoded | None:

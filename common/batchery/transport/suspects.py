@@ -10,8 +10,7 @@ are read one by one, each with a note of its own.
 
 import logging
 import re
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -31,17 +30,11 @@ PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
 #: may write a note that nobody ever removes.
 RUNNING_TTL_S = 24 * 3600
 
-#: Maximum number of commands that wait while Redis is away; older ones are dropped. A worker has
-#: fewer batches on its devices.
-MAX_WAITING_COMMANDS = 64
-
 #: How many workers may end while they read a message alone; then it becomes a dead letter.
 MAX_DELIVERY_DEATHS = 2
 
 #: Field of the note of what a worker reads, among the notes of its batches.
 DELIVERY = "delivery"
-
-_Command = tuple[str | int, ...]
 
 
 class Deaths(NamedTuple):
@@ -61,7 +54,6 @@ class RunningBatches:
         self._keys = keys
         self._connection: Any = None
         self._numbers = count(1)
-        self._waiting: deque[_Command] = deque(maxlen=MAX_WAITING_COMMANDS)
         #: Batches that ended. They can wait for the next command: recovery ignores jobs whose
         #: leases are gone.
         self._ended: list[int] = []
@@ -87,15 +79,15 @@ class RunningBatches:
         for token, task_id in jobs.items():
             words += (token, encode_id(task_id))
         key = self._keys.running(worker)
+        commands: list[tuple[str | int, ...]] = []
         if self._ended:
-            self._waiting.append(("HDEL", key, *self._ended))
-            self._ended = []
-        self._waiting.append(("HSET", key, batch, " ".join(words)))
-        self._waiting.append(("EXPIRE", key, RUNNING_TTL_S))
+            commands.append(("HDEL", key, *self._ended))
+        commands += ("HSET", key, batch, " ".join(words)), ("EXPIRE", key, RUNNING_TTL_S)
         try:
-            self._send()
+            self._send(commands)
+            self._ended = []
         except (redis.RedisError, OSError) as error:
-            # The batch runs nevertheless. The broker's own connection will notice the outage.
+            # The batch runs nevertheless, and nobody is blamed for what may happen.
             logger.debug("the note of a batch cannot be sent: %r", error)
             self.drop_connection()
         return batch
@@ -109,7 +101,6 @@ class RunningBatches:
 
     def drop(self) -> None:
         """Forgets what was not sent, because the worker is fenced."""
-        self._waiting.clear()
         self._ended = []
 
     def drop_connection(self) -> None:
@@ -119,14 +110,13 @@ class RunningBatches:
             connection.disconnect()
             self._pool.release(connection)
 
-    def _send(self) -> None:
+    def _send(self, commands: Sequence[Sequence[str | int]]) -> None:
         if self._connection is not None and not self._is_well():
             self.drop_connection()
         if self._connection is None:
             # The pool checks each connection that it hands out.
             self._connection = self._pool.get_connection()
-        self._connection.send_packed_command((packed(*self._waiting),), check_health=False)
-        self._waiting.clear()
+        self._connection.send_packed_command((packed(*commands),), check_health=False)
 
     def _is_well(self) -> bool:
         """Reads the answers to earlier notes; False if the connection broke or cannot be used."""

@@ -68,7 +68,7 @@ def test_values_nested_too_deeply_are_not_plain(outer: Callable[[Any], Any]) -> 
 
 def test_a_known_value_is_not_decoded_again() -> None:
     known = Encoded(b"not JSON", 7)
-    assert (known.value, known.head(1)) == (7, 7)
+    assert known.value == 7
 
 
 def test_a_value_is_decoded_once() -> None:
@@ -94,16 +94,3 @@ def test_only_a_plain_value_is_written_in_utf_8() -> None:
 
 def test_plain_value_with_celery_s_mark_of_a_type_is_encoded_in_the_ordinary_way() -> None:
     assert encoded({"__type__": "date"}) is None
-
-
-def test_head_of_a_long_value_is_its_beginning() -> None:
-    found = Encoded(plain_json(list(range(1000)))).head(10)
-    assert 10 < len(str(found)) < 1000
-    assert found == list(range(len(found)))
-
-
-@pytest.mark.parametrize("length", [0, 1000])
-def test_head_has_dates_and_the_like_as_they_were(length: int) -> None:
-    day_first = encoded([DAY, *range(length)])
-    assert day_first is not None
-    assert Encoded(day_first.json).head(10)[0] == DAY

@@ -206,7 +206,7 @@ def format_result(outcome: Any, chars: int) -> str:
     """
     if isinstance(outcome, Encoded):
         try:
-            outcome = outcome.head(chars)
+            outcome = outcome.value
         except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
             return str(outcome.json[:chars], errors="replace")
     # One more element than can be shown: each takes a digit, a comma and a space at least.
