@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from celery import Celery, uuid
 
 from batchery.protocol.headers import read_stream_name, stream_key
 from batchery.retry import RetryPolicy
+from batchery.transport.redis_schema import Keys
 from batchery_producer.answers import Answer
 from batchery_producer.collector import collector_for
 from batchery_producer.publisher import Publisher
@@ -59,7 +61,7 @@ class Commits:
 
     def __init__(self, app: Any, bare: Any) -> None:
         self._bare = bare
-        self._committer = RedisCommitter(app.backend, lambda: bare, lambda: None)
+        self._committer = RedisCommitter(app.backend, lambda: None)
         bare.zadd("batchery:workers", {"me": 1})
 
     def __call__(self, ids: list[str], replies: dict[str, list[int]], *, lease: bool = True) -> Any:
@@ -68,9 +70,10 @@ class Commits:
             self._bare.hset("lease", mapping=dict.fromkeys(tokens, "celery\0message"))
         jobs = [JobResult(task_id, f'"of {task_id}"'.encode()) for task_id in ids]
         own: Any = [(token, 0.5, {}) for token in tokens]
-        context = CommitContext(
-            "me", "batchery:workers", "lease", 0, own, completion_streams=replies
+        store: Any = SimpleNamespace(
+            worker="me", keys=Keys(), lease_key="lease", db=0, client=self._bare
         )
+        context = CommitContext(store, own, completion_streams=replies)
         return self._committer.commit(jobs, context, FACTS)
 
 

@@ -14,6 +14,7 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
+from batchery.transport.redis_schema import Keys
 from batchery_worker.commit import committer
 from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
 from batchery_worker.request import LeaseHandle
@@ -47,7 +48,9 @@ class House:
         self.backend: Any = self.app.backend
         self.results: Any = redis.Redis.from_url(server.url)
         self.leases = redis.Redis.from_url(f"{self.broker.url[:-1]}{broker_db}")
-        self.broker_db = broker_db
+        self.store: Any = SimpleNamespace(
+            worker="me", keys=Keys(), lease_key=LEASES, db=broker_db, client=self.leases
+        )
         self.pauses: list[float] = []
         self.waits = 0
         self.committer = self.make_committer(self.pauses.append)
@@ -56,7 +59,7 @@ class House:
         self.leases.zadd(WORKERS, {"me": 1})
 
     def make_committer(self, sleep: Callable[[float], None]) -> RedisCommitter:
-        return RedisCommitter(self.backend, lambda: self.leases, self.wait, sleep)
+        return RedisCommitter(self.backend, self.wait, sleep)
 
     @property
     def has_two_servers(self) -> bool:
@@ -80,9 +83,7 @@ class House:
             JobResult(name, None if value is FAILURE else json.dumps(value).encode())
             for name, value in jobs
         ]
-        batch = CommitContext(
-            "me", WORKERS, LEASES, self.broker_db, [given[name] for name, _ in jobs]
-        )
+        batch = CommitContext(self.store, [given[name] for name, _ in jobs])
         return self.committer.commit(computed, batch, FACTS)
 
     def stored(self, name: str) -> Any:
@@ -231,11 +232,10 @@ def test_a_worker_that_lost_its_leases_writes_nothing(house: House) -> None:
 
 def test_a_result_of_the_tracer_needs_the_lease_where_that_is_beside_it(house: House) -> None:
     house.lease(1)
-    store: Any = SimpleNamespace(client=house.leases, db=house.broker_db, lease_key=LEASES)
     scripts, key = committer.result_scripts(house.results), house.backend.get_key_for_task("t1")
     for token, result in (("1", "mine"), ("2", "a zombie's")):
         value = json.dumps({"status": "RETRY", "result": result})
-        committer.store_states(scripts, {key: value}, 0, LeaseHandle(store, token))
+        committer.store_states(scripts, {key: value}, 0, LeaseHandle(house.store, token))
     assert house.stored("t1")["result"] == ("a zombie's" if house.has_two_servers else "mine")
 
 
@@ -310,6 +310,7 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
+    house.committer._store_asked = house.store
     for each in (house.committer._results, house.committer._broker):
         lossy: Any = each
         lossy._scripts = LostAnswers(each.scripts, 2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batchery.protocol.headers import Form
+from batchery.transport.lease_store import LeaseStore
 
 #: The context of one job: token of its lease; how long it waited, in ms; further fields of the
 #: stored result, None if no result is stored. None for a job that needs the tracer.
@@ -24,14 +25,8 @@ class CachePolicy(NamedTuple):
 class CommitContext:
     """The context of a batch."""
 
-    #: Id by which this worker holds leases.
-    worker: str
-    #: ZSET of all workers, in the broker's database.
-    workers_key: str
-    #: HASH of this worker's leases, in the broker's database.
-    lease_key: str
-    #: Number of the broker's database.
-    broker_db: int
+    #: Has the leases of its jobs.
+    store: LeaseStore
     jobs: Sequence[JobCommit]
     #: Maximum length of a result's text in events and the log, in characters; None if nobody reads
     #: it.
@@ -56,10 +51,13 @@ class PieceContext:
     max_pieces: int
     #: How long a job goes on without a reader, in seconds.
     grace_s: float
-    #: As in `CommitContext`; empty where there are no leases.
+    #: Id by which this device holds leases; empty where there are none, as the next ones.
     worker: str = ""
+    #: ZSET of all workers, in the broker's database.
     workers_key: str = ""
+    #: HASH of this device's leases, in the broker's database.
     lease_key: str = ""
+    #: Number of the broker's database.
     broker_db: int = 0
 
 

@@ -30,6 +30,7 @@ from batchery.redis_scripts import RedisScripts, cut_into_parts, find_server, ge
 from batchery.retry import is_away, pause_s
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
+from batchery.transport.lease_store import LeaseStore
 from batchery_worker.brokers import open_channel
 from batchery_worker.request import LeaseHandle
 from batchery_worker.work import CommitContext, JobCommit
@@ -161,7 +162,8 @@ class RetryingRedis:
         """Closes the connections; the next command connects anew, maybe to another server."""
         client, self._client, self._scripts = self._client, None, None
         if client is not None:
-            client.connection_pool.disconnect()
+            # Others may share it.
+            client.connection_pool.disconnect(inuse_connections=False)
 
     def _await(self, lease_key: str, error: Exception) -> None:
         """Waits until the server can write; returns at once if it can."""
@@ -347,7 +349,6 @@ class RedisCommitter:
     def __init__(
         self,
         backend: Any,
-        connect_broker: Callable[[], Any],
         on_wait: Callable[[], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -355,13 +356,14 @@ class RedisCommitter:
 
         Args:
             backend: Celery's result backend for Redis, of the thread that commits.
-            connect_broker: Makes a client of the broker's database, if that is on another server.
             on_wait: Called when results must wait because Redis is away.
             sleep: Waits for a number of seconds.
         """
         self._backend = backend
         self._results = RetryingRedis(partial(make_results_client, backend), on_wait, sleep)
-        self._broker = RetryingRedis(connect_broker, on_wait, sleep)
+        #: Had the leases of the last batch that was committed in steps.
+        self._store_asked: Any = None
+        self._broker = RetryingRedis(lambda: self._store_asked.client, on_wait, sleep)
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
         self._elsewhere = ""
@@ -382,7 +384,7 @@ class RedisCommitter:
             One status per job, in order.
         """
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
-        if context.worker == self._unknown:
+        if context.store.worker == self._unknown:
             return statuses
         # Celery's own `now` reads settings, and so takes four times as long.
         writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), info)
@@ -424,12 +426,13 @@ class RedisCommitter:
 
     def _run(self, part: Sequence[_Entry], context: CommitContext) -> Sequence[CommitStatus]:
         try:
-            if context.worker != self._elsewhere:
-                answer, tries = self._store(part, context, context.broker_db)
+            store = context.store
+            if store.worker != self._elsewhere:
+                answer, tries = self._store(part, context, store.db)
                 if answer is not None:
                     statuses = [COMMIT_STATUSES[digit] for digit in answer]
                     return _recognise(part, statuses) if tries else statuses
-                self._elsewhere = context.worker
+                self._elsewhere = store.worker
             return self._run_in_steps(part, context)
         except (redis.RedisError, OSError) as refusal:
             self._complain(refusal)
@@ -443,12 +446,11 @@ class RedisCommitter:
         The leases end last. If this process dies before that, the jobs run again, and what they
         answer then is not stored: a SUCCESS is never overwritten.
         """
-        worker, keys = context.worker, (context.workers_key, context.lease_key)
-        held = self._ask_broker("held", context, keys, worker, _tokens(part))
+        store = context.store
+        keys = (store.keys.workers, store.lease_key)
+        held = self._ask_broker("held", store, keys, store.worker, _tokens(part))
         if held is None:
-            self._unknown = worker
-            # The next worker id may be of another broker.
-            self._broker.disconnect()
+            self._unknown = store.worker
             return [CommitStatus.NEEDS_TRACER] * len(part)
         statuses = {entry.index: CommitStatus.FENCED for entry in part}
         ours = [entry for entry, digit in zip(part, held, strict=True) if digit == ord("1")]
@@ -459,15 +461,18 @@ class RedisCommitter:
                 statuses[entry.index] = COMMIT_STATUSES[digit]
             ended = [each for each in ours if statuses[each.index] is CommitStatus.COMMITTED]
             if ended:
-                self._ask_broker("end", context, keys[1:], _tokens(ended))
+                self._ask_broker("end", store, keys[1:], _tokens(ended))
         return [statuses[entry.index] for entry in part]
 
     def _ask_broker(
-        self, script: str, context: CommitContext, keys: Sequence[str], *args: str
+        self, script: str, store: LeaseStore, keys: Sequence[str], *args: str
     ) -> bytes | None:
+        if store is not self._store_asked:
+            self._broker.disconnect()
+            self._store_asked = store
         answer: bytes | None
         answer, _ = self._broker.attempt(
-            lambda broker: broker.scripts.run_once(script, keys, *args), context.lease_key
+            lambda broker: broker.scripts.run_once(script, keys, *args), store.lease_key
         )
         return answer
 
@@ -485,9 +490,10 @@ class RedisCommitter:
         # Once if that is the same for all.
         given = [keep_s.get(entry.index) for entry in part] if keep_s else [None]
         expiries = " ".join(str(expires_s(app_s, each)) for each in given)
-        keys: list[Any] = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
+        leases = context.store
+        keys: list[Any] = [leases.keys.workers, leases.lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
-            context.worker,
+            leases.worker,
             get_database(self._results.client.connection_pool),
             "" if broker_db is None else broker_db,
             expiries,
@@ -498,7 +504,7 @@ class RedisCommitter:
         if context.completion_streams:
             self._add_completion_streams(keys, args, part, context.completion_streams)
         return self._results.attempt(
-            lambda results: results.scripts.run_once("commit", keys, *args), context.lease_key
+            lambda results: results.scripts.run_once("commit", keys, *args), leases.lease_key
         )
 
     def _add_completion_streams(

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -116,7 +117,7 @@ class CommitEligibility:
             return None
         completion_streams, keep_s = _replies(jobs)
         return CommitContext(
-            **_describe(store),
+            store=store,
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
             is_listened=listens_after(task),
@@ -193,7 +194,7 @@ def piece_context(
     if not streamed:
         return None
     leases = {index: call.lease for index, call in streamed.items()}
-    return PieceContext(
+    context = PieceContext(
         tokens={
             index: "" if lease is None else lease.token
             for index, lease in leases.items()
@@ -202,18 +203,16 @@ def piece_context(
         resumed=[call.task_id for call in streamed.values() if _may_have_run(call)],
         max_pieces=settings.stream_max_pieces,
         grace_s=settings.stream_grace_s,
-        **({} if store is None else _describe(store)),
     )
-
-
-def _describe(store: LeaseStore) -> dict[str, Any]:
-    """What scripts must know of leases."""
-    return {
-        "worker": store.worker,
-        "workers_key": store.keys.workers,
-        "lease_key": store.lease_key,
-        "broker_db": store.db,
-    }
+    if store is None:
+        return context
+    return replace(
+        context,
+        worker=store.worker,
+        workers_key=store.keys.workers,
+        lease_key=store.lease_key,
+        broker_db=store.db,
+    )
 
 
 def _may_have_run(call: TaskCall) -> bool:

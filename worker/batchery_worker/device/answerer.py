@@ -4,7 +4,6 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from celery import Celery
@@ -17,7 +16,7 @@ from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace
 from batchery.protocol import headers as multi_item
 from batchery_worker.batch import DeviceBatch, JobAnswer
-from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter, broker_client
+from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
 from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.ipc.messages import Reply, ResultsWait
 from batchery_worker.plain_values import Encoded, encoded, is_plain, joined, plain_json
@@ -52,8 +51,7 @@ class Answerer:
         self._pieces = pieces
         self._tell = tell
         self._end = end
-        connect = partial(broker_client, app)
-        self._committer = RedisCommitter(app.backend, connect, self._say_waiting)
+        self._committer = RedisCommitter(app.backend, self._say_waiting)
         self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0

@@ -69,12 +69,7 @@ def test_a_leased_plain_job_may_be_committed() -> None:
     )
     assert context is not None
     assert context.jobs == [("7", 250.0, {"group_id": "g"})]
-    assert (context.worker, context.lease_key, context.broker_db) == (
-        "w1",
-        "pre.batchery:lease:w1",
-        3,
-    )
-    assert context.workers_key == "pre.batchery:workers"
+    assert context.store is lease_store
     assert context.text_chars is None
 
 

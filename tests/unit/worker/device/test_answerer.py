@@ -64,7 +64,8 @@ def computed(context: CommitContext | None, *outcomes: Any) -> DeviceBatch:
 
 
 def context(text_chars: int | None = None) -> CommitContext:
-    return CommitContext("w", "workers", "leases", 0, [("1", 0.0, {})] * 3, text_chars)
+    store: Any = None
+    return CommitContext(store, [("1", 0.0, {})] * 3, text_chars)
 
 
 Plain = st.recursive(
