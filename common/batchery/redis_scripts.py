@@ -15,10 +15,6 @@ from hiredis import pack_command
 
 T = TypeVar("T")
 
-#: The keys of one call of a script, and its arguments.
-ScriptCall = tuple[Sequence[Any], Sequence[Any]]
-
-
 #: A line with which a script asks for a file of functions, whose text comes before its own.
 _INCLUDE = re.compile(r"^-- include (\w+)\.lua$", re.MULTILINE)
 
@@ -182,36 +178,6 @@ class RedisScripts:
     def _release(self) -> None:
         connection, self._connection = self._connection, None
         self._client.connection_pool.release(connection)
-
-    def run_many(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Runs a script several times in one round trip, with the retries of the client.
-
-        Args:
-            name: A script that may safely be called twice: if the server did not know it, all calls
-                are sent again.
-            calls: Keys and arguments of each call.
-
-        Returns:
-            The answers in order; an exception for each call that Redis refused.
-
-        Raises:
-            redis.RedisError: Redis does not answer.
-        """
-        took, began_s = self.times[name], perf_counter()
-        answers = self._run_pipeline(name, calls)
-        took.calls += 1
-        took.seconds += perf_counter() - began_s
-        if any(isinstance(each, redis.exceptions.NoScriptError) for each in answers):
-            self._load(name)
-            answers = self._run_pipeline(name, calls)
-        return answers
-
-    def _run_pipeline(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        with self._client.pipeline(transaction=False) as pipe:
-            for keys, args in calls:
-                pipe.evalsha(self._digest(name), len(keys), *keys, *args)
-            answers: list[Any] = pipe.execute(raise_on_error=False)
-        return answers
 
     def _load(self, name: str) -> None:
         self._client.script_load(script_text(self._folder, name))
