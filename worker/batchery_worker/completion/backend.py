@@ -131,6 +131,11 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
     #: The class of the backend that the app chose.
     stock_class: type
 
+    @property
+    def always_retry(self) -> bool:
+        """Whether calls are tried again: those of a completion; others if the app wants it."""
+        return bool(vars(self)["always_retry"]) or current_completion() is not None
+
     def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
         meta: dict[str, Any] = super()._get_result_meta(*args, **keywords)
         completion = current_completion()
@@ -214,9 +219,9 @@ def for_completion(backend: Any) -> Any:
         return backend
     stock: Any = type(backend)
     backend.__class__ = _completion_class(stock)
-    if not backend.always_retry:
+    if not vars(backend)["always_retry"]:
         # An app that sets `always_retry` keeps its own settings for retries.
-        backend.always_retry, backend.max_retries = True, STORE_RETRIES
+        backend.max_retries = STORE_RETRIES
         if isinstance(backend, RedisBackend):
             client: redis.Redis = backend.client
             client.set_retry(DeadlineRetry(client.get_retry()))
