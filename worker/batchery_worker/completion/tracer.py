@@ -5,7 +5,6 @@ step of a chain, and counts chord parts. All of that is Celery's own code. Here 
 nothing: it takes its outcome from the completion that is current while the tracer runs.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from traceback import walk_stack, walk_tb
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import redis
 from billiard.einfo import (  # type: ignore[attr-defined]
@@ -52,7 +51,6 @@ class Tracer:
     def __init__(self, app: Celery) -> None:
         self._app = app
         trace.send_prerun = _send_prerun_once
-        log_each_traceback_once()
         #: By the name of the task.
         self._tracers: dict[str, Callable[..., Any]] = {}
 
@@ -117,14 +115,30 @@ class Tracer:
 
 
 class OutcomeInfo(trace.TraceInfo):
-    """Celery's report of how a job ended; a failure that its function returned was expected."""
+    """Celery's report of how a job ended; one fault that fails a whole batch is shown once.
+
+    A failure that the function has returned was expected, and has no traceback.
+    """
 
     __slots__ = ()
+
+    #: Guards the batch id and the traceback that were logged last.
+    _lock = threading.Lock()
+    _logged = ("", "")
 
     def _log_error(self, task: Any, req: Any, einfo: Any) -> None:
         completion = current_completion()
         if isinstance(completion, Completion) and completion.is_announced:
             task = SimpleNamespace(name=task.name, throws=(BaseException,))
+        elif isinstance(completion, Completion) and completion.info is not None:
+            fault = (completion.info["id"], einfo.traceback)
+            with self._lock:
+                is_known, OutcomeInfo._logged = fault == self._logged, fault
+            if is_known:
+                shown = {
+                    name: getattr(einfo, name) for name in ("exception", "traceback", "internal")
+                }
+                einfo = SimpleNamespace(**shown, exc_info=None)
         super()._log_error(task, req, einfo)  # type: ignore[misc]
 
 
@@ -159,42 +173,6 @@ def is_announced(outcome: Any) -> bool:
         return False
     ours = BatcheryError, SoftTimeLimitExceeded, TimeLimitExceeded
     return type(outcome.exception) is ItemFailed or not isinstance(outcome.exception, ours)
-
-
-class TracebackFilter(logging.Filter):
-    """Leaves out of Celery's line of a failed job a traceback that its batch has logged before.
-
-    One fault of a function, such as a wrong number of outcomes, may fail each job of a batch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-        #: Batch id and traceback of the last failure, and the first job that was logged with both.
-        self._last: tuple[Any, str] = (None, "")
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Called by `logging`; keeps each record."""
-        completion, context = current_completion(), cast(Any, record.args)
-        is_failure = record.exc_info and isinstance(context, dict) and "traceback" in context
-        if is_failure and isinstance(completion, Completion) and completion.info is not None:
-            with self._lock:
-                key = (completion.info["id"], context["traceback"])
-                if key != self._last[0]:
-                    self._last = (key, completion.task_id)
-                first = self._last[1]
-            if first != completion.task_id:
-                record.exc_info = None
-                record.msg = f"{record.msg}; the traceback is that of %(first)s, in the same batch"
-                record.args = {**context, "first": first}
-        return True
-
-
-def log_each_traceback_once() -> None:
-    """Puts a filter before Celery's log of failed jobs, in the place of an earlier worker's."""
-    stock = logging.getLogger(trace.__name__)
-    stock.filters[:] = [each for each in stock.filters if not isinstance(each, TracebackFilter)]
-    stock.addFilter(TracebackFilter())
 
 
 def _begun(task_id: str) -> ListenedJob | None:
