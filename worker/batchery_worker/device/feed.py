@@ -225,7 +225,7 @@ class Feed:
         """Takes from other queues from now on."""
         self._serve(self._jobs.with_queues(sizes))
         self.source.select_queues(self._jobs.queues)
-        self._wake()
+        self._tell_news()
 
     def _describe(self) -> None:
         """Tells other workers, through Redis, what this device takes, and how much it holds."""

@@ -59,13 +59,7 @@ class RedisSource:
     It waits for a broker that is away, as Celery's consumer does, and keeps its leases meanwhile.
     If there are several brokers, it goes to the next one: what only waits goes back to its queue
     as soon as the first one answers, and what runs is finished with its lease there.
-
-    Its public attributes are the `Queues` of a `Fetcher`.
     """
-
-    sep = ""
-    global_keyprefix = ""
-    priority_steps: Sequence[int] = ()
 
     def __init__(
         self,
@@ -92,8 +86,10 @@ class RedisSource:
         self._hostname = hostname
         #: Names of the queues.
         self.names = list(queues)
-        self.levels = levels
-        self.cycle: Any = None
+        self._levels = levels
+        self._cycle: Any = None
+        #: A channel of kombu's, closed: it knows how lists are named.
+        self._channel: Any = None
         self.workload: Workload | None = None
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
@@ -127,9 +123,6 @@ class RedisSource:
     def prepare_anew(self) -> None:
         """Compares leases with Redis before more messages are taken."""
         self._is_stale = True
-
-    def _q_for_pri(self, queue: str, pri: int) -> str:
-        return f"{queue}{self.sep}{pri}" if pri else queue
 
     # Connecting
 
@@ -182,9 +175,8 @@ class RedisSource:
     def _open(self, number: int) -> Place:
         """Registers this device as a holder with a broker."""
         with open_channel(self._app, self._brokers[number]) as channel:
-            self.sep, self.global_keyprefix = channel.sep, channel.global_keyprefix
-            self.priority_steps = channel.priority_steps
-            self.cycle = cycle_by_name(channel.queue_order_strategy)()
+            self._channel = channel
+            self._cycle = cycle_by_name(channel.queue_order_strategy)()
             pool = channel._get_pool(asynchronous=True)
             store = LeaseStore(
                 channel._make_separate_client(SOCKET_TIMEOUT_S),
@@ -193,7 +185,8 @@ class RedisSource:
             )
         store.open()
         inbox = Inbox(self._app, store, self._deliver, self.prepare_anew)
-        self._place = Place(number, store, pool, inbox, Fetcher(self, store))
+        fetcher = Fetcher(channel, store, self._levels)
+        self._place = Place(number, store, pool, inbox, fetcher)
         self.select_queues(self.names)
         self.on_joined(store.worker, number)
         return self._place
@@ -201,8 +194,8 @@ class RedisSource:
     def select_queues(self, queues: Sequence[str]) -> None:
         """Takes from other queues from now on."""
         self.names = list(queues)
-        if self.cycle is not None:
-            self.cycle.update(self.names)
+        if self._cycle is not None:
+            self._cycle.update(self.names)
         self._is_stale = True
 
     def _disconnect(self) -> None:
@@ -290,13 +283,14 @@ class RedisSource:
     def ask(self) -> bool:
         """Sends the question which messages there are; False if none is wanted, or possible."""
         place = self._place
-        if self._redis is None or place is None or place.store.fenced:
+        if self._redis is None or place is None or place.store.fenced or self.workload is None:
             return False
         try:
             was_stale, self._is_stale = self._is_stale, False
             if was_stale:
                 self._reconcile(place)
-            if place.fetcher.ask(self._redis):
+            queues = tuple(self._cycle.consume(len(self.names)))
+            if place.fetcher.ask(self._redis, queues, self.workload):
                 return True
             if was_stale or place.fetcher.is_entered:
                 # Others would go on giving back what they hold.
@@ -326,7 +320,7 @@ class RedisSource:
             place.store.fenced = True
             return []
         if answer:
-            self.cycle.rotate(self.find_queue(self.keys[answer[2]]))
+            self._cycle.rotate(self.find_queue(self.keys[answer[2]]))
         # A push may have come behind the answer. If asking again brings nothing either, a key is no
         # list, and the next sweep looks again.
         was_fruitless, took_all = self._fruitless, fetcher.took_all
@@ -366,10 +360,12 @@ class RedisSource:
 
     def find_like(self, key: str, name: str) -> str:
         """The list of a name that has the priority step of a key."""
-        return self._q_for_pri(name, self._find_place(key)[1])
+        found: str = self._channel._q_for_pri(name, self._find_place(key)[1])
+        return found
 
     def _find_place(self, key: str) -> tuple[str, int]:
-        return split_list(key.removeprefix(self.global_keyprefix), self.sep)
+        channel = self._channel
+        return split_list(key.removeprefix(channel.global_keyprefix), channel.sep)
 
     def _reconcile(self, place: Place) -> None:
         """Compares the leases with those in Redis: an answer may have died with a connection."""

@@ -41,8 +41,8 @@ class Admission:
         self._settings = settings
         self._clock = clock
         self._options: dict[str, TaskOptions] = {}
-        #: Class by priority.
-        self._classes = [settings.find_class(priority) for priority in range(LOWEST_PRIORITY + 1)]
+        #: By priority, of jobs without a tenant.
+        self._lanes = [Lane(settings.find_class(each), "") for each in range(LOWEST_PRIORITY + 1)]
 
     def options(self, task: BatchTask) -> TaskOptions:
         """The options of a task: its own, or those of the settings."""
@@ -119,7 +119,8 @@ class Admission:
         """The lane of jobs with a priority, as their message has it, and of a tenant."""
         if type(priority) is not int:
             priority = 0
-        return Lane(self._classes[max(0, min(priority, LOWEST_PRIORITY))], tenant)
+        lane = self._lanes[max(0, min(priority, LOWEST_PRIORITY))]
+        return lane._replace(tenant=tenant) if tenant else lane
 
 
 def encode_keywords(keywords: Mapping[str, Any] | None) -> str:
