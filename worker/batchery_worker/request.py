@@ -1,7 +1,8 @@
 """Celery's request, which also knows its lease, and in which batch it ran."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import redis
@@ -36,6 +37,10 @@ def give_back(request: Any) -> None:
     request.reject(requeue=True)
 
 
+def _noted(end: Callable[..., None], ends: list[Callable[[], None]]) -> Callable[..., None]:
+    return lambda *args: ends.append(partial(end, *args))
+
+
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
@@ -67,6 +72,25 @@ class BatchRequest(_Request):  # type: ignore[misc]
     def lease(self) -> LeaseHandle | None:
         """The message's lease; None where there is none (any more), as with other transports."""
         return None if self.acknowledged else self._lease
+
+    def on_failure(self, *args: Any, **options: Any) -> None:
+        """Fails the job, and ends its message behind that: Celery ends it first.
+
+        Raises:
+            Exception: The failure cannot be stored, as its backend is away; the message is held.
+        """
+        ends: list[Callable[[], None]] = []
+        stock = self._on_ack, self._on_reject
+        self._on_ack, self._on_reject = (_noted(end, ends) for end in stock)
+        try:
+            super().on_failure(*args, **options)
+        except BaseException:
+            self.acknowledged = False
+            raise
+        finally:
+            self._on_ack, self._on_reject = stock
+        for end in ends:
+            end()
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """Drops the job while it runs; it also ends if its batch has no others."""
