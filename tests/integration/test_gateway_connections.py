@@ -22,6 +22,7 @@ from batchery_producer.gateway import guard
 from batchery_producer.gateway.callers import Callers, make_key
 from batchery_producer.gateway.connection import Connection
 from batchery_producer.gateway.guard import Guard
+from batchery_producer.gateway.metrics import Measurements
 from conftest import StartGateway
 from support.gateway import EMBED, metric_samples
 from support.harness import wait_for
@@ -115,7 +116,8 @@ def serving(**wanted: Any) -> Iterator[Door]:
     """A guard with these settings, in a thread."""
     gateway = GatewaySettings.model_validate({"keys": KEYS, **wanted})
     settings = Settings().model_copy(update={"gateway": gateway})
-    web = Guard(application, callers=Callers(settings), settings=gateway)
+    measurements = Measurements()
+    web = Guard(application, callers=Callers(settings), settings=gateway, measurements=measurements)
     timeouts = {
         "head_timeout_s": gateway.body_timeout_s,
         "send_timeout_s": gateway.send_timeout_s,

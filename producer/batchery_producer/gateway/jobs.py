@@ -51,9 +51,6 @@ RETRY_S = 5.0
 #: Jobs that the worker beside a gateway runs at once; most of them wait.
 SLOTS = 16
 
-#: How often somebody looks whether that worker is there, in seconds.
-LOOK_S = 1.0
-
 #: After how long a worker that has ended is started again, in seconds.
 RESTART_S = 5.0
 
@@ -66,11 +63,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def app_settings(app: Celery, *, anew: bool = False) -> Settings:
+def app_settings(app: Celery) -> Settings:
     """The settings of an app; those of the environment and the file if `install` was not called."""
     try:
-        installation = get_installation(app)
-        return installation.read_settings() if anew else installation.settings
+        return get_installation(app).settings
     except SettingsError:
         return Settings.load(app.conf)
 
@@ -186,39 +182,31 @@ def tidy(context: JobContext) -> None:
 
 
 @contextmanager
-def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
+def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
     """Keeps a worker of the gateway's jobs running, which ends with this process.
-
-    Yields a function that has another one take its place, which reads the settings anew.
 
     Args:
         load: Gives the app, in the other process; can be pickled.
     """
-    is_over, replacing = threading.Event(), threading.Event()
+    is_over = threading.Event()
     # Not forked: threads and connections of ours must not be there.
     spawn: Any = multiprocessing.get_context("spawn")
 
     def keep() -> None:
         while not is_over.is_set():
+            # A daemon, so that multiprocessing ends it with this process.
             process = spawn.Process(target=run_worker, args=(load,), daemon=True)
             process.start()
-            while process.is_alive():
-                if replacing.wait(LOOK_S):
-                    process.terminate()
-                    process.join()
-            if not replacing.wait(RESTART_S):
+            process.join()
+            if not is_over.wait(RESTART_S):
                 code = process.exitcode
                 logger.warning("the worker beside ended (%s); another one starts", code)
-            replacing.clear()
 
-    keeper = threading.Thread(target=keep, daemon=True)
-    keeper.start()
+    threading.Thread(target=keep, daemon=True).start()
     try:
-        yield replacing.set
+        yield
     finally:
         is_over.set()
-        replacing.set()
-        keeper.join()
 
 
 @one_line_errors()

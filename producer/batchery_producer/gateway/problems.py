@@ -69,35 +69,33 @@ class Kind(StrEnum):
 
     Attributes:
         status: The usual status.
-        meaning: What it means to a caller, for the schema; empty if it stands there elsewhere.
     """
 
     status: int
-    meaning: str
 
-    def __new__(cls, value: str, status: int, meaning: str = "") -> Self:
+    def __new__(cls, value: str, status: int) -> Self:
         """Makes a kind of its row below."""
         kind = str.__new__(cls, value)
-        kind._value_, kind.status, kind.meaning = value, status, meaning
+        kind._value_, kind.status = value, status
         return kind
 
-    INVALID = "invalid", 422, "The request, or one of its items, is wrong."
-    EMPTY = "empty", 422, "There is nothing to do."
-    TOO_LARGE = "too_large", 413, "Too many items, characters or bytes."
-    TOO_SLOW = "too_slow", 408, "The body did not come in time."
-    NOT_JSON = "not_json", 415, "The headers say that the body is no JSON, or compressed."
-    UNAUTHORIZED = "unauthorized", 401, "No key, or a wrong one."
-    FORBIDDEN = "forbidden", 403, "This host is not served."
-    NOT_FOUND = "not_found", 404, "There is nothing of this name."
+    INVALID = "invalid", 422
+    EMPTY = "empty", 422
+    TOO_LARGE = "too_large", 413
+    TOO_SLOW = "too_slow", 408
+    NOT_JSON = "not_json", 415
+    UNAUTHORIZED = "unauthorized", 401
+    FORBIDDEN = "forbidden", 403
+    NOT_FOUND = "not_found", 404
     # No model can do this, though there may be one of the name.
-    UNSUPPORTED = "unfit", 404, "No model can do this."
+    UNSUPPORTED = "unfit", 404
     CONFLICT = "conflict", 409
     NO_SUCH_METHOD = "no_such_method", 405
-    OVERLOADED = "overloaded", 429, "Too many requests; come again after `Retry-After`."
-    FAILED = "failed", 500, "The model failed."
-    BAD_GATEWAY = "bad_gateway", 502, "The server behind the model failed."
-    UNAVAILABLE = "unavailable", 503, "Redis is away, or full."
-    TIMEOUT = "timeout", 504, "No result in time."
+    OVERLOADED = "overloaded", 429
+    FAILED = "failed", 500
+    BAD_GATEWAY = "bad_gateway", 502
+    UNAVAILABLE = "unavailable", 503
+    TIMEOUT = "timeout", 504
     # Nobody reads it; as nginx logs callers who hang up.
     GONE = "gone", 499
 
@@ -199,6 +197,11 @@ class ErrorFormat(NamedTuple):
         """The status of a kind."""
         return self.status.get(kind, kind.status)
 
+    @property
+    def responses(self) -> dict[int | str, dict[str, Any]]:
+        """What the schema says of its errors."""
+        return {"4XX": {"model": self.schema}, "5XX": {"model": self.schema}}
+
 
 class OpenAIErrorDetails(TypedDict):
     """What is wrong, as OpenAI tells it."""
@@ -283,7 +286,7 @@ FORMS: dict[str, ErrorFormat] = {
     "/v1/rerank": COHERE,
     "/v2/": COHERE,
     **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity"), TEI),
-    **dict.fromkeys(("/info", "/health", "/metrics"), TEI),
+    "/info": TEI,
 }
 
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
@@ -300,12 +303,13 @@ def choose_error_format(path: str) -> ErrorFormat:
 LOGGED = (Kind.FAILED, Kind.BAD_GATEWAY, Kind.TIMEOUT)
 
 
-def log_failure(scope: Scope, problem: Problem) -> None:
-    """Logs that a request fails, with the id that its caller sees."""
+def log_failure(scope: Scope, problem: Problem, error: BaseException | None = None) -> None:
+    """Logs that a request fails, with the id that its caller sees, and the trace of an error."""
     if problem.kind in LOGGED or problem.detail:
         why = " ".join((problem.detail or problem.message).split())
         request = (scope["state"]["request_id"], scope["method"], scope["path"])
-        logger.warning("request %s: %s %.200r: %s: %.500s", *request, problem.kind, why)
+        line = "request %s: %s %.200r: %s: %.500s"
+        logger.warning(line, *request, problem.kind, why, exc_info=error)
 
 
 def answer(path: str, problem: Problem) -> Response:

@@ -31,6 +31,7 @@ from batchery_producer.gateway.inference import (
 )
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import (
+    OPENAI,
     Kind,
     Problem,
     build_problem,
@@ -55,7 +56,7 @@ from batchery_producer.openai_generation import (
     list_choices,
 )
 
-router = APIRouter(tags=["openai"], route_class=JsonRoute)
+router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.responses)
 
 #: Kinds of models that write.
 KINDS = ("generation",)

@@ -32,15 +32,15 @@ from batchery_producer.gateway.inference import (
     read_items,
 )
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import OPENAI, Kind, Problem
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
-router = APIRouter(tags=["openai"], route_class=JsonRoute)
+router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.responses)
 
 #: For routes without JSON, whose bodies and answers may take long.
-plain_router = APIRouter(tags=["openai"])
+plain_router = APIRouter(tags=["openai"], responses=OPENAI.responses)
 
 
 class JinaText(RequestBody):
