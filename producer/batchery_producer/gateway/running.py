@@ -14,7 +14,7 @@ from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.health import Absence, Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import ModelInfo, PerModel, ServedModels, read_info
+from batchery_producer.gateway.models import ModelInfos, ServedModels
 from batchery_producer.gateway.store import Store, TaskRecords
 
 
@@ -27,7 +27,7 @@ class Gateway:
     models: ServedModels
     client: AsyncClient
     health: Health
-    infos: PerModel[ModelInfo]
+    infos: ModelInfos
     files: FileStore
     batches: BatchStore
     store: Store
@@ -69,7 +69,7 @@ async def running(
                 models=models,
                 client=client,
                 health=health,
-                infos=PerModel(read_info),
+                infos=ModelInfos(),
                 files=files,
                 batches=BatchStore(store, files),
                 store=store,

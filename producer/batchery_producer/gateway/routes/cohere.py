@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from batchery_producer.gateway.answers import best_first, json_response
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     choose_prompt,
     embed_items,
     read_items,
@@ -46,7 +46,7 @@ class CohereRerankRequest(RequestBody):
         list[Document],
         expected("a list of texts, or of objects of texts"),
         Field(
-            description="Texts, or objects with the field `text` or those of `rank_fields`.",
+            description="Texts, or objects with the field `text`.",
             examples=[["the cat sleeps", {"text": "the dog barks"}]],
         ),
     ]
@@ -54,9 +54,7 @@ class CohereRerankRequest(RequestBody):
     return_documents: Annotated[
         bool | None, Field(description="Whether the answer has the documents, too.")
     ] = None
-    rank_fields: Annotated[
-        list[str] | None, Field(min_length=1, description="Fields of documents that count.")
-    ] = None
+    rank_fields: Unserved = None
 
 
 class CohereRerankV2Request(CohereRerankRequest):
@@ -108,9 +106,7 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     """
     served = get_gateway(request).models.find(body.model, ("rerank",))
     documents = read_items(request, "documents", body.documents)
-    # A field counts once, so the texts are not longer than the documents.
-    fields = list(dict.fromkeys(body.rank_fields or ["text"]))
-    texts = [_text(index, document, fields) for index, document in enumerate(documents)]
+    texts = [_find_text(index, document) for index, document in enumerate(documents)]
     items = [{"query": body.query, "text": text} for text in texts]
     found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
@@ -139,22 +135,14 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     return json_response(content)
 
 
-def _text(index: int, document: Document, fields: list[str]) -> str:
-    """The text of a document.
-
-    Raises:
-        Problem: It lacks a field.
-    """
+def _find_text(index: int, document: Document) -> str:
+    """The text of a document; raises a `Problem` if it has none."""
     if isinstance(document, str):
         return document
-    missing = [field for field in fields if field not in document]
-    if missing:
-        raise Problem(
-            Kind.INVALID,
-            f"document {index}: has no field {missing[0]!r:.80}; name others in rank_fields",
-            param="documents",
-        )
-    return "\n".join(document[field] for field in fields)
+    if "text" not in document:
+        text = f"document {index}: has no field 'text'"
+        raise Problem(Kind.INVALID, text, param="documents")
+    return document["text"]
 
 
 # Embed
@@ -247,8 +235,8 @@ async def _embed(
     if texts is None:
         raise Problem(Kind.EMPTY, "texts: is missing; send a text at least", param="texts")
     items = read_items(request, "texts", texts)
-    keywords = build_overflow_keywords(model, *TRUNCATION[body.truncate])
-    keywords |= await choose_prompt(request, model, "input_type", body.input_type)
+    keywords = build_keywords(model, *TRUNCATION[body.truncate])
+    keywords |= await choose_prompt(request, model, body.input_type)
     results = await embed_items(request, model, items, keywords, dimensions)
     vectors = [result["vector"] for result in results]
     types = body.embedding_types or ["float"]

@@ -6,7 +6,17 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
@@ -16,7 +26,6 @@ from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     FILE_ID,
-    INPUT_PURPOSE,
     ExpiresAfter,
     ExpirySeconds,
     FileObject,
@@ -26,7 +35,7 @@ from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import JsonRoute, TokenId
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     choose_prompt,
     embed_items,
     read_items,
@@ -41,6 +50,12 @@ router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.resp
 
 #: For routes without JSON, whose bodies and answers may take long.
 plain_router = APIRouter(tags=["openai"], responses=OPENAI.responses)
+
+
+def also_named(name: str, other: str) -> FieldInfo:
+    """What a field is called by OpenAI, or here, and by another vendor."""
+    found: FieldInfo = Field(validation_alias=AliasChoices(name, other))
+    return found
 
 
 class JinaText(RequestBody):
@@ -66,29 +81,26 @@ class EmbeddingsRequest(RequestBody):
         ),
     ]
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int | None, Field(ge=1)] = None
-    user: str | None = None
-    embedding_type: Annotated[
-        Literal["float", "base64"] | None, Field(description="Jina's `encoding_format`.")
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, also_named("encoding_format", "embedding_type")
     ] = None
-    output_dtype: Literal["float"] | None = None
-    output_dimension: Annotated[int | None, Field(ge=1, description="Voyage's `dimensions`.")] = (
+    dimensions: Annotated[int | None, Field(ge=1), also_named("dimensions", "output_dimension")] = (
         None
     )
-    task: Annotated[str | None, Field(description="Jina's `input_type`.")] = None
+    output_dtype: Literal["float"] | None = None
     input_type: Annotated[
         str | None,
+        also_named("input_type", "task"),
         Field(description="Puts the model's prompt for that in front, such as `query`."),
     ] = None
-    truncation: Annotated[bool | None, Field(description="Voyage's `truncate`.")] = None
     truncate: Annotated[
         bool | None,
+        also_named("truncate", "truncation"),
         Field(description="Cut texts that are too long; the model's setting if missing."),
     ] = None
-    normalized: Annotated[bool | None, Field(description="Jina's `normalize`.")] = None
     normalize: Annotated[
         bool | None,
+        also_named("normalize", "normalized"),
         Field(description="Scale vectors to length 1; the model's setting if missing."),
     ] = None
     late_chunking: Unserved = None
@@ -101,32 +113,6 @@ class EmbeddingsRequest(RequestBody):
         if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
             return self.input
         return [each.text if isinstance(each, JinaText) else each for each in self.input]
-
-    def choose_value(self, *fields: str) -> Any:
-        """The value of fields that mean the same.
-
-        Raises:
-            Problem: They have two.
-        """
-        said = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        if len(set(said.values())) > 1:
-            text = f"{' and '.join(said)}: mean the same, and have different values; send one"
-            raise Problem(Kind.INVALID, text, param=next(iter(said)))
-        return next(iter(said.values()), None)
-
-    async def keywords(self, request: Request, model: ServedModel) -> dict[str, Any]:
-        """Keywords of the job.
-
-        Raises:
-            Problem: Two fields clash, or the model has no such prompt.
-        """
-        found = build_overflow_keywords(model, self.choose_value("truncate", "truncation"))
-        scale = self.choose_value("normalize", "normalized")
-        if scale is not None and scale != model.settings.normalize:
-            found["normalize"] = scale
-        field = "task" if self.input_type is None else "input_type"
-        purpose = self.choose_value("input_type", "task")
-        return found | await choose_prompt(request, model, field, purpose)
 
 
 class EmbeddingObject(TypedDict):
@@ -159,11 +145,11 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     model = get_gateway(request).models.find(body.model, ("embedding",))
     if has_ids(body.input) and not model.is_own_name(body.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
-    dimensions = body.choose_value("dimensions", "output_dimension")
-    as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
+    as_text = body.encoding_format == "base64"
     items = read_items(request, "input", body.items)
-    keywords = await body.keywords(request, model)
-    results = await embed_items(request, model, items, keywords, dimensions)
+    keywords = build_keywords(model, body.truncate, normalize=body.normalize)
+    keywords |= await choose_prompt(request, model, body.input_type)
+    results = await embed_items(request, model, items, keywords, body.dimensions)
     vectors = [result["vector"] for result in results]
     data = (
         {"object": "embedding", "index": index, "embedding": each if as_text else numbers(each)}
@@ -221,26 +207,6 @@ def _describe_model(name: str, model: ServedModel) -> dict[str, Any]:
 #: and some take the square of a length to decode, while the event loop stands still.
 MAX_FIELDS, FIELD_BYTES = 10, 1024
 
-UPLOAD_SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": [INPUT_PURPOSE]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer"},
-                    },
-                }
-            }
-        },
-    }
-}
-
 
 class FileDeleted(BaseModel):
     """A file that was removed."""
@@ -250,35 +216,37 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
-class UploadFields(BaseModel):
-    """What an upload has beside its file."""
+class Upload(BaseModel):
+    """A file of requests, as a form has it."""
 
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
     purpose: Literal["batch"]
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: ExpirySeconds | None = Field(None, alias="expires_after[seconds]")
 
 
-@plain_router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
+UPLOAD_SCHEMA = {"multipart/form-data": {"schema": Upload.model_json_schema()}}
+
+
+@plain_router.post(
+    "/v1/files",
+    openapi_extra={"requestBody": {"required": True, "content": UPLOAD_SCHEMA}},
+)
 async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
     gateway = get_gateway(request)
     check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES) as form:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise Problem(
-                Kind.INVALID, "file: missing; send multipart/form-data with a file", param="file"
-            )
         try:
-            fields = UploadFields.model_validate(dict(form))
+            upload = Upload.model_validate(dict(form))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = str(first["loc"][0])
-            raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
-        name, size = file.filename or "", file.size or 0
+            raise RequestValidationError(error.errors()) from error
+        name, size = upload.file.filename or "", upload.file.size or 0
         return await run_in_threadpool(
-            gateway.files.upload, request.state.caller, name, file.file, size, fields.seconds
+            gateway.files.upload, request.state.caller, name, upload.file.file, size, upload.seconds
         )
 
 

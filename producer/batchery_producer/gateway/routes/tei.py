@@ -17,7 +17,7 @@ from batchery_producer.gateway.answers import best_first, json_list, json_respon
 from batchery_producer.gateway.bodies import Inputs, JsonRoute, ModelName
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     check_growth,
     count_chars,
     embed_items,
@@ -60,7 +60,7 @@ class TextRequest(TeiRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        return build_overflow_keywords(model, self.truncate, self.truncation_direction)
+        return build_keywords(model, self.truncate, self.truncation_direction)
 
 
 class PromptRequest(TextRequest):
@@ -106,10 +106,7 @@ class EmbedRequest(InputsRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        found = super().keywords(model)
-        if self.normalize is not None and self.normalize != model.settings.normalize:
-            found["normalize"] = self.normalize
-        return found
+        return super().keywords(model) | build_keywords(model, None, normalize=self.normalize)
 
 
 class SparseValue(TypedDict):
@@ -446,53 +443,11 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
     "token_classification": (TokenRequest, find_entities),
 }
 
-#: Forms that the schema has for `POST /`.
-ROOT_FORMS: tuple[type[BaseModel], ...] = (
-    *(EmbedRequest, InputsRequest),
-    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
-)
-BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
-
 #: torch's names of number formats.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-Count = Annotated[int, Field(ge=0)]
-
-
-class ServerInfo(TypedDict):
-    """A model and the limits of the server, as TEI tells them."""
-
-    model_id: str
-    model_sha: str | None
-    model_dtype: Annotated[str, Field(description="`auto` where the device decides.")]
-    served_model_name: str
-    model_type: Annotated[
-        dict[str, dict[str, Any]],
-        Field(description="`embedding`, `classifier` or `reranker`, and its pooling or labels."),
-    ]
-    max_concurrent_requests: Count
-    max_input_length: Annotated[int, Field(ge=0, description="Tokens; 0 if unknown here.")]
-    max_batch_tokens: Annotated[int, Field(ge=0, description="0 where the device decides.")]
-    max_batch_requests: Count | None
-    max_client_batch_size: Count
-    auto_truncate: bool
-    tokenization_workers: Count
-    version: str
-    sha: str | None
-    docker_label: str | None
-
-
-@router.post(
-    "/",
-    response_model=None,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"anyOf": BODIES}}},
-        }
-    },
-)
+@router.post("/", response_model=None)
 async def root(
     request: Request, body: Annotated[dict[str, Any], Body()], model: ModelName = None
 ) -> Response:
@@ -515,7 +470,7 @@ async def root(
 
 def build_info(
     model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
-) -> ServerInfo:
+) -> dict[str, Any]:
     """A model and the limits of requests, in TEI's words."""
     own = model.settings
     return {
@@ -549,14 +504,14 @@ def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, A
     return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
-@router.get("/info", response_model=ServerInfo)
-async def info(request: Request, model: ModelName = None) -> Response:
+@router.get("/info")
+async def info(request: Request, model: ModelName = None) -> dict[str, Any]:
     """The first model, or the named one, and the limits of requests."""
     gateway = get_gateway(request)
     served = gateway.models.find(model, HANDLERS)
     try:
-        known: ModelInfo = await gateway.infos.of(served)
+        known: ModelInfo = await gateway.infos.find(served)
     except Problem:
         # Only a worker has its files.
         known = UNKNOWN
-    return json_response(build_info(served, known, gateway.settings, request.state.caller))
+    return build_info(served, known, gateway.settings, request.state.caller)
