@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -174,7 +174,7 @@ def read_info(model: ServedModel) -> ModelInfo:
     read = partial(read_file, model)
     config = read("config.json")
     # sentence-transformers reads its other files only where this one names its modules.
-    own = read if read("modules.json") else lambda _: {}
+    own: Callable[[str], Any] = read if read("modules.json") else lambda _: {}
     prompts = own("config_sentence_transformers.json").get("prompts") or {}
     limits = [
         config.get("max_position_embeddings"),
