@@ -32,7 +32,7 @@ from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, JobContext, SliceRun
+from batchery_producer.gateway.batches.run import BatchRun, JobContext
 from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
@@ -81,25 +81,15 @@ def get_context(app: Celery) -> JobContext:
 
 
 @shared_task(bind=True, name=BATCH, **OPTIONS)
-def run_batch(self: Any, batch_id: str, number: int | None = None) -> None:
-    """Begins a batch, or runs a slice of it; runs again if that is not done."""
+def run_batch(self: Any, batch_id: str) -> None:
+    """Goes on with a batch; runs again until that is over."""
     context = get_context(self.app)
     pause_s: float | None = None
-    name = "reading" if number is None else f"slice {number}"
     try:
-        record = context.batches.load(batch_id)
-        if record is None:
-            return
-        run = BatchRun(context, record)
-        with context.batches.attempt(batch_id, name) as lost:
-            if record.is_over:
-                run.tidy()
-            elif lost >= MAX_LOST_ATTEMPTS:
-                run.fail("lost_attempts", f"{name} has ended {lost} processes one after the other")
-            elif number is None:
-                run.begin()
-            else:
-                pause_s = SliceRun(context, record, number).run()
+        with context.batches.attempt(batch_id) as is_alone:
+            record = context.batches.load(batch_id) if is_alone else None
+            if record is not None:
+                pause_s = BatchRun(context, record).run()
     except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
         logger.warning("batch %s: tried again soon: %s", batch_id, error)
         pause_s = RETRY_S

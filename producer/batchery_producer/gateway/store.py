@@ -1,7 +1,7 @@
 """The Redis of the results: commands, the gateway's own jobs, and records of the tasks it sent.
 
 In that Redis gateways and their jobs keep what a kill must not lose, and any gateway may be asked.
-The jobs, slices of batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
+The jobs, batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
 so leases, heartbeats and redelivery are the queue's. Results are left where they are, so that
 several may read them.
 """
@@ -27,7 +27,7 @@ from batchery.protocol.headers import backend_prefix
 from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
 
-#: The task that begins a batch, or runs a slice of one.
+#: The task that runs a batch.
 BATCH = "batchery.gateway.batch"
 
 

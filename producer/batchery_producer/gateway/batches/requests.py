@@ -14,7 +14,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 import orjson
 from celery.utils.functional import chunks
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
@@ -219,17 +219,13 @@ ALIAS_IDS = (
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-#: Fields of other vendors that would change the vectors.
-UNSERVED = (
-    *("embedding_type", "output_dtype", "output_dimension", "task", "input_type", "truncation"),
-    *("truncate", "normalized", "normalize", "late_chunking", "return_multivector"),
-    "truncate_prompt_tokens",
-)
-
-
 class EmbeddingsLine(RequestBody):
-    """A body for embeddings."""
+    """A body for embeddings, with OpenAI's fields alone."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    user: Any = None
     input: Annotated[
         str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_ITEMS)],
         expected(f"a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"),
@@ -257,12 +253,8 @@ def read_items(url: str, body: Mapping[str, Any], *, is_own_name: bool = True) -
     for name in ("input", "prompt"):
         if has_ids(body.get(name)) and not is_own_name:
             raise InvalidItem(ALIAS_IDS.format(name, body["model"]))
-    kind = REQUESTS.get(url, EmbeddingsLine)
-    unserved = [name for name in UNSERVED if body.get(name) is not None]
-    if kind is EmbeddingsLine and unserved:
-        raise InvalidItem(f"{', '.join(unserved)}: not served in batch files; leave it out")
     try:
-        request = kind.model_validate(dict(body))
+        request = REQUESTS.get(url, EmbeddingsLine).model_validate(dict(body))
     except ValidationError as error:
         first = error.errors()[0]
         text = str(first["msg"]).removeprefix("Value error, ")

@@ -1,8 +1,9 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, BinaryIO, Literal
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
@@ -24,7 +25,6 @@ from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
-    CHUNK_BYTES,
     FILE_ID,
     ExpiresAfter,
     ExpirySeconds,
@@ -279,11 +279,13 @@ def get_file(request: Request, file_id: str) -> FileObject:
 def get_content(request: Request, file_id: str) -> Response:
     """The content of a file."""
     files, owner = get_gateway(request).files, get_owner(request.state.caller)
-    found, file = files.get(owner, file_id), files.open(owner, file_id)
+    found = files.get(owner, file_id)
+    content = files.read(owner, found)
+    first = next(content, b"")  # What is wrong with it has a status of its own.
     # A browser must not take what a caller sent for a page of ours.
     headers = {"Content-Length": str(found.bytes), "X-Content-Type-Options": "nosniff"}
     return StreamingResponse(
-        _read_parts(file), media_type="application/octet-stream", headers=headers
+        chain([first], content), media_type="application/octet-stream", headers=headers
     )
 
 
@@ -310,12 +312,6 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
             Kind.FORBIDDEN,
             f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
         )
-
-
-def _read_parts(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while part := file.read(CHUNK_BYTES):
-            yield part
 
 
 # Batches

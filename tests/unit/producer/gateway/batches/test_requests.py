@@ -142,7 +142,7 @@ def test_items_of_an_input_are_texts_or_token_ids() -> None:
         ([7, 8], {"is_own_name": False}, "'embed' is an alias"),
         ([[7]], {"is_own_name": False}, "'embed' is an alias"),
         *(
-            ("a", {name: 8}, f"^{name}: not served in batch files")
+            ("a", {name: 8}, f"^{name}: ")
             for name in EmbeddingsRequest.model_fields
             if name not in ("input", "model", "user", "encoding_format", "dimensions")
         ),
