@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,8 +90,7 @@ class Measured:
         models = {kind: {"kind": kind, "model": str(get_model_path())} for kind in KINDS}
         app = install(Celery("growth", broker=redis_url, backend=redis_url, set_as_current=False))
         settings = Settings.model_validate({"models": models, "gateway": {"worker_grace_s": 3600}})
-        http: Any = partial(Connection, head_timeout_s=60, send_timeout_s=60)
-        config = uvicorn.Config(make_app(app, settings), http=http, port=0, log_config=None)
+        config = uvicorn.Config(make_app(app, settings), http=Connection, port=0, log_config=None)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),))
         self._redis = Redis.from_url(redis_url)

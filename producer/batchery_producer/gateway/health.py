@@ -7,9 +7,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,8 +52,6 @@ class Absence:
         self._grace_s = grace_s
         self._seen_s = dict.fromkeys(queues, time.monotonic())
         self._looked_s = float("-inf")
-        #: What waits for results from each queue.
-        self._waiting: dict[str, set[asyncio.Timeout]] = {queue: set() for queue in queues}
         #: Names of the queues that nobody consumes.
         self.queues: Collection[str] = frozenset()
 
@@ -81,13 +78,6 @@ class Absence:
         self._seen(self._seen_s, now_s)
         self.queues = frozenset()
 
-    def refuse(self, queues: Collection[str]) -> None:
-        """Refuses requests for these queues from now on, and those that wait for them."""
-        self.queues = frozenset(queues)
-        for queue in self.queues:
-            for limit in self._waiting[queue]:
-                limit.reschedule(asyncio.get_running_loop().time())
-
     def check(self, model: str, queue: str) -> None:
         """Makes sure that a worker may be there.
 
@@ -104,27 +94,6 @@ class Absence:
                 retry_after_s=NO_WORKER_RETRY_S,
             )
 
-    @asynccontextmanager
-    async def refusing(self, model: str, queue: str) -> AsyncIterator[None]:
-        """Waits for results of a queue, unless and until nobody consumes it.
-
-        Raises:
-            Problem: Nobody does.
-        """
-        self.check(model, queue)
-        limits = self._waiting[queue]
-        try:
-            async with asyncio.timeout(None) as limit:
-                limits.add(limit)
-                try:
-                    yield
-                finally:
-                    limits.discard(limit)
-        except TimeoutError:
-            if limit.expired():
-                self.check(model, queue)
-            raise
-
 
 # Looks at Redis
 
@@ -133,10 +102,6 @@ logger = logging.getLogger("uvicorn.error")
 
 #: Seconds between two looks.
 INTERVAL_S = 1.0
-
-#: A look that takes longer, in seconds, is reported as a Redis that does not answer. Requests go on
-#: until it has failed, as a busy Redis may take so long.
-SLOW_S = 1.0
 
 
 class Health:
@@ -147,16 +112,9 @@ class Health:
         self.absence = absence
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
-        self._began_s: float | None = None
         self._workers: LiveWorkers | None = None
         # Of its own: threads that others share may all wait for Redis.
         self._thread = ThreadPoolExecutor(1, "batchery-health")
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether Redis does not answer, as far as is known at this moment."""
-        began_s = self._began_s
-        return bool(self.problem) or (began_s is not None and time.monotonic() - began_s > SLOW_S)
 
     def check(self) -> None:
         """Makes sure that jobs can be sent.
@@ -175,7 +133,6 @@ class Health:
 
     async def look(self) -> None:
         """Looks once."""
-        self._began_s = time.monotonic()
         try:
             absent = await asyncio.get_running_loop().run_in_executor(self._thread, self._look)
         except (StartError, OperationalError, RedisError, OSError) as error:
@@ -185,9 +142,7 @@ class Health:
             self.absence.forget(time.monotonic())
         else:
             self.problem = ""
-            self.absence.refuse(absent)
-        finally:
-            self._began_s = None
+            self.absence.queues = absent
 
     def _look(self) -> set[str]:
         """Returns the queues that nobody consumes."""
@@ -210,8 +165,8 @@ UNSEEN = "workers and queues cannot be looked at; the gateway's log says why"
 #: How long the workers may take to answer one, in seconds.
 ANSWER_TIMEOUT_S = 1.0
 
-#: How often those who wait for a survey look whether Redis answers, in seconds.
-SILENCE_CHECK_S = 0.1
+#: How long somebody waits for one, in seconds; then Redis hangs.
+SURVEY_S = 1.8
 
 #: After so long without a survey, in seconds, nothing is known of the time before.
 STALE_S = 2.0
@@ -264,10 +219,9 @@ class Monitor:
         asked = asyncio.wrap_future(self._watch.ask())
         # Whoever asked may have left before it fails.
         asked.add_done_callback(lambda each: each.cancelled() or each.exception())
-        while not (asked.done() or self._health.is_silent):
-            # A caller who hangs up does not cancel it for the others.
-            await asyncio.wait({asked}, timeout=SILENCE_CHECK_S)
-        if self._health.is_silent:
+        # A caller who hangs up does not cancel it for the others.
+        await asyncio.wait({asked}, timeout=0 if self._health.problem else SURVEY_S)
+        if not asked.done():
             return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
         if error := asked.exception():
             if redis_log_pace.is_due(str(error)):

@@ -209,11 +209,10 @@ async def run_outcomes(
     They run on behalf of the caller: with their tenant and class, and in the time that they have.
     """
     gateway, task = get_gateway(request), choose_task(request, model)
+    gateway.health.absence.check(model.name, model.queue)
     try:
-        async with gateway.health.absence.refusing(model.name, model.queue):
-            outcomes = await unless_gone(
-                request, task.outcomes(items, per_job=per_job, keywords=keywords)
-            )
+        call = task.outcomes(items, per_job=per_job, keywords=keywords)
+        outcomes = await unless_gone(request, call)
     except Problem:
         raise
     except Exception as error:

@@ -130,11 +130,7 @@ def configuration(
     return uvicorn.Config(
         make,
         factory=True,
-        http=partial(  # type: ignore[arg-type]
-            Connection,
-            head_timeout_s=gateway.body_timeout_s,
-            send_timeout_s=gateway.send_timeout_s,
-        ),
+        http=Connection,
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -203,14 +199,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StartError: The address cannot be had.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     sock.setblocking(False)

@@ -198,8 +198,7 @@ class PieceFeed:
         self._gone = asyncio.ensure_future(wait_gone(self._request))
         self._gone.add_done_callback(self._give_up)
         try:
-            async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
-                self._first = await self._next(read_timeout_s(self._request))
+            self._first = await self._next(read_timeout_s(self._request))
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
