@@ -171,7 +171,7 @@ def test_cohere_cuts_texts_as_asked(client_v2: cohere.ClientV2, gateway: Gateway
         ({"images": ["data:"]}, "images: expected null or false, as it is not served here"),
         ({"input_type": "classification"}, "input_type 'classification': the model has no prompt"),
         ({"texts": ["tea " * 20], "truncate": "NONE"}, "more than max_length = 8 tokens"),
-        ({"texts": None}, "texts: is missing"),
+        ({"texts": None}, "texts: an empty list"),
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, "whose content is one text"),
     ],
 )
@@ -236,9 +236,7 @@ def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
         gateway, ["tea", "the cat tea", "a dog tea", "tea " * 20]
     )
     jina = {"normalized": True, "late_chunking": False, "embedding_type": "float"}
-    assert vectors_of(gateway, [{"text": "tea"}], task="retrieval.passage", **jina)[0] == close(
-        plain
-    )
+    assert vectors_of(gateway, ["tea"], task="retrieval.passage", **jina)[0] == close(plain)
     assert vectors_of(gateway, "tea", task="retrieval.query", **jina)[0] == close(query)
     assert vectors_of(gateway, "tea", task="clustering")[0] == close(clustering)
     (packed,) = vectors_of(gateway, ["tea"], embedding_type="base64")

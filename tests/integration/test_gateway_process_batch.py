@@ -113,7 +113,7 @@ def test_limit_is_named(gateway: GatewayProcess, body: dict[str, Any], field: st
 
 def test_limits_themselves_are_allowed(gateway: GatewayProcess) -> None:
     texts = [f"  {'a' * 10_000}  ", *["the dog"] * 99]
-    answer = post(gateway, texts=texts, batch_size=32.0, max_length=1024).json()
+    answer = post(gateway, texts=texts, batch_size=32, max_length=1024).json()
     assert (answer["total_texts"], len(answer["results"])) == (100, 100)
     assert 1 <= answer["batch_info"]["actual_batches_used"] <= 4
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.routing import APIRoute
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -144,11 +144,3 @@ Inputs = Annotated[
         examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
     ),
 ]
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-#: Lets JSON write a whole number as 5.0.
-WHOLE = BeforeValidator(_whole)

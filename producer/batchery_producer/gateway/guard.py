@@ -22,7 +22,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 REQUEST_ID_HEADER = b"x-request-id"
 
 #: Paths that need no key: probes, and the page, which asks for one.
-OPEN_PATHS = frozenset({"/health", "/", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_PREFIX = "/page/"
 
 #: Bodies of this path may be as large as a file, and are not kept in memory.

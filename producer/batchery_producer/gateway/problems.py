@@ -143,11 +143,10 @@ def build_problem(error: BaseException) -> Problem:
         return _build_server_problem(error)
     if isinstance(error, UnknownJob):
         return Problem(Kind.NOT_FOUND, text)
-    if isinstance(error, NoResult | DeadlineExceeded):
-        return Problem(Kind.TIMEOUT, text)
-    if isinstance(error, TaskRevokedError) and text == "expired":
-        # Its worker's clock was ahead of ours.
-        return Problem(Kind.TIMEOUT, "no result in time")
+    # Where a job has expired, its worker's clock was ahead of ours.
+    is_expired = isinstance(error, TaskRevokedError) and text == "expired"
+    if is_expired or isinstance(error, NoResult | DeadlineExceeded):
+        return Problem(Kind.TIMEOUT, "no result in time" if is_expired else text)
     if isinstance(error, DatasetError):
         return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)
     if isinstance(error, GaveUp | BrokerRefused | OperationalError | RedisError):

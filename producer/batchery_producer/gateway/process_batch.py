@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from batchery.protocol.figures import WorkerFigures
 from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.answers import EVENTS_CONTENT, EventStream, write_event
-from batchery_producer.gateway.bodies import WHOLE, JsonRoute
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import PLAIN, Problem, build_problem
@@ -32,8 +32,8 @@ class ProcessBatchRequest(RequestBody):
     """Texts to label."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=100)]
-    max_length: Annotated[int, WHOLE, Field(ge=50, le=1024, description="In tokens.")] = 512
-    batch_size: Annotated[int, WHOLE, Field(ge=1, le=32, description="Texts in a message.")] = 16
+    max_length: Annotated[int, Field(ge=50, le=1024, description="In tokens.")] = 512
+    batch_size: Annotated[int, Field(ge=1, le=32, description="Texts in a message.")] = 16
     model: Annotated[str | None, Field(description="The first classifier if missing.")] = None
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:

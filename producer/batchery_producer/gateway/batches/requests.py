@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
-from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
+from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
 from batchery_producer.openai_generation import (
     REQUESTS,
     TOO_LONG_CODE,
@@ -67,14 +67,9 @@ SLICE_BYTES = 4 * 1024 * 1024
 EXPECTED = "expected an object with custom_id, method, url and body"
 
 
-class WrongLine(ValueError):
+def _wrong(code: str, message: str, param: str | None = None) -> Problem:
     """What makes a line no request of its file."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+    return Problem(Kind.INVALID, message, code=code, param=param)
 
 
 @dataclass(slots=True)
@@ -120,17 +115,18 @@ def read_file(
             first = seen.setdefault(blake2b(id_.encode(), digest_size=16).digest(), line)
             if first != line:
                 text = f"the id {id_!r:.100} is already used in line {first}"
-                raise WrongLine("duplicate_custom_id", text, "custom_id")
+                raise _wrong("duplicate_custom_id", text, "custom_id")
             if model is None:
                 model = name
-                found.model = _find(find_model, name)
+                found.model = find_model(name)
             elif name != model:
                 text = f"model {name!r:.100}, but the first request has model {model!r:.100}"
-                raise WrongLine("mismatched_model", f"{text}; a batch has one model", "body.model")
-        except WrongLine as wrong:
+                raise _wrong("mismatched_model", f"{text}; a batch has one model", "body.model")
+        except Problem as wrong:
             if len(found.errors) < MAX_ERRORS:
-                told = {"code": wrong.code, "message": wrong.message, "param": wrong.param}
-                found.errors.append(BatchError(line=start.lines + 1, **told))
+                code, line = wrong.code or wrong.kind, start.lines + 1
+                error = BatchError(code=code, line=line, message=wrong.message, param=wrong.param)
+                found.errors.append(error)
         found.requests += 1
         if found.requests > MAX_REQUESTS:
             text = f"more than {MAX_REQUESTS:,} requests; send several batches"
@@ -143,13 +139,6 @@ def read_file(
     if not found.requests:
         found.errors = [BatchError(code="empty_file", message="the file has no requests")]
     return found
-
-
-def _find(find_model: Callable[[str], str], name: str) -> str:
-    try:
-        return find_model(name)
-    except Problem as problem:
-        raise WrongLine("model_not_found", problem.message, "body.model") from None
 
 
 def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | InvalidLine]]:
@@ -165,9 +154,9 @@ def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | 
 def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
     """The object in a line; one that would take long to be read is wrong."""
     if isinstance(content, InvalidLine):
-        raise WrongLine("too_large", str(content))
+        raise _wrong("too_large", str(content))
     if max(count_values([content])) > MAX_VALUES:
-        raise WrongLine(
+        raise _wrong(
             "too_large",
             f"more than {MAX_VALUES:,} values, of which a list or an object counts as"
             f" {CONTAINER_VALUES}; make several requests of it",
@@ -176,9 +165,9 @@ def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
         row = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         text = f"not JSON in UTF-8 ({error.msg} at column {error.colno}); {EXPECTED}"
-        raise WrongLine("invalid_json_line", text) from None
+        raise _wrong("invalid_json_line", text) from None
     if not isinstance(row, dict):
-        raise WrongLine("invalid_json_line", f"a JSON {type(row).__name__}; {EXPECTED}")
+        raise _wrong("invalid_json_line", f"a JSON {type(row).__name__}; {EXPECTED}")
     return row
 
 
@@ -193,7 +182,7 @@ def _check_line(row: Mapping[str, Any], endpoint: str) -> None:
         (_is_text(model), "body.model", "missing_model", "no model, or it is no text"),
     ):
         if not is_right:
-            raise WrongLine(code, f"{param}: {text}", param)
+            raise _wrong(code, f"{param}: {text}", param)
 
 
 def _is_text(value: Any) -> bool:
@@ -415,27 +404,27 @@ def _write_results(
 
 
 def _list_vectors(model: str, asked: Mapping[str, Any], results: list[Any]) -> dict[str, Any]:
-    vectors: list[Any] = []
-    for result in results:
-        vector: str = result["vector"]
-        if asked["dimensions"] is not None:
-            is_scaled = abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE
-            try:
-                vector = shorten(vector, asked["dimensions"], scale=bool(is_scaled))
-            except ValueError as error:
-                raise InvalidItem(str(error)) from None
-        is_text = asked["encoding_format"] == "base64"
-        vectors.append(vector if is_text else numbers(vector))
+    vectors: list[str] = [result["vector"] for result in results]
+    if (dimensions := asked["dimensions"]) is not None:
+        try:
+            vectors = [shorten(each, dimensions, scale=_is_scaled(each)) for each in vectors]
+        except ValueError as error:
+            raise InvalidItem(str(error)) from None
+    is_text = asked["encoding_format"] == "base64"
     tokens = sum(result["tokens"] for result in results)
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": each if is_text else numbers(each)}
+            for index, each in enumerate(vectors)
         ],
         "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+
+
+def _is_scaled(vector: str) -> bool:
+    return bool(abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE)
 
 
 def _write_error(request: Request, response: Any, error: Any) -> tuple[bytes, None]:

@@ -428,15 +428,12 @@ class BatchStore:
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Some batches, the newest first, and whether there are more."""
         key, start = self._store.key("batches", owner), f"({after}" if after else "+"
-        while True:
-            found = self._store.call(
-                lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
-            )
-            records = self._read([each.decode() for each in found])
-            gone = [id_ for id_, record in zip(found, records, strict=True) if record is None]
-            if not gone:
-                return [each for each in records if each][:limit], len(found) > limit
-            self._store.call(lambda client: client.zrem(key, *gone))  # noqa: B023
+        found = self._store.call(
+            lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
+        )
+        # Some may be so old that they are gone.
+        records = [each for each in self._read([id_.decode() for id_ in found]) if each]
+        return records[:limit], len(found) > limit
 
     def _read(self, ids: Sequence[str]) -> list[BatchRecord | None]:
         keys = [self._key(each) for each in ids]

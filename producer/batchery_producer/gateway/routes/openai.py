@@ -1,6 +1,5 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
-import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -15,7 +14,6 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
-    field_validator,
 )
 from pydantic.fields import FieldInfo
 from starlette.concurrency import run_in_threadpool
@@ -33,7 +31,7 @@ from batchery_producer.gateway.batches.files import (
 )
 from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
-from batchery_producer.gateway.bodies import JsonRoute, TokenId
+from batchery_producer.gateway.bodies import Inputs, JsonRoute
 from batchery_producer.gateway.inference import (
     build_keywords,
     choose_prompt,
@@ -44,7 +42,7 @@ from batchery_producer.gateway.models import Numbers, ServedModel, numbers
 from batchery_producer.gateway.problems import OPENAI, Kind, Problem
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.request_fields import RequestBody, Unserved, expected
+from batchery_producer.request_fields import RequestBody, Unserved
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.responses)
 
@@ -58,28 +56,13 @@ def also_named(name: str, other: str) -> FieldInfo:
     return found
 
 
-class JinaText(RequestBody):
-    """A text as Jina's clients send it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    text: str
-
-
 class EmbeddingsRequest(RequestBody):
     """What clients of OpenAI, Jina, Voyage, Mistral and vLLM send.
 
     Fields that change vectors are honoured or refused, others are ignored.
     """
 
-    input: Annotated[
-        str | list[TokenId] | list[str | list[TokenId] | JinaText],
-        expected("a text, a list of token ids, or a list of either; or of {'text': ...}"),
-        Field(
-            description="A text, token ids of the model's own tokenizer, or a list of either.",
-            examples=["the cat", ["the cat", {"text": "a dog"}], [[101, 1996, 4937, 102], "a dog"]],
-        ),
-    ]
+    input: Inputs
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, also_named("encoding_format", "embedding_type")
@@ -106,13 +89,6 @@ class EmbeddingsRequest(RequestBody):
     late_chunking: Unserved = None
     return_multivector: Unserved = None
     truncate_prompt_tokens: Unserved = None
-
-    @property
-    def items(self) -> str | list[Any]:
-        """The input, without Jina's objects."""
-        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
-            return self.input
-        return [each.text if isinstance(each, JinaText) else each for each in self.input]
 
 
 class EmbeddingObject(TypedDict):
@@ -146,7 +122,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     if has_ids(body.input) and not model.is_own_name(body.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
     as_text = body.encoding_format == "base64"
-    items = read_items(request, "input", body.items)
+    items = read_items(request, "input", body.input)
     keywords = build_keywords(model, body.truncate, normalize=body.normalize)
     keywords |= await choose_prompt(request, model, body.input_type)
     results = await embed_items(request, model, items, keywords, body.dimensions)
@@ -317,38 +293,17 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
 # Batches
 
 
-#: Seconds of each unit of a completion window.
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
-#: Maximum completion window, in seconds.
-MAX_WINDOW_S = 30 * 86_400
-
-
 class CreateBatchRequest(RequestBody):
     """What OpenAI's clients send; other fields are ignored, as there."""
 
     input_file_id: str
     endpoint: Literal["/v1/embeddings", "/v1/chat/completions", "/v1/completions"]
     completion_window: Annotated[
-        str, Field(description="How much time the batch has: 24h, or another time as 90s, 5m, 7d.")
+        str,
+        Field(pattern=r"^[1-9][0-9]{0,2}h$", description="Its time: 24h, or up to 999h."),
     ]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-
-    @field_validator("completion_window")
-    @classmethod
-    def _is_time(cls, window: str) -> str:
-        if (
-            not re.fullmatch(r"[1-9][0-9]{0,6}[smhd]", window)
-            or _read_seconds(window) > MAX_WINDOW_S
-        ):
-            raise ValueError(f"{window!r:.40}: must be 24h, or another time up to 30d")
-        return window
-
-    @property
-    def window_s(self) -> int:
-        """How much time the batch has, in seconds."""
-        return _read_seconds(self.completion_window)
 
 
 @router.post("/v1/batches")
@@ -358,7 +313,7 @@ def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     return gateway.batches.create(
         request.state.caller,
         body.input_file_id,
-        body.window_s,
+        int(body.completion_window[:-1]) * 3600,
         keep.seconds if keep else None,
         # A batch has time.
         max(each.level for each in gateway.settings.classes.values()),
@@ -390,7 +345,3 @@ def get_batch(request: Request, batch_id: str) -> BatchObject:
 def cancel_batch(request: Request, batch_id: str) -> BatchObject:
     """Ends a batch; what is done by then is kept."""
     return get_gateway(request).batches.cancel(get_owner(request.state.caller), batch_id)
-
-
-def _read_seconds(window: str) -> int:
-    return int(window[:-1]) * UNITS_S[window[-1]]

@@ -28,7 +28,7 @@ ENDPOINT = "/v1/embeddings"
 
 def find_model(name: str) -> str:
     if name not in ("embed", "alias"):
-        raise Problem(Kind.NOT_FOUND, f"model {name!r}: no such model")
+        raise Problem(Kind.NOT_FOUND, f"model {name!r}: none", code="model_not_found")
     return "embed"
 
 
