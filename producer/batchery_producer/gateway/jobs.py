@@ -31,12 +31,10 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.run import BatchRun, JobContext
-from batchery_producer.gateway.batches.store import BatchStore
-from batchery_producer.gateway.models import ServedModels
+from batchery_producer.gateway.batches.run import BatchRun
+from batchery_producer.gateway.batches.shared import Shared
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, Store, TaskRecord
+from batchery_producer.gateway.store import BATCH, TaskRecord
 from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
 from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 
@@ -72,12 +70,9 @@ def app_settings(app: Celery) -> Settings:
 
 
 @cache
-def get_context(app: Celery) -> JobContext:
+def get_context(app: Celery) -> Shared:
     """What the jobs of this process share."""
-    store, settings = Store(app), app_settings(app)
-    files = FileStore(store, Storage(settings.gateway.files))
-    batches = BatchStore(store, files)
-    return JobContext(app, settings, store, ServedModels(settings.models), files, batches)
+    return Shared(app, app_settings(app))
 
 
 @shared_task(bind=True, name=BATCH, **OPTIONS)
@@ -151,7 +146,7 @@ def _tidy_on(app: Celery) -> None:
                 logger.warning("jobs of the gateway: cannot be looked for: %s", error)
 
 
-def tidy(context: JobContext) -> None:
+def tidy(context: Shared) -> None:
     """Takes up batches whose messages were lost, and removes files that have expired.
 
     Raises:

@@ -12,24 +12,20 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from celery import Celery
 from celery.utils.functional import chunks
 
 from batchery.protocol.headers import with_tenant
 from batchery.retry import RetryPolicy
-from batchery.settings import Settings
 from batchery_producer.answers import build_header
 from batchery_producer.broker import REVOKE_CHUNK
 from batchery_producer.collector import collector_for
 from batchery_producer.files.recovery import find_in_flight, find_missing
 from batchery_producer.gateway.batches.files import (
     FileIsGone,
-    FileStore,
     locate,
 )
 from batchery_producer.gateway.batches.requests import (
@@ -40,17 +36,16 @@ from batchery_producer.gateway.batches.requests import (
     read_slice,
     write_line,
 )
+from batchery_producer.gateway.batches.shared import Shared
 from batchery_producer.gateway.batches.store import (
     BatchError,
     BatchRecord,
-    BatchStore,
     RequestCounts,
     SliceState,
     Status,
 )
-from batchery_producer.gateway.models import ServedModel, ServedModels
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import Store
 from batchery_producer.publisher import Publisher
 
 #: Slices in flight at once: while one is awaited, the next one is in the queue already.
@@ -80,22 +75,10 @@ EXPIRY_GRACE_S = 60.0
 ROOM_WAIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class JobContext:
-    """What all jobs of a process share."""
-
-    app: Celery
-    settings: Settings
-    store: Store
-    models: ServedModels
-    files: FileStore
-    batches: BatchStore
-
-
 class BatchRun:
     """An attempt to go on with a batch, for some seconds."""
 
-    def __init__(self, context: JobContext, record: BatchRecord) -> None:
+    def __init__(self, context: Shared, record: BatchRecord) -> None:
         self._context, self._batches = context, context.batches
         self._record = record
         self._is_stalled = time.time() - record.progress_at > STALL_S

@@ -27,7 +27,7 @@ from batchery_producer.gateway.inference import (
     choose_task,
     read_timeout_s,
     run_outcomes,
-    wait_gone,
+    unless_gone,
 )
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import (
@@ -195,10 +195,9 @@ class PieceFeed:
         else:
             self._stream = self._task.stream(self._item)
         self.job_id = self._stream.id
-        self._gone = asyncio.ensure_future(wait_gone(self._request))
-        self._gone.add_done_callback(self._give_up)
         try:
-            self._first = await self._next(read_timeout_s(self._request))
+            first = self._next(read_timeout_s(self._request))
+            self._first = await unless_gone(self._request, first)
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
@@ -208,9 +207,6 @@ class PieceFeed:
         except BaseException as error:
             # Nobody knows its id, so nobody can come back.
             self._stream.close()
-            if not self._gone.cancel() and not self.is_resumed:
-                # The stream has ended with that its caller has hung up, and its job has not.
-                self._gateway.client.cancel(self.job_id)
             if isinstance(error, Exception):
                 raise build_problem(error) from error
             raise
@@ -242,7 +238,6 @@ class PieceFeed:
 
     def leave(self) -> None:
         """Reads no more; a job that has not ended has some time left."""
-        self._gone.cancel()
         self._stream.leave()
 
     async def _next(self, timeout_s: float) -> Any:
@@ -257,11 +252,6 @@ class PieceFeed:
                 text = f"nothing new of the text within {timeout_s:g} s"
                 raise Problem(Kind.TIMEOUT, text) from None
             raise
-
-    def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
-        """Wakes whoever waits for a piece, as nobody waits for the answer."""
-        if not gone.cancelled():
-            self._stream.give([gone.result()])
 
 
 async def _list_events(
