@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,109 +21,67 @@ from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
 from batchery.operations.exporter import ClusterWatch
 from batchery.protocol.figures import WorkerFigures
-from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
+from batchery.transport.live_workers import LiveWorkers
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
-
-# Queues without workers
-
-
-#: Longest time between two looks, in seconds; after a longer one nothing is known of the time
-#: before.
-MAX_GAP_S = 5.0
-
-#: In how many seconds a caller who was refused may come again.
-NO_WORKER_RETRY_S = 5.0
-
-
-class Absence:
-    """The queues that no worker has consumed for a while; a look a second says which.
-
-    Whatever is not known for sure counts as a worker: an answer that Redis owes, a worker that
-    does not say what it consumes, one without leases.
-    """
-
-    def __init__(self, queues: Collection[str], grace_s: float) -> None:
-        """Refuses nobody yet.
-
-        Args:
-            queues: Names of the queues that requests may need.
-            grace_s: How long a queue may be without a worker, in seconds: as long as one starts.
-        """
-        self._grace_s = grace_s
-        self._seen_s = dict.fromkeys(queues, time.monotonic())
-        self._looked_s = float("-inf")
-        #: Names of the queues that nobody consumes.
-        self.queues: Collection[str] = frozenset()
-
-    def without_worker(self, workers: Iterable[RegisteredWorker], now_s: float) -> set[str]:
-        """Takes in which workers are registered; returns the queues that they leave alone too long.
-
-        Args:
-            workers: All with leases, the dead among them.
-            now_s: Monotonic time in seconds.
-        """
-        if now_s - self._looked_s > MAX_GAP_S:
-            self.forget(now_s)
-        self._looked_s = now_s
-        for about in workers:
-            if not about.is_dead:
-                self._seen(self._seen_s if about.queues is None else about.queues, now_s)
-        return {queue for queue, seen_s in self._seen_s.items() if now_s - seen_s > self._grace_s}
-
-    def _seen(self, queues: Collection[str], now_s: float) -> None:
-        self._seen_s.update((queue, now_s) for queue in queues if queue in self._seen_s)
-
-    def forget(self, now_s: float) -> None:
-        """Refuses nobody until queues were without a worker for long enough once more."""
-        self._seen(self._seen_s, now_s)
-        self.queues = frozenset()
-
-    def check(self, model: str, queue: str) -> None:
-        """Makes sure that a worker may be there.
-
-        Raises:
-            Problem: Nobody consumes the queue.
-        """
-        if queue in self.queues:
-            raise Problem(
-                Kind.UNAVAILABLE,
-                f"model {model!r}: no worker has consumed its queue {queue!r} for"
-                f" {self._grace_s:g} s; unless one still loads its models, start one:"
-                f" celery -A batchery.app worker -Q {queue}",
-                code="no_worker",
-                retry_after_s=NO_WORKER_RETRY_S,
-            )
-
-
-# Looks at Redis
-
 
 logger = logging.getLogger("uvicorn.error")
 
 #: Seconds between two looks.
 INTERVAL_S = 1.0
 
+#: Longest time between two looks, in seconds; after a longer one nothing is known of the time
+#: before.
+MAX_GAP_S = 5.0
+
+#: In how many seconds a caller may come again who was refused as no worker is there.
+NO_WORKER_RETRY_S = 5.0
+
 
 class Health:
-    """Looks whether the broker answers, and which of its queues have workers."""
+    """Looks whether the broker answers, and which queues no worker has consumed for a while.
 
-    def __init__(self, app: Celery, absence: Absence) -> None:
+    Whatever is not known for sure counts as a worker: an answer that Redis owes, a worker that
+    does not say what it consumes, one without leases.
+    """
+
+    def __init__(self, app: Celery, queues: Collection[str], grace_s: float) -> None:
+        """Refuses nobody yet.
+
+        Args:
+            app: Its broker is looked at.
+            queues: Names of the queues that requests may need.
+            grace_s: How long a queue may be without a worker, in seconds: as long as one starts.
+        """
         self._app = app
-        self.absence = absence
+        self._grace_s = grace_s
+        self._seen_s = dict.fromkeys(queues, time.monotonic())
+        self._looked_s = float("-inf")
+        #: Names of the queues that nobody consumes.
+        self._alone: Collection[str] = ()
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
         self._workers: LiveWorkers | None = None
         # Of its own: threads that others share may all wait for Redis.
         self._thread = ThreadPoolExecutor(1, "batchery-health")
 
-    def check(self) -> None:
-        """Makes sure that jobs can be sent.
+    def check(self, model: ServedModel | None = None) -> None:
+        """Makes sure that jobs can be sent, and that a worker of a model may be there.
 
         Raises:
-            Problem: They cannot.
+            Problem: They cannot; or nobody consumes its queue.
         """
         if self.problem:
             raise Problem(Kind.UNAVAILABLE, self.problem, retry_after_s=INTERVAL_S)
+        if model is not None and model.queue in self._alone:
+            raise Problem(
+                Kind.UNAVAILABLE,
+                f"model {model.name!r}: no worker has consumed its queue {model.queue!r} for"
+                f" {self._grace_s:g} s; unless one still loads its models, start one:"
+                f" celery -A batchery.app worker -Q {model.queue}",
+                code="no_worker",
+                retry_after_s=NO_WORKER_RETRY_S,
+            )
 
     async def watch(self) -> None:
         """Looks until it is cancelled."""
@@ -133,26 +91,33 @@ class Health:
 
     async def look(self) -> None:
         """Looks once."""
+        loop = asyncio.get_running_loop()
         try:
-            absent = await asyncio.get_running_loop().run_in_executor(self._thread, self._look)
+            self._alone = await loop.run_in_executor(self._thread, self._find_alone)
+            self.problem = ""
         except (StartError, OperationalError, RedisError, OSError) as error:
             if not self.problem:
                 logger.warning("%s: %s", REDIS_AWAY, error)
             self.problem = REDIS_AWAY
-            self.absence.forget(time.monotonic())
-        else:
-            self.problem = ""
-            self.absence.queues = absent
+            self._looked_s = float("-inf")
 
-    def _look(self) -> set[str]:
-        """Returns the queues that nobody consumes."""
+    def _find_alone(self) -> set[str]:
+        """The queues that nobody consumes."""
         if self._workers is None:
             check_broker(self._app)
             with self._app.connection_for_read() as connection:
                 self._workers = LiveWorkers.of(connection, TIMEOUT_S)
             if self._workers is None:
                 return set()  # Other brokers do not say who consumes.
-        alone = self.absence.without_worker(self._workers.registered().values(), time.monotonic())
+        live = [each for each in self._workers.registered().values() if not each.is_dead]
+        now_s = time.monotonic()
+        is_blind = now_s - self._looked_s > MAX_GAP_S or any(each.queues is None for each in live)
+        consumed = set[str]().union(*(each.queues or () for each in live))
+        self._looked_s = now_s
+        for queue in self._seen_s:
+            if is_blind or queue in consumed:
+                self._seen_s[queue] = now_s
+        alone = {queue for queue, at_s in self._seen_s.items() if now_s - at_s > self._grace_s}
         return set() if alone and self._workers.may_be_others() else alone
 
 

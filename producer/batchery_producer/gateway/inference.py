@@ -209,7 +209,6 @@ async def run_outcomes(
     They run on behalf of the caller: with their tenant and class, and in the time that they have.
     """
     gateway, task = get_gateway(request), choose_task(request, model)
-    gateway.health.absence.check(model.name, model.queue)
     try:
         call = task.outcomes(items, per_job=per_job, keywords=keywords)
         outcomes = await unless_gone(request, call)
@@ -227,7 +226,7 @@ def choose_task(request: Request, model: ServedModel, *, is_stream: bool = False
     A stream has as long as it takes; who reads it limits the time of each piece.
     """
     gateway, caller = get_gateway(request), request.state.caller
-    gateway.health.check()
+    gateway.health.check(model)
     timeout_s = None if is_stream else read_timeout_s(request)
     options = {} if caller.priority is None else {"priority": caller.priority}
     return gateway.client.task(

@@ -104,8 +104,7 @@ async def process_batch_stream(request: Request, body: ProcessBatchRequest) -> R
     """The labels batch by batch, as server-sent events."""
     gateway, model, size = get_gateway(request), _find_model(request, body), body.batch_size
     # Here an error has a status of its own.
-    gateway.health.check()
-    gateway.health.absence.check(model.name, model.queue)
+    gateway.health.check(model)
     batches = [body.texts[start : start + size] for start in range(0, len(body.texts), size)]
     calls = [
         asyncio.ensure_future(run_outcomes(request, model, texts, body.keywords(model), size))

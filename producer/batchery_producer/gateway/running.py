@@ -10,7 +10,7 @@ from starlette.requests import Request
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.shared import Shared
-from batchery_producer.gateway.health import Absence, Health, Monitor
+from batchery_producer.gateway.health import Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import ModelInfos
 from batchery_producer.gateway.store import TaskRecords
@@ -25,7 +25,7 @@ class Gateway(Shared):
         queues = {model.queue for model in self.models}
         self.measurements = measurements
         self.client = AsyncClient(app)
-        self.health = Health(app, Absence(queues, settings.gateway.worker_grace_s))
+        self.health = Health(app, queues, settings.gateway.worker_grace_s)
         self.monitor = Monitor(app, queues, self.health)
         self.infos = ModelInfos()
         self.task_records = TaskRecords(self.store)

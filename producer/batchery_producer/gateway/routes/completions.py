@@ -166,7 +166,6 @@ class PieceFeed:
         stream_timeout_s = self._gateway.settings.gateway.stream_timeout_s
         self._timeout_s = read_timeout_s(request, stream_timeout_s)
         self._task, self._item = choose_task(request, model, is_stream=True), item
-        self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None
         if last and self._last is None:
