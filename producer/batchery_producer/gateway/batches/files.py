@@ -4,8 +4,8 @@
     files:OWNER              in Redis, a hash: the record of each file, and the sum of their bytes
     expiring                 in Redis, a sorted set: OWNER/ID of what is to be removed, by when
 
-The store is a folder, or any URL that fsspec knows. An upload is reserved before it is written, and
-removed by itself if it is never made known. An id of another owner is an id that is not there.
+The store is a folder, or any URL that fsspec knows. What is written and never made known is removed
+by itself. An id of another owner is an id that is not there.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class ExpiresAfter(BaseModel):
 
 
 class FileObject(BaseModel):
-    """A file; one that is only reserved is `uploaded`, and nobody sees it."""
+    """A file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -68,14 +68,13 @@ class FileObject(BaseModel):
     created_at: int
     filename: str
     purpose: str
-    status: Literal["uploaded", "processed"] = "processed"
+    status: Literal["processed"] = "processed"
     expires_at: int | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether it is there for its owner."""
-        is_over = self.expires_at is not None and time.time() >= self.expires_at
-        return self.status == "processed" and not is_over
+        """Whether it is there for its owner: its time is not over."""
+        return self.expires_at is None or time.time() < self.expires_at
 
 
 #: The only part of an upload.
@@ -258,46 +257,37 @@ class FileStore:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
         file = describe_file(new_id("file-"), filename, INPUT_PURPOSE, size, expires_s)
-        self._reserve(owner, file, caller.max_stored_bytes)
-        try:
-            parts = iter(lambda: content.read(CHUNK_BYTES), b"")
-            self.storage.write(f"{locate(owner, file.id)}/{WHOLE}", parts)
-        except BaseException:
-            self.remove(owner, file.id)
-            raise
-        with self._store.client() as client, client.pipeline() as pipe:
-            self.publish(pipe, owner, file, is_reserved=True)
-            pipe.execute()
-        return file
+        key, member = self._key(owner), f"{owner}/{file.id}"
 
-    def _reserve(self, owner: str, file: FileRecord, max_bytes: int) -> None:
-        key = self._key(owner)
-
-        def reserve(pipe: Any) -> None:
+        def add(pipe: Any) -> None:
             stored, count = int(pipe.hget(key, BYTES) or 0), pipe.hlen(key)
-            if stored + file.bytes > max_bytes:
+            if stored + size > caller.max_stored_bytes:
                 text = (
-                    f"of {file.bytes} bytes: with the {stored} that are stored, it has more than"
-                    f" max_stored_bytes = {max_bytes}; delete files that are not needed any more"
+                    f"of {size} bytes: with the {stored} that are stored, it has more than"
+                    f" max_stored_bytes = {caller.max_stored_bytes}; delete files that are not"
+                    " needed any more"
                 )
                 raise Problem(Kind.TOO_LARGE, f"file {text}", param="file")
             if count > MAX_FILES:
                 text = f"there are {MAX_FILES} already; delete those that are not needed any more"
                 raise Problem(Kind.TOO_LARGE, f"file: {text}", param="file")
-            record = file.model_copy(update={"status": "uploaded"})
             pipe.multi()
-            pipe.hincrby(key, BYTES, file.bytes)
-            pipe.hset(key, file.id, record.model_dump_json())
-            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": time.time() + WRITING_S})
+            self.publish(pipe, owner, file)
 
-        self._store.call(lambda client: client.transaction(reserve, key))
+        due_s = time.time() + WRITING_S
+        self._store.call(lambda client: client.zadd(self._expiring_key, {member: due_s}))
+        try:
+            parts = iter(lambda: content.read(CHUNK_BYTES), b"")
+            self.storage.write(f"{locate(owner, file.id)}/{WHOLE}", parts)
+            self._store.call(lambda client: client.transaction(add, key))
+        except BaseException:
+            self.remove(owner, file.id)
+            raise
+        return file
 
-    def publish(
-        self, pipe: Any, owner: str, file: FileRecord, *, is_reserved: bool = False
-    ) -> None:
+    def publish(self, pipe: Any, owner: str, file: FileRecord) -> None:
         """Makes a file known that was written, by commands of a pipeline."""
-        if not is_reserved:
-            pipe.hincrby(self._key(owner), BYTES, file.bytes)
+        pipe.hincrby(self._key(owner), BYTES, file.bytes)
         pipe.hset(self._key(owner), file.id, file.model_dump_json())
         if file.expires_at is None:
             pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
