@@ -50,11 +50,9 @@ class Room:
         self.context = jobs.get_context(self.app)
         self.files, self.batches = self.context.files, self.context.batches
 
-    def upload(
-        self, content: bytes, expires_s: int | None = None, caller: Caller = CALLER
-    ) -> FileObject:
+    def upload(self, content: bytes, caller: Caller = CALLER) -> FileObject:
         file = io.BytesIO(content)
-        return self.files.upload(caller, "a.jsonl", file, len(content), expires_s)
+        return self.files.upload(caller, "a.jsonl", file, len(content))
 
     def create(self, *texts: str) -> str:
         """A batch with a request for each text; returns its id."""
@@ -68,7 +66,7 @@ class Room:
         ]
         file = self.upload("\n".join(map(json.dumps, rows)).encode())
         said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
-        return self.batches.create(CALLER, file.id, 3600, None, 6, **said).id
+        return self.batches.create(CALLER, file.id, 3600, 6, **said).id
 
     def begin(self) -> str:
         """A batch of three slices, the jobs of two of which are sent; returns its id."""
@@ -312,7 +310,7 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
         room.upload(b"")
     for _ in range(2):
         with pytest.raises(DatasetError):
-            room.files.upload(SMALL, "a", Broken(b"half of it"), 90, None)
+            room.files.upload(SMALL, "a", Broken(b"half of it"), 90)
     assert room.contents() == []
     kept, away = room.folder, room.folder.with_suffix(".away")
     kept.rename(away)
@@ -324,38 +322,27 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
     room.upload(b"x" * 100, caller=SMALL)
 
 
-def test_file_goes_when_its_time_is_over_though_nobody_asks(
+def test_what_could_not_be_removed_is_removed_later(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "TIDY_S", 0.002)
-    monkeypatch.setattr(stored_files, "LATE_S", 0.0)
     monkeypatch.setattr(stored_files, "REMOVE_AGAIN_S", 0.0)
-    kept, stuck, gone, used = (
-        room.upload(content, expires_s)
-        for content, expires_s in ((b"kept", None), (b"stuck", -1), (b"gone", -1), (b"{}", 7200))
+    kept, stuck, gone = (room.upload(content) for content in (b"kept", b"stuck", b"gone"))
+    remove = room.files.storage.remove
+    monkeypatch.setattr(room.files.storage, "remove", fail)
+    for each in (stuck, gone):
+        room.files.remove(OWNER, each.id)
+    # One that cannot be removed keeps no other.
+    monkeypatch.setattr(
+        room.files.storage, "remove", lambda name: fail() if stuck.id in name else remove(name)
     )
-    said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
-    room.batches.create(CALLER, used.id, 3600, None, 6, **said)
-    # It cannot be removed, and keeps no other.
-    monkeypatch.setattr(room.files.storage, "remove", refusing(room, stuck.id))
 
     def names() -> set[str]:
         with suppress(DatasetError):
             jobs.tidy(room.context)
         return {each.name for each in (room.folder / OWNER / "files").iterdir()}
 
-    wait_for(lambda: names() == {kept.id, stuck.id, used.id}, f"{gone.id} is gone")
-
-
-def refusing(room: Room, file_id: str) -> Any:
-    remove = room.files.storage.remove
-
-    def refuse(name: str) -> None:
-        if file_id in name:
-            raise DatasetError("it cannot be removed")
-        remove(name)
-
-    return refuse
+    wait_for(lambda: names() == {kept.id, stuck.id}, f"{gone.id} is gone")
 
 
 @pytest.mark.parametrize("wrong", ["", "file-1", "../x", "file-" + "0" * 46, "bytes"])

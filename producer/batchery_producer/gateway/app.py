@@ -18,7 +18,7 @@ from batchery_producer.gateway import process_batch
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.problems import Kind, Problem, answer
+from batchery_producer.gateway.problems import ERRORS, Kind, Problem, answer
 from batchery_producer.gateway.routes import cohere, completions, openai, operations, tasks, tei
 from batchery_producer.gateway.running import running
 
@@ -108,7 +108,7 @@ def make_app(
     )
     web.state.callers = callers
     for router in ROUTERS:
-        web.include_router(router)
+        web.include_router(router, responses=ERRORS)
     # All others come to the guard.
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)

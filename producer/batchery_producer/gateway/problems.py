@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import orjson
 from celery.exceptions import TaskRevokedError
@@ -16,7 +16,6 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NoAnswer
 from starlette.responses import Response
 from starlette.types import Scope
-from typing_extensions import TypedDict
 
 from batchery.errors import (
     BatchArgumentError,
@@ -185,58 +184,24 @@ class ErrorFormat(NamedTuple):
     Attributes:
         status: Statuses of kinds that differ from the usual ones.
         body: Makes the body of a problem, given its status.
-        schema: What such a body looks like.
     """
 
     status: Mapping[Kind, int]
     body: Callable[[Problem, int], Any]
-    schema: type[Any]
 
     def get_status(self, kind: Kind) -> int:
         """The status of a kind."""
         return self.status.get(kind, kind.status)
 
-    @property
-    def responses(self) -> dict[int | str, dict[str, Any]]:
-        """What the schema says of its errors."""
-        return {"4XX": {"model": self.schema}, "5XX": {"model": self.schema}}
+
+#: What the schema says of errors.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is wrong, or too much."},
+    "5XX": {"description": "The model, its server or Redis failed."},
+}
 
 
-class OpenAIErrorDetails(TypedDict):
-    """What is wrong, as OpenAI tells it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIErrorBody(TypedDict):
-    """An error of OpenAI's routes."""
-
-    error: OpenAIErrorDetails
-
-
-class TeiErrorBody(TypedDict):
-    """An error of the routes of Text Embeddings Inference."""
-
-    error: str
-    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-
-
-class CohereErrorBody(TypedDict):
-    """An error of Cohere's routes."""
-
-    message: str
-
-
-class PlainErrorBody(TypedDict):
-    """An error of the routes that are our own."""
-
-    detail: str
-
-
-def _build_openai_error(problem: Problem, status: int) -> OpenAIErrorBody:
+def _build_openai_error(problem: Problem, status: int) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
@@ -249,7 +214,7 @@ def _build_openai_error(problem: Problem, status: int) -> OpenAIErrorBody:
 
 
 #: TEI's names of kinds; of all others, it is `Validation`.
-TEI_TYPES: dict[Kind, Literal["Unhealthy", "Backend", "Overloaded", "Empty"]] = {
+TEI_TYPES = {
     Kind.EMPTY: "Empty",
     Kind.OVERLOADED: "Overloaded",
     Kind.FAILED: "Backend",
@@ -259,22 +224,17 @@ TEI_TYPES: dict[Kind, Literal["Unhealthy", "Backend", "Overloaded", "Empty"]] = 
 }
 
 
-def _build_tei_error(problem: Problem, _: int) -> TeiErrorBody:
+def _build_tei_error(problem: Problem, _: int) -> dict[str, str]:
     return {"error": problem.message, "error_type": TEI_TYPES.get(problem.kind, "Validation")}
 
 
-OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error, OpenAIErrorBody)
+OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error)
 TEI = ErrorFormat(
     {Kind.EMPTY: 400, Kind.UNSUPPORTED: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503},
     _build_tei_error,
-    TeiErrorBody,
 )
-COHERE = ErrorFormat(
-    {Kind.INVALID: 400, Kind.EMPTY: 400},
-    lambda problem, _: CohereErrorBody(message=problem.message),
-    CohereErrorBody,
-)
-PLAIN = ErrorFormat({}, lambda problem, _: PlainErrorBody(detail=problem.message), PlainErrorBody)
+COHERE = ErrorFormat(OPENAI.status, lambda problem, _: {"message": problem.message})
+PLAIN = ErrorFormat({}, lambda problem, _: {"detail": problem.message})
 
 #: The form of each path; the longest beginning wins.
 FORMS: dict[str, ErrorFormat] = {

@@ -17,11 +17,11 @@ from batchery_producer.gateway.answers import EVENTS_CONTENT, EventStream, write
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
-from batchery_producer.gateway.problems import PLAIN, Problem, build_problem
+from batchery_producer.gateway.problems import Problem, build_problem
 from batchery_producer.gateway.running import Gateway, get_gateway
 from batchery_producer.request_fields import RequestBody
 
-router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute, responses=PLAIN.responses)
+router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 
 KINDS = ("classification",)
 

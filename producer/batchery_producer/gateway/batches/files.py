@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
 from celery.utils.functional import chunks
 from fsspec.core import url_to_fs
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from batchery.errors import DatasetError
 from batchery_producer.gateway.callers import Caller
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 
-#: How long a caller may have a file kept, in seconds.
-ExpirySeconds = Annotated[int, Field(ge=3600, le=2_592_000)]
-
 FILE_ID = r"file-[0-9a-f]{46}"
 
 #: Maximum characters of a file's name; the rest of a longer one is cut off.
@@ -50,13 +47,6 @@ MAX_NAME_CHARS = 255
 def new_id(prefix: str) -> str:
     """An id that can't be guessed; those of one prefix sort by the time at which they were made."""
     return f"{prefix}{time.time_ns() // 1000:014x}{secrets.token_hex(16)}"
-
-
-class ExpiresAfter(BaseModel):
-    """How long a file is kept."""
-
-    anchor: Literal["created_at"]
-    seconds: ExpirySeconds
 
 
 class FileObject(BaseModel):
@@ -69,12 +59,7 @@ class FileObject(BaseModel):
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
-    expires_at: int | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is there for its owner: its time is not over."""
-        return self.expires_at is None or time.time() < self.expires_at
+    expires_at: None = None
 
 
 #: The only part of an upload.
@@ -96,19 +81,16 @@ def describe_file(
     filename: str,
     purpose: str,
     size: int,
-    expires_s: int | None,
     parts: Sequence[str] = (WHOLE,),
 ) -> FileRecord:
     """The record of a new file."""
-    now_s = int(time.time())
     return FileRecord(
         id=file_id,
         bytes=size,
-        created_at=now_s,
+        created_at=int(time.time()),
         # A caller's charset may make half characters, which no JSON of ours can have.
         filename=filename[:MAX_NAME_CHARS].encode(errors="replace").decode(),
         purpose=purpose,
-        expires_at=None if expires_s is None else now_s + expires_s,
         parts=list(parts),
     )
 
@@ -204,16 +186,12 @@ BYTES = b"bytes"
 #: How long it may take to write a file, in seconds; what is not known by then is removed.
 WRITING_S = 86_400.0
 
-#: How long the content of a file stays after its time, in seconds: a batch whose time is over then,
-#: too, says what it has not done.
-LATE_S = 3600.0
-
 #: After how long what could not be removed is tried again, in seconds.
 REMOVE_AGAIN_S = 60.0
 
 
 class FileIsGone(Problem):
-    """There is no such file, or its time is over."""
+    """There is no such file."""
 
     def __init__(self, file_id: str) -> None:
         text = f"file {file_id!r:.100}: no such file"
@@ -237,9 +215,7 @@ class FileStore:
         self.storage = storage
         self._expiring_key = store.key("expiring")
 
-    def upload(
-        self, caller: Caller, filename: str, content: BinaryIO, size: int, expires_s: int | None
-    ) -> FileObject:
+    def upload(self, caller: Caller, filename: str, content: BinaryIO, size: int) -> FileObject:
         """Keeps an uploaded file; holds a part of it in memory at a time.
 
         Args:
@@ -247,7 +223,6 @@ class FileStore:
             filename: Its name.
             content: What is in it.
             size: Its bytes.
-            expires_s: How long it is kept, in seconds; None for ever.
 
         Raises:
             Problem: It is empty, or the caller has no space for it.
@@ -256,7 +231,7 @@ class FileStore:
         if not size:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
-        file = describe_file(new_id("file-"), filename, INPUT_PURPOSE, size, expires_s)
+        file = describe_file(new_id("file-"), filename, INPUT_PURPOSE, size)
         key, member = self._key(owner), f"{owner}/{file.id}"
 
         def add(pipe: Any) -> None:
@@ -289,22 +264,19 @@ class FileStore:
         """Makes a file known that was written, by commands of a pipeline."""
         pipe.hincrby(self._key(owner), BYTES, file.bytes)
         pipe.hset(self._key(owner), file.id, file.model_dump_json())
-        if file.expires_at is None:
-            pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
-        else:
-            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": file.expires_at + LATE_S})
+        pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
 
     def get(self, owner: str, file_id: str) -> FileRecord:
         """A file.
 
         Raises:
-            FileIsGone: There is none, or its time is over.
+            FileIsGone: There is none.
         """
         content = None
         if re.fullmatch(FILE_ID, file_id):
             content = self._store.call(lambda client: client.hget(self._key(owner), file_id))
         found = None if content is None else FileRecord.model_validate_json(content)
-        if found is None or not found.is_known:
+        if found is None:
             raise FileIsGone(file_id)
         return found
 
@@ -321,7 +293,7 @@ class FileStore:
         for some in chunks(rest, PAGE):
             contents = self._store.call(lambda client: client.hmget(key, some))  # noqa: B023
             files = (FileRecord.model_validate_json(each) for each in contents if each)
-            found += [file for file in files if file.is_known and purpose in (None, file.purpose)]
+            found += [file for file in files if purpose in (None, file.purpose)]
             if len(found) > limit:
                 break
         return found[:limit], len(found) > limit

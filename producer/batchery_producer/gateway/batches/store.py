@@ -183,7 +183,6 @@ class BatchRecord(BatchObject):
         priority: Celery's priority of its jobs.
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
-        output_expires_s: How long its files are kept, in seconds; None for ever.
         made_files: Ids of the output file and the error file, which nobody knows before its end.
         slices: The parts of its file.
         ends: How those slices have ended that have; always the first ones.
@@ -198,7 +197,6 @@ class BatchRecord(BatchObject):
     priority: int
     max_items: int
     max_chars: int
-    output_expires_s: int | None = None
     made_files: dict[str, str]
     slices: list[Slice] = []
     ends: list[SliceState] = []
@@ -266,7 +264,6 @@ class BatchRecord(BatchObject):
                     f"{self.id}_{kind}.jsonl",
                     OUTPUT_PURPOSE,
                     sum(sizes.values()),
-                    self.output_expires_s,
                     parts,
                 )
         return found
@@ -307,7 +304,6 @@ class BatchStore:
         caller: Caller,
         input_file_id: str,
         window_s: int,
-        expires_s: int | None,
         priority: int,
         **said: Any,
     ) -> BatchObject:
@@ -317,22 +313,17 @@ class BatchStore:
             caller: Whose it is.
             input_file_id: Its file.
             window_s: How much time it has, in seconds.
-            expires_s: How long its files are kept, in seconds; None for ever.
             priority: Of its jobs, unless the caller's key says otherwise.
             said: What the caller says of it, as it is shown.
 
         Raises:
-            Problem: There is no such file, it will be gone before the batch is over, or the
-                caller has too many open batches.
+            Problem: There is no such file for batches, or the caller has too many open ones.
         """
         owner, now_s = get_owner(caller), int(time.time())
-        file, wrong = self._files.get(owner, input_file_id), ""
+        file = self._files.get(owner, input_file_id)
         if file.purpose != INPUT_PURPOSE:
-            wrong = f"its purpose is {file.purpose}, and must be {INPUT_PURPOSE}"
-        elif file.expires_at is not None and file.expires_at < now_s + window_s:
-            wrong = "expires before the completion window of the batch is over"
-        if wrong:
-            raise Problem(Kind.INVALID, f"file {file.id}: {wrong}", param="input_file_id")
+            text = f"file {file.id}: its purpose is {file.purpose}, and must be {INPUT_PURPOSE}"
+            raise Problem(Kind.INVALID, text, param="input_file_id")
         record = BatchRecord(
             id=new_id("batch_"),
             input_file_id=file.id,
@@ -343,7 +334,6 @@ class BatchStore:
             priority=priority if caller.priority is None else caller.priority,
             max_items=caller.max_items,
             max_chars=caller.max_chars,
-            output_expires_s=expires_s,
             made_files={"output": new_id("file-"), "error": new_id("file-")},
             **said,
         )

@@ -21,12 +21,12 @@ from batchery_producer.gateway.inference import (
     run_items,
 )
 from batchery_producer.gateway.models import numbers
-from batchery_producer.gateway.problems import COHERE, Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.openai import Usage
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
-router = APIRouter(route_class=JsonRoute, responses=COHERE.responses)
+router = APIRouter(route_class=JsonRoute)
 
 # Rerank
 

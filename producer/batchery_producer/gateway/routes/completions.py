@@ -31,7 +31,6 @@ from batchery_producer.gateway.inference import (
 )
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import (
-    OPENAI,
     Kind,
     Problem,
     build_problem,
@@ -56,7 +55,7 @@ from batchery_producer.openai_generation import (
     list_choices,
 )
 
-router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.responses)
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 #: Kinds of models that write.
 KINDS = ("generation",)

@@ -24,8 +24,6 @@ from typing_extensions import TypedDict
 from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
     FILE_ID,
-    ExpiresAfter,
-    ExpirySeconds,
     FileObject,
     get_owner,
 )
@@ -39,15 +37,15 @@ from batchery_producer.gateway.inference import (
     read_items,
 )
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
-from batchery_producer.gateway.problems import OPENAI, Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved
 
-router = APIRouter(tags=["openai"], route_class=JsonRoute, responses=OPENAI.responses)
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 #: For routes without JSON, whose bodies and answers may take long.
-plain_router = APIRouter(tags=["openai"], responses=OPENAI.responses)
+plain_router = APIRouter(tags=["openai"])
 
 
 def also_named(name: str, other: str) -> FieldInfo:
@@ -195,12 +193,10 @@ class FileDeleted(BaseModel):
 class Upload(BaseModel):
     """A file of requests, as a form has it."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
     purpose: Literal["batch"]
-    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
-    seconds: ExpirySeconds | None = Field(None, alias="expires_after[seconds]")
 
 
 UPLOAD_SCHEMA = {"multipart/form-data": {"schema": Upload.model_json_schema()}}
@@ -222,7 +218,7 @@ async def upload_file(request: Request) -> FileObject:
             raise RequestValidationError(error.errors()) from error
         name, size = upload.file.filename or "", upload.file.size or 0
         return await run_in_threadpool(
-            gateway.files.upload, request.state.caller, name, upload.file.file, size, upload.seconds
+            gateway.files.upload, request.state.caller, name, upload.file.file, size
         )
 
 
@@ -303,18 +299,17 @@ class CreateBatchRequest(RequestBody):
         Field(pattern=r"^[1-9][0-9]{0,2}h$", description="Its time: 24h, or up to 999h."),
     ]
     metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
+    output_expires_after: Unserved = None
 
 
 @router.post("/v1/batches")
 def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     """Begins a batch: its file is read, then its requests run."""
-    gateway, keep = get_gateway(request), body.output_expires_after
+    gateway = get_gateway(request)
     return gateway.batches.create(
         request.state.caller,
         body.input_file_id,
         int(body.completion_window[:-1]) * 3600,
-        keep.seconds if keep else None,
         # A batch has time.
         max(each.level for each in gateway.settings.classes.values()),
         endpoint=body.endpoint,

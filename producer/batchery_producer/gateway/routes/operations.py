@@ -25,13 +25,12 @@ from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.health import ClusterSnapshot
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.problems import PLAIN
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody
 
-router = APIRouter(tags=["operations"], responses=PLAIN.responses)
+router = APIRouter(tags=["operations"])
 
-page_router = APIRouter(tags=["page"], route_class=JsonRoute, responses=PLAIN.responses)
+page_router = APIRouter(tags=["page"], route_class=JsonRoute)
 
 
 @router.get("/health", response_class=Response)

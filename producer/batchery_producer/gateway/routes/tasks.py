@@ -21,14 +21,14 @@ from batchery_producer.answers import build_header
 from batchery_producer.gateway.answers import json_of_arguments
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import read_timeout_s, unless_gone
-from batchery_producer.gateway.problems import PLAIN, Kind, Problem, build_problem
+from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.store import TaskRecord, TaskState, has_ended, to_json
 from batchery_producer.gateway.webhooks import TASK, find_target
 from batchery_producer.publisher import is_known
 from batchery_producer.request_fields import RequestBody
 
-router = APIRouter(tags=["tasks"], route_class=JsonRoute, responses=PLAIN.responses)
+router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
 #: Beginnings of the names of Celery's own tasks, which run parts of workflows, and of ours.
 INTERNAL = ("celery.", "batchery.gateway.")

@@ -30,11 +30,11 @@ from batchery_producer.gateway.models import (
     ServedModel,
     numbers,
 )
-from batchery_producer.gateway.problems import TEI, Kind, Problem
+from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.request_fields import RequestBody, Unserved, expected
 
-router = APIRouter(tags=["tei"], route_class=JsonRoute, responses=TEI.responses)
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 
 class TeiRequest(RequestBody):
