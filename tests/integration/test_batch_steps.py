@@ -92,7 +92,7 @@ class Room:
         for number in slices:
             for request in read_slice(self.load(batch_id), number, self.files):
                 for job_id in request.jobs:
-                    result = {"vector": VECTOR, "tokens": 1}
+                    result = [{"ok": {"vector": VECTOR, "tokens": 1}}]
                     stored = {"status": states.SUCCESS, "result": result, "task_id": job_id}
                     key = backend.get_key_for_task(job_id)
                     backend.client.set(key, backend.encode(stored))

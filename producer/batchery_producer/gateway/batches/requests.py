@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
-from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem
+from batchery_producer.gateway.problems import OPENAI, SERVER_TEXTS, Kind, Problem
 from batchery_producer.openai_generation import (
     REQUESTS,
     TOO_LONG_CODE,
@@ -293,22 +293,9 @@ class Request:
         """Whether all of its jobs have ended."""
         return len(self.answers) == len(self.jobs)
 
-    @property
-    def is_lone(self) -> bool:
-        """Whether it has one item, which is a job as it is, without a list around it."""
-        return [len(items) for items in self.jobs.values()] == [1]
-
-    def read_job(self, id_: str) -> tuple[int, str, Any]:
-        """How many items the list of a job has, 0 for an item without one; its id; its argument."""
-        items = self.jobs[id_]
-        return (0, id_, items[0]) if self.is_lone else (len(items), id_, items)
-
     def read_answer(self) -> Answer:
         """The results of all items, or the first error, when it is done."""
         results: list[Any] = []
-        if self.is_lone:
-            (answer,) = self.answers.values()
-            return answer if answer.error else Answer([answer.value])
         for id_, items in self.jobs.items():
             answer = joined(self.answers[id_], len(items), len(results))
             if answer.error is not None:
@@ -365,13 +352,36 @@ def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[st
     Returns:
         The line with its end; and the tokens that it took, or None for one of the error file.
     """
-    if not request.is_done:
+    line: dict[str, Any] = {
+        "id": request.id.replace("batch_", "batch_req_"),
+        "custom_id": request.custom_id,
+        "response": None,
+        "error": None,
+    }
+    usage = None
+    if request.is_done:
+        status, body = _answer(record, request)
+        usage = body.get("usage")
+        line["response"] = {"status_code": status, "request_id": request.id, "body": body}
+    else:
         text = "the request was not done within the completion window of the batch"
-        return _write_error(request, None, {"code": "batch_expired", "message": text})
-    answer = request.read_answer()
+        line["error"] = {"code": "batch_expired", "message": text}
+    try:
+        content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
+        content = encoded(line)
+    return content + b"\n", usage
+
+
+def _answer(record: BatchRecord, request: Request) -> tuple[int, dict[str, Any]]:
+    """The status and the body with which a request is answered."""
+    answer, model = request.read_answer(), record.model or ""
     if answer.error is None:
         try:
-            return _write_results(record, request, answer.value)
+            if record.endpoint in REQUESTS:
+                made = build_completion(record.endpoint, request.id, model, answer.value)
+                return 200, dict(made)
+            return 200, _list_vectors(model, request.asked, answer.value)
         except InvalidItem as error:  # The vectors are shorter than it asks for.
             answer = Answer(error=("InvalidItem", str(error)))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -379,28 +389,9 @@ def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[st
             answer = Answer(error=("WrongResult", text))
     assert answer.error is not None
     type_, text = answer.error[0], SERVER_TEXTS.get(*answer.error)
-    status = 400 if type_ in CLIENT_ERRORS else 500
-    kind = "invalid_request_error" if status == 400 else "server_error"
     code = TOO_LONG_CODE if type_ == "PromptTooLong" else type_
-    told = {"message": text, "type": kind, "param": None, "code": code}
-    response = {"status_code": status, "request_id": request.id, "body": {"error": told}}
-    return _write_error(request, response, None)
-
-
-def _write_results(
-    record: BatchRecord, request: Request, results: list[Any]
-) -> tuple[bytes, Mapping[str, int]]:
-    model = record.model or ""
-    if record.endpoint in REQUESTS:
-        body = build_completion(record.endpoint, request.id, model, results)
-    else:
-        body = _list_vectors(model, request.asked, results)
-    line = _build_line(request, {"status_code": 200, "request_id": request.id, "body": body}, None)
-    try:
-        content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
-    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
-        content = encoded(line)
-    return content + b"\n", body["usage"]
+    status = 400 if type_ in CLIENT_ERRORS else 500
+    return status, OPENAI.body(Problem(Kind.FAILED, text, code=code), status)
 
 
 def _list_vectors(model: str, asked: Mapping[str, Any], results: list[Any]) -> dict[str, Any]:
@@ -425,12 +416,3 @@ def _list_vectors(model: str, asked: Mapping[str, Any], results: list[Any]) -> d
 
 def _is_scaled(vector: str) -> bool:
     return bool(abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE)
-
-
-def _write_error(request: Request, response: Any, error: Any) -> tuple[bytes, None]:
-    return encoded(_build_line(request, response, error)) + b"\n", None
-
-
-def _build_line(request: Request, response: Any, error: Any) -> dict[str, Any]:
-    id_ = request.id.replace("batch_", "batch_req_")
-    return {"id": id_, "custom_id": request.custom_id, "response": response, "error": error}

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from celery.utils.functional import chunks
@@ -192,10 +191,9 @@ class BatchRun:
             persistent=True,
             **with_tenant(options, record.tenant),
         ) as publisher:
-            jobs = [self._by_job[each].read_job(each) for each in job_ids]
-            for count, group in groupby(jobs, key=itemgetter(0)):
-                header = build_header(count, self._collector.headers)
-                publisher.send([job[1:] for job in group], header)
+            jobs = [(each, self._by_job[each].jobs[each]) for each in job_ids]
+            for count, group in groupby(jobs, key=lambda job: len(job[1])):
+                publisher.send(list(group), build_header(count, self._collector.headers))
 
     def _show_progress(self, number: int) -> None:
         ended = [each.read_answer() for each in self._open[number] if each.is_done]

@@ -246,11 +246,11 @@ class BatchRecord(BatchObject):
         ids = {f"{kind}_file_id": file.id for kind, file in self.list_files().items()}
         if errors:
             return self.moved(Status.FAILED, errors=BatchErrors(data=list(errors)), **ids)
-        made = self.moved(Status.FINALIZING)
         if self.status is Status.CANCELLING:
-            return made.moved(Status.CANCELLED, **ids)
+            return self.moved(Status.CANCELLED, **ids)
         is_late = any(each.expired for each in self.ends)
-        return made.moved(Status.EXPIRED if is_late else Status.COMPLETED, **ids)
+        ending = Status.EXPIRED if is_late else Status.COMPLETED
+        return self.moved(Status.FINALIZING).moved(ending, **ids)
 
     def list_files(self) -> dict[str, FileRecord]:
         """The files of what was written so far."""

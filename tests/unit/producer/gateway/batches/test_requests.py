@@ -165,10 +165,6 @@ def write(*answers: Any, endpoint: str = ENDPOINT, **asked: Any) -> tuple[bool, 
     asked = {"encoding_format": None, "dimensions": None, **asked}
     request = Request("batch_1-7", "mine", asked, {"job": ["item"] * len(answers)})
     request.answers["job"] = Answer(list(answers))
-    if len(answers) == 1:  # As it is, without a list around it.
-        (answer,) = answers
-        error = tuple(answer["error"].values()) if "error" in answer else None
-        request.answers["job"] = Answer(answer.get("ok"), error)
     record: Any = SimpleNamespace(model="embed", endpoint=endpoint)
     content, usage = write_line(record, request)
     line = json.loads(content)
