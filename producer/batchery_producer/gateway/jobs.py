@@ -173,15 +173,18 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
     Args:
         load: Gives the app, in the other process; can be pickled.
     """
-    is_over = threading.Event()
+    is_over, starting = threading.Event(), threading.Lock()
     # Not forked: threads and connections of ours must not be there.
     spawn: Any = multiprocessing.get_context("spawn")
 
     def keep() -> None:
-        while not is_over.is_set():
+        while True:
             # A daemon, so that multiprocessing ends it with this process.
             process = spawn.Process(target=run_worker, args=(load,), daemon=True)
-            process.start()
+            with starting:  # Half started, it would fail as this process ends.
+                if is_over.is_set():
+                    return
+                process.start()
             process.join()
             if not is_over.wait(RESTART_S):
                 code = process.exitcode
@@ -191,7 +194,8 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
     try:
         yield
     finally:
-        is_over.set()
+        with starting:
+            is_over.set()
 
 
 @one_line_errors()
