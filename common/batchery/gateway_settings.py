@@ -108,10 +108,7 @@ class GatewaySettings(BaseModel):
         100, description="Batches of one key or tenant that are not over."
     )
     body_timeout_s: PositiveFloat = Field(
-        30, description="How long a caller may take for head and body of a request."
-    )
-    send_timeout_s: PositiveFloat = Field(
-        60, description="How long a caller may read nothing of an answer before it is cut off."
+        30, description="How long a caller may take for the body of a request."
     )
     max_concurrency: PositiveInt = Field(
         4096, description="Requests in flight of one key; more are answered 429."

@@ -1,4 +1,4 @@
-"""Steps of a batch, in a real Redis: what late, doubled, lost and killed ones do to its files."""
+"""Attempts at a batch, in a real Redis: what late, doubled and killed ones do to its files."""
 
 import base64
 import io
@@ -18,12 +18,7 @@ from batchery_producer.gateway.batches import run as steps
 from batchery_producer.gateway.batches import store as stored_batches
 from batchery_producer.gateway.batches.files import FileObject
 from batchery_producer.gateway.batches.requests import read_slice
-from batchery_producer.gateway.batches.run import (
-    MAX_LOST_ATTEMPTS,
-    BatchRun,
-    MissingPieceError,
-    SliceRun,
-)
+from batchery_producer.gateway.batches.run import BatchRun
 from batchery_producer.gateway.batches.store import BatchRecord, Status
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
@@ -55,11 +50,9 @@ class Room:
         self.context = jobs.get_context(self.app)
         self.files, self.batches = self.context.files, self.context.batches
 
-    def upload(
-        self, content: bytes, expires_s: int | None = None, caller: Caller = CALLER
-    ) -> FileObject:
+    def upload(self, content: bytes, caller: Caller = CALLER) -> FileObject:
         file = io.BytesIO(content)
-        return self.files.upload(caller, "a.jsonl", file, len(content), expires_s)
+        return self.files.upload(caller, "a.jsonl", file, len(content))
 
     def create(self, *texts: str) -> str:
         """A batch with a request for each text; returns its id."""
@@ -73,12 +66,12 @@ class Room:
         ]
         file = self.upload("\n".join(map(json.dumps, rows)).encode())
         said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
-        return self.batches.create(CALLER, file.id, 3600, None, 6, **said).id
+        return self.batches.create(CALLER, file.id, 3600, 6, **said).id
 
     def begin(self) -> str:
-        """A batch of three slices that has begun; returns its id."""
+        """A batch of three slices, the jobs of two of which are sent; returns its id."""
         batch_id = self.create(*TEXTS)
-        self.run(batch_id).begin()
+        assert self.attempt(batch_id).run() == steps.PAUSE_S
         return batch_id
 
     def load(self, batch_id: str) -> BatchRecord:
@@ -86,11 +79,8 @@ class Room:
         assert record is not None
         return record
 
-    def run(self, batch_id: str) -> BatchRun:
+    def attempt(self, batch_id: str) -> BatchRun:
         return BatchRun(self.context, self.load(batch_id))
-
-    def slice(self, batch_id: str, number: int) -> SliceRun:
-        return SliceRun(self.context, self.load(batch_id), number)
 
     def answer(self, batch_id: str, *slices: int) -> None:
         """Stores results of the jobs of some slices, as a worker does.
@@ -102,15 +92,15 @@ class Room:
         for number in slices:
             for request in read_slice(self.load(batch_id), number, self.files):
                 for job_id in request.jobs:
-                    result = {"vector": VECTOR, "tokens": 1}
+                    result = [{"ok": {"vector": VECTOR, "tokens": 1}}]
                     stored = {"status": states.SUCCESS, "result": result, "task_id": job_id}
                     key = backend.get_key_for_task(job_id)
                     backend.client.set(key, backend.encode(stored))
 
     def content(self, file_id: str | None) -> list[Any]:
         assert file_id is not None
-        with self.files.open(OWNER, file_id) as file:
-            return list(map(json.loads, file))
+        content = b"".join(self.files.read(OWNER, self.files.get(OWNER, file_id)))
+        return list(map(json.loads, content.splitlines()))
 
     def contents(self) -> list[Path]:
         """What is in the folder of files."""
@@ -127,24 +117,6 @@ def room(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
     return Room(url, tmp_path / "files")
 
 
-def end_slices(room: Room) -> str:
-    """A batch of which all slices have ended, and whose files could not be written."""
-    batch_id = room.begin()
-    room.answer(batch_id, *SLICES)
-    for number in (0, 2):
-        assert room.slice(batch_id, number).run() is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room.files, "keep", fail)
-        with pytest.raises(DatasetError):
-            room.slice(batch_id, 1).run()
-    assert room.load(batch_id).status is Status.FINALIZING
-    return batch_id
-
-
-def fail(*_: Any) -> None:
-    raise DatasetError("the disk is full")
-
-
 def check_whole(room: Room, batch_id: str) -> None:
     record = room.load(batch_id)
     assert (record.status, record.request_counts.completed) == (Status.COMPLETED, len(TEXTS))
@@ -152,69 +124,57 @@ def check_whole(room: Room, batch_id: str) -> None:
     assert [line["custom_id"] for line in lines] == [f"r-{n}" for n in range(len(TEXTS))]
     found, _ = room.files.page(OWNER, None, 10, newest_first=True, purpose="batch_output")
     assert [each.id for each in found] == [record.output_file_id]
-    # The input, and the output.
-    assert len(room.contents()) == 2
+    assert found[0].bytes == sum(map(len, room.files.read(OWNER, found[0])))
 
 
-def test_doubled_and_late_steps_leave_each_line_once_and_in_order(room: Room) -> None:
+def test_doubled_and_late_attempts_leave_each_line_once_and_in_order(room: Room) -> None:
     batch_id = room.create(*TEXTS)
-    early = room.run(batch_id)
-    room.run(batch_id).begin()
-    late = room.slice(batch_id, 1)
+    early = room.attempt(batch_id)
+    room.attempt(batch_id).run()
+    late = room.attempt(batch_id)
     room.answer(batch_id, *SLICES)
-    for number in (1, 0, 1, 2, 0, 2):
-        room.slice(batch_id, number).run()
+    assert room.attempt(batch_id).run() is None
     assert late.run() is None
-    early.begin()
+    assert early.run() is None
     check_whole(room, batch_id)
+    # Nothing is left of what one of them wrote in vain, but in the file's own folder.
+    assert {path.parent.name for path in room.contents()} == {
+        room.load(batch_id).input_file_id,
+        room.load(batch_id).output_file_id,
+    }
 
 
-def test_files_that_could_not_be_made_are_made_when_the_slice_comes_again(room: Room) -> None:
-    batch_id = end_slices(room)
-    room.slice(batch_id, 1).run()
-    check_whole(room, batch_id)
-
-
-def test_two_that_make_the_files_at_once_make_one(
+def test_two_that_write_a_slice_at_once_write_it_once(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_id = end_slices(room)
-    keep = room.files.keep
+    batch_id = room.begin()
+    room.answer(batch_id, *SLICES)
+    write = room.files.storage.write
 
-    def keep_and_be_slow(*arguments: Any) -> None:
-        keep(*arguments)
+    def write_and_be_slow(*arguments: Any) -> int:
+        size = write(*arguments)
         monkeypatch.undo()
-        room.run(batch_id).begin()
+        assert room.attempt(batch_id).run() is None
+        return size
 
-    monkeypatch.setattr(room.files, "keep", keep_and_be_slow)
-    room.run(batch_id).begin()
+    monkeypatch.setattr(room.files.storage, "write", write_and_be_slow)
+    assert room.attempt(batch_id).run() is None
     check_whole(room, batch_id)
 
 
-def test_answers_that_are_missing_are_waited_for_and_then_the_batch_fails(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch_id = end_slices(room)
-    (piece,) = [path for path in room.contents() if path.name.startswith("1-")]
-    whole = piece.read_bytes()
-    for broken in (None, whole[:-1]):
-        piece.write_bytes(broken) if broken else piece.unlink()
-        with pytest.raises(MissingPieceError, match="1-"):
-            room.run(batch_id).begin()
-        assert room.load(batch_id).status is Status.FINALIZING
-    # Nothing is left of what could be joined.
-    assert len(list(room.folder.rglob("*.jsonl"))) == 1
-    # A store may show it late.
-    piece.write_bytes(whole)
-    room.run(batch_id).begin()
+def test_slice_that_could_not_be_written_is_written_by_the_next_attempt(room: Room) -> None:
+    batch_id = room.begin()
+    room.answer(batch_id, *SLICES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room.files.storage, "write", fail)
+        with pytest.raises(DatasetError):
+            room.attempt(batch_id).run()
+    assert room.attempt(batch_id).run() is None
     check_whole(room, batch_id)
-    other_id = end_slices(room)
-    for path in room.contents():
-        if other_id in str(path):
-            path.unlink()
-    monkeypatch.setattr(steps, "MISSING_S", 0.0)
-    room.run(other_id).begin()
-    check_failed(room, other_id, "missing_results")
+
+
+def fail(*_: Any) -> None:
+    raise DatasetError("the disk is full")
 
 
 def check_failed(room: Room, batch_id: str, code: str) -> BatchRecord:
@@ -244,14 +204,11 @@ def test_batch_that_ends_early_keeps_what_was_computed(
     room: Room, end: Any, status: Status, failed: int
 ) -> None:
     batch_id = room.begin()
-    running = room.slice(batch_id, 1)
-    # Its results come too late for the step, whose process is killed.
-    assert room.slice(batch_id, 0).run() is not None
+    running = room.attempt(batch_id)
+    # Its results come too late for the attempt, whose process is killed.
     room.answer(batch_id, 0)
     end(room, batch_id)
     assert running.run() is None  # It ends by itself.
-    for number in (0, 2):
-        assert room.slice(batch_id, number).run() is None
     record = room.load(batch_id)
     counts = record.request_counts
     assert (record.status, counts.completed, counts.failed) == (status, 2, failed)
@@ -267,32 +224,30 @@ def test_batch_that_ends_early_keeps_what_was_computed(
 def test_batch_whose_model_has_gone_waits_and_can_end(room: Room, end: Any) -> None:
     batch_id = room.begin()
     room.batches.change(batch_id, lambda now: now.model_copy(update={"model": "gone"}))
-    assert room.slice(batch_id, 0).run() == steps.PAUSE_S
+    assert room.attempt(batch_id).run() == steps.PAUSE_S
     end(room, batch_id)
-    for number in SLICES:
-        room.slice(batch_id, number).run()
+    assert room.attempt(batch_id).run() is None
     assert room.load(batch_id).is_over
 
 
 def test_batch_whose_input_is_gone_keeps_what_was_computed(room: Room) -> None:
     batch_id = room.begin()
     room.answer(batch_id, 0)
-    room.slice(batch_id, 0).run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "ATTEMPT_S", 1.0)
+        assert room.attempt(batch_id).run() == 0
     room.files.remove(OWNER, room.load(batch_id).input_file_id)
-    for number in SLICES:
-        room.slice(batch_id, number).run()
+    assert room.attempt(batch_id).run() is None
     record = check_failed(room, batch_id, "file_not_found")
     assert record.request_counts.completed == 2
     assert len(room.content(record.output_file_id)) == 2
 
 
-def test_step_that_kills_its_process_again_and_again_ends_the_batch(room: Room) -> None:
+def test_second_message_of_a_batch_that_runs_goes(room: Room, bare: Any) -> None:
     batch_id = room.create(*TEXTS)
-    # A killed process never leaves the block.
-    killed = [room.batches.attempt(batch_id, "reading") for _ in range(MAX_LOST_ATTEMPTS)]
-    assert [each.__enter__() for each in killed] == list(range(MAX_LOST_ATTEMPTS))
-    room.app.tasks[BATCH](batch_id)
-    check_failed(room, batch_id, "lost_attempts")
+    with room.batches.attempt(batch_id):
+        room.app.tasks[BATCH](batch_id)
+    assert room.load(batch_id).status is Status.VALIDATING
 
 
 def test_batch_without_a_sign_of_life_is_taken_up(
@@ -312,13 +267,13 @@ def test_slice_whose_jobs_were_lost_sends_them_again(
     batch_id = room.begin()
 
     def waiting() -> list[str]:
-        assert room.slice(batch_id, 0).run() is not None
+        assert room.attempt(batch_id).run() is not None
         (queue,) = bare.keys("embed*")
         return sorted(json.loads(each)["headers"]["id"] for each in bare.lrange(queue, 0, -1))
 
     ids = waiting()
     monkeypatch.setattr(steps, "STALL_S", -1.0)
-    assert (waiting(), len(ids)) == (ids, 2)  # Nothing is lost.
+    assert (waiting(), len(ids)) == (ids, 4)  # Nothing is lost.
     bare.delete(*bare.keys("embed*"))
     assert waiting() == ids
 
@@ -355,7 +310,7 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
         room.upload(b"")
     for _ in range(2):
         with pytest.raises(DatasetError):
-            room.files.upload(SMALL, "a", Broken(b"half of it"), 90, None)
+            room.files.upload(SMALL, "a", Broken(b"half of it"), 90)
     assert room.contents() == []
     kept, away = room.folder, room.folder.with_suffix(".away")
     kept.rename(away)
@@ -367,38 +322,27 @@ def test_upload_that_fails_takes_no_space(room: Room) -> None:
     room.upload(b"x" * 100, caller=SMALL)
 
 
-def test_file_goes_when_its_time_is_over_though_nobody_asks(
+def test_what_could_not_be_removed_is_removed_later(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "TIDY_S", 0.002)
-    monkeypatch.setattr(stored_files, "LATE_S", 0.0)
     monkeypatch.setattr(stored_files, "REMOVE_AGAIN_S", 0.0)
-    kept, stuck, gone, used = (
-        room.upload(content, expires_s)
-        for content, expires_s in ((b"kept", None), (b"stuck", -1), (b"gone", -1), (b"{}", 7200))
+    kept, stuck, gone = (room.upload(content) for content in (b"kept", b"stuck", b"gone"))
+    remove = room.files.storage.remove
+    monkeypatch.setattr(room.files.storage, "remove", fail)
+    for each in (stuck, gone):
+        room.files.remove(OWNER, each.id)
+    # One that cannot be removed keeps no other.
+    monkeypatch.setattr(
+        room.files.storage, "remove", lambda name: fail() if stuck.id in name else remove(name)
     )
-    said = {"endpoint": "/v1/embeddings", "completion_window": "1h"}
-    room.batches.create(CALLER, used.id, 3600, None, 6, **said)
-    # It cannot be removed, and keeps no other.
-    monkeypatch.setattr(room.files.storage, "remove", refusing(room, stuck.id))
 
     def names() -> set[str]:
         with suppress(DatasetError):
             jobs.tidy(room.context)
-        return {each.stem for each in (room.folder / OWNER / "files").iterdir()}
+        return {each.name for each in (room.folder / OWNER / "files").iterdir()}
 
-    wait_for(lambda: names() == {kept.id, stuck.id, used.id}, f"{gone.id} is gone")
-
-
-def refusing(room: Room, file_id: str) -> Any:
-    remove = room.files.storage.remove
-
-    def refuse(name: str) -> None:
-        if file_id in name:
-            raise DatasetError("it cannot be removed")
-        remove(name)
-
-    return refuse
+    wait_for(lambda: names() == {kept.id, stuck.id}, f"{gone.id} is gone")
 
 
 @pytest.mark.parametrize("wrong", ["", "file-1", "../x", "file-" + "0" * 46, "bytes"])

@@ -177,11 +177,11 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
         api.files.create(file=("a.jsonl", b"{}"), purpose="vision")
     with pytest.raises(openai.BadRequestError, match="file: empty"):
         api.files.create(file=("a.jsonl", b""), purpose="batch")
-    with pytest.raises(openai.BadRequestError, match=r"expires_after\[seconds\]"):
+    with pytest.raises(openai.BadRequestError, match=r"expires_after\[anchor\]"):
         api.files.create(
             file=("a.jsonl", b"{}"),
             purpose="batch",
-            expires_after={"anchor": "created_at", "seconds": 1},
+            expires_after={"anchor": "created_at", "seconds": 3600},
         )
     with pytest.raises(openai.APIStatusError, match="larger than 1000000 bytes") as raised:
         api.files.create(file=("a.jsonl", b"x" * 1_200_000), purpose="batch")
@@ -196,16 +196,6 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
     assert (long.status_code, "maximum size" in long.json()["error"]["message"]) == (400, True)
     bare = gateway.post("/v1/files", {"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
-    short = api.files.create(
-        file=("a.jsonl", b"{}"),
-        purpose="batch",
-        expires_after={"anchor": "created_at", "seconds": 3600},
-    )
-    assert short.expires_at == short.created_at + 3600
-    with pytest.raises(openai.BadRequestError, match="expires before"):
-        api.batches.create(
-            input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
-        )
 
 
 def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
@@ -216,8 +206,8 @@ def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
         api.batches.create(input_file_id="../../secret", **given)
     for wrong, text in (
         ({"endpoint": "/v1/responses"}, "should be '/v1/embeddings', "),
-        ({"completion_window": "soon"}, "must be 24h"),
-        ({"completion_window": "31d"}, "must be 24h"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
         ({"metadata": {str(n): "a" for n in range(17)}}, "metadata"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
     ):

@@ -13,7 +13,7 @@ from celery import Celery
 
 from batchery.operations import exporter
 from batchery_producer.gateway import health
-from batchery_producer.gateway.health import Absence, Health, Monitor
+from batchery_producer.gateway.health import Health, Monitor
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import command_line, wait_ended, wait_for
@@ -180,7 +180,7 @@ def test_workers_are_asked_once_for_all_readers_and_anew_after_a_pause(
     client = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
 
     async def ask() -> None:
-        watched = Monitor(client, {"empty"}, Health(client, Absence((), 60)))
+        watched = Monitor(client, {"empty"}, Health(client, (), 60))
         first = asyncio.create_task(watched.latest())
         await asyncio.sleep(0)
         # Who hangs up takes nothing from the others.

@@ -291,39 +291,6 @@ def test_task_that_outlasts_its_gateway_is_told_by_its_id(
     assert call(gateway, "GET", f"{path}?wait_s=30").json()["status"] == "SUCCESS"
 
 
-def test_idempotency_key_gives_the_same_task(
-    gateway: GatewayProcess, start_shop: Any, kept: None, redis_url: str
-) -> None:
-    def send(gateway: GatewayProcess, text: str, once: str, key: str = KEY) -> httpx2.Response:
-        body = {"item": text, "wait_s": 0}
-        headers = {"idempotency-key": once}
-        return call(gateway, "POST", "/tasks/apps.shop.shout", body, key, **headers)
-
-    first = send(gateway, "a", "order 1")
-    # Another process knows it as well.
-    again = send(start_shop(), "a", "order 1")
-    assert (first.status_code, again.status_code) == (202, 202)
-    assert first.json()["id"] == again.json()["id"]
-    assert queue_length(redis_url, QUEUE) == 1
-    other = send(gateway, "b", "order 1")
-    assert (other.status_code, "used for another request" in other.text) == (409, True)
-    assert send(gateway, "a", "order 2").json()["id"] != first.json()["id"]
-    assert send(gateway, "a", "order 1", OTHER_KEY).json()["id"] != first.json()["id"]
-    assert queue_length(redis_url, QUEUE) == 3
-
-    def ids(_: int) -> str:
-        # While one sends, the others are told to come again.
-        answer = wait_for(
-            lambda: [each for each in [send(gateway, "c", "order 3")] if each.status_code != 409],
-            "an answer",
-        )
-        return str(answer[0].json()["id"])
-
-    with ThreadPoolExecutor(10) as pool:
-        assert len(set(pool.map(ids, range(20)))) == 1
-    assert queue_length(redis_url, QUEUE) == 4
-
-
 def check_signed(headers: Any, body: bytes, task_id: str) -> None:
     assert headers["webhook-id"] == task_id
     Webhook(SECRET).verify(body, headers)

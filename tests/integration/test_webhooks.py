@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 
 from batchery_producer.gateway.callers import make_key, make_webhook_secret
-from batchery_producer.gateway.webhooks import MAX_PER_HOST, Undeliverable, find_target, post
+from batchery_producer.gateway.webhooks import Undeliverable, find_target, post
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, wait_for
@@ -125,14 +125,6 @@ def test_receivers_that_never_end_stop_nobody_else_s(
         wait_for(lambda: receiver.received, "the webhook of another caller", patient(60))
     # Its own places come back, too.
     wait_for(lambda: sum(each.came > 0 for each in trickling) > 8, "the others' turn", patient(90))
-
-
-def test_host_gets_a_few_at_once(gateway: GatewayProcess) -> None:
-    with Trickling() as receiver:
-        for _ in range(12):
-            later(gateway, receiver.url, OTHER_KEY)
-        wait_for(lambda: receiver.came >= MAX_PER_HOST + 2, "more than one round", patient(120))
-        assert receiver.most <= MAX_PER_HOST
 
 
 # One attempt

@@ -87,6 +87,10 @@ EVENTS_CONTENT: dict[str, Any] = {
 #: that are silent for longer.
 PING_S = 15.0
 
+#: What it says. No empty line follows the comment: some clients take one for the end of an event,
+#: whose data are missing.
+PING: Message = {"type": "http.response.body", "body": b": ping\n", "more_body": True}
+
 #: A proxy must neither keep events nor gather them.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -94,24 +98,14 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class EventStream(StreamingResponse):
     """Sends each event as soon as it is there."""
 
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        stop: Callable[[], object],
-        media_type: str = SSE_TYPE,
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], stop: Callable[[], object]) -> None:
         """Prepares.
 
         Args:
             events: As they are written.
             stop: Called at the end, which comes early if the caller hangs up.
-            media_type: `SSE_TYPE`, or that of lines of JSON.
         """
-        # No empty line follows the comment: some clients take one for the end of an event, whose
-        # data are missing. Alone it is no JSON, but readers of lines skip it.
-        ping = b": ping\n" if media_type == SSE_TYPE else b"\n"
-        super().__init__(events, media_type=media_type, headers=HEADERS)
-        self._ping: Message = {"type": "http.response.body", "body": ping, "more_body": True}
+        super().__init__(events, media_type=SSE_TYPE, headers=HEADERS)
         self._stop = stop
 
     async def stream_response(self, send: Send) -> None:
@@ -130,7 +124,7 @@ class EventStream(StreamingResponse):
                 if (left_s := sent_s + PING_S - time.monotonic()) > 0:
                     await asyncio.sleep(left_s)
                 else:
-                    await send_now(self._ping)
+                    await send_now(PING)
 
         # One task for all of the stream: a task for each event costs more than the event.
         pinging = asyncio.create_task(ping())

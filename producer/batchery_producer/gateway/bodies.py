@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.routing import APIRoute
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -91,12 +91,16 @@ async def parse(body: bytes) -> Any:
     Raises:
         Problem: It is no JSON, or has too much in it.
     """
-    if await has_too_many_values(body):
-        raise Problem(
-            Kind.TOO_LARGE,
-            f"the body has more than {MAX_VALUES} values, of which a list or an object counts as"
-            f" {CONTAINER_VALUES}; send several requests",
-        )
+    pieces = [body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES)]
+    for count in count_values(pieces):
+        if count > MAX_VALUES:
+            raise Problem(
+                Kind.TOO_LARGE,
+                f"the body has more than {MAX_VALUES} values, of which a list or an object counts"
+                f" as {CONTAINER_VALUES}; send several requests",
+            )
+        if pieces[1:]:  # Others have their turn meanwhile.
+            await asyncio.sleep(0)
     try:
         # It nests up to 200 deep, so whatever writes JSON later can write this.
         found = from_json(body, allow_inf_nan=False)
@@ -107,17 +111,6 @@ async def parse(body: bytes) -> Any:
             Kind.INVALID, f"the body has {len(found)} fields, more than any route: {MAX_FIELDS}"
         )
     return found
-
-
-async def has_too_many_values(body: bytes) -> bool:
-    """Whether a body of JSON has more than `MAX_VALUES`; others have their turn meanwhile."""
-    starts = range(0, len(body), PIECE_BYTES)
-    for count in count_values(body[start : start + PIECE_BYTES] for start in starts):
-        if count > MAX_VALUES:
-            return True
-        if starts[1:]:
-            await asyncio.sleep(0)
-    return False
 
 
 # Fields that several APIs have
@@ -144,11 +137,3 @@ Inputs = Annotated[
         examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
     ),
 ]
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-#: Lets JSON write a whole number as 5.0.
-WHOLE = BeforeValidator(_whole)

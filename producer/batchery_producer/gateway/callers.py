@@ -110,14 +110,10 @@ class Callers:
     """Finds the caller of a request by its key."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the keys; raises as `read` does."""
-        self.read(settings)
-
-    def read(self, settings: Settings) -> None:
-        """Reads the keys, in the place of those that there are.
+        """Reads the keys.
 
         Raises:
-            SettingsError: A key has a class that is not there; those that there are stay.
+            SettingsError: A key has a class that is not there.
         """
         gateway, by_hash = settings.gateway, {}
         limits = {limit: getattr(gateway, limit) for limit in LIMITS}

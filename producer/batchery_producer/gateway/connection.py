@@ -1,6 +1,5 @@
-"""A caller's connection: how large and how slow its heads may be, and its reading of answers."""
+"""A caller's connection: how large its heads may be, and one request at a time."""
 
-import asyncio
 import re
 from typing import Any
 
@@ -25,32 +24,20 @@ EXTENSION = "batchery.connection"
 
 
 class Connection(HttpToolsProtocol):
-    """Closes if a head does not come in time, or an answer is not read.
+    """Bounds the heads of requests, and reads one request at a time.
 
     A request that comes before the answer to the one before waits for its turn. Of several that
     come together the first is read, and the connection closes behind its answer.
     """
 
-    def __init__(
-        self, *arguments: Any, head_timeout_s: float, send_timeout_s: float, **keywords: Any
-    ) -> None:
-        """As Uvicorn makes it.
-
-        Args:
-            arguments: Uvicorn's.
-            head_timeout_s: How long a head may take, in seconds.
-            send_timeout_s: How long a caller may take nothing of an answer, in seconds.
-            keywords: Uvicorn's.
-        """
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """As Uvicorn makes it."""
         super().__init__(*arguments, **keywords)
-        self._head_timeout_s, self._send_timeout_s = head_timeout_s, send_timeout_s
         #: What has come of a head, or of what comes before its turn.
         self._head = bytearray()
         #: Whether a head comes next, and no body.
         self._is_in_head = True
         self._is_refused = False
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
 
     @property
     def unsent_bytes(self) -> int:
@@ -61,14 +48,10 @@ class Connection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # What callers send
-
     def connection_made(self, transport: Any) -> None:
-        """Starts to wait for the first head."""
+        """Has writing paused as long as any byte is not sent; each write is tried at once."""
         super().connection_made(transport)
-        # Then writing is paused as long as any byte is not sent. Each write is tried at once.
         transport.set_write_buffer_limits(high=0)
-        self._wait_for_caller()
 
     def data_received(self, data: bytes) -> None:
         """Gathers a head until it is whole, as the parser has no limit; then reads on."""
@@ -81,8 +64,6 @@ class Connection(HttpToolsProtocol):
                 self.flow.pause_reading()
                 return
             self._unset_keepalive_if_required()
-            if self._head_timer is None:
-                self._wait_for_caller()
             end = self._head.find(HEAD_END)
             if (len(self._head) if end < 0 else end) > MAX_HEAD_BYTES:
                 text = f"the head has more than {MAX_HEAD_BYTES} bytes; send smaller headers"
@@ -105,7 +86,6 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Goes on to the body."""
         self._is_in_head = False
-        self._stop_head_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -114,35 +94,18 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_response_complete(self) -> None:
-        """Goes on with what has come, or waits for the rest of a body that nobody wants."""
+        """Goes on with what has come."""
         super().on_response_complete()
-        if not self._is_in_head:
-            self._wait_for_caller()
-        elif self._head:
+        if self._head:
             self.data_received(b"")
 
     def send_400_response(self, msg: str) -> None:
         """Says that a request is no HTTP."""
         self._refuse(400, msg)
 
-    def _wait_for_caller(self) -> None:
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        if self._head:
-            self._refuse(408, f"the head did not come within {self._head_timeout_s:g} s")
-        else:
-            self.transport.close()
-
     def _refuse(self, status: int, text: str) -> None:
         """Closes the connection and says why; behind the answer that is under way, in silence."""
         self._is_refused = True
-        self._stop_head_timer()
         if self._is_answering:
             self.cycle.keep_alive = False
             self.flow.pause_reading()
@@ -152,36 +115,3 @@ class Connection(HttpToolsProtocol):
         self.transport.write_eof()
         # Closed with bytes unread, it would be reset, and the caller never see the answer.
         self.loop.call_later(LINGER_S, self.transport.close)
-
-    # What callers read
-
-    def pause_writing(self) -> None:
-        """Starts to wait for the caller to read."""
-        super().pause_writing()
-        self._wait_for_reader()
-
-    def resume_writing(self) -> None:
-        """Has sent all of it."""
-        super().resume_writing()
-        self._stop_send_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing more."""
-        super().connection_lost(exc)
-        self._stop_head_timer()
-        self._stop_send_timer()
-
-    def _wait_for_reader(self) -> None:
-        self._send_timer = self.loop.call_later(
-            self._send_timeout_s, self._abort_if_stalled, self.unsent_bytes
-        )
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-
-    def _abort_if_stalled(self, unsent_bytes: int) -> None:
-        if self.unsent_bytes < unsent_bytes:
-            self._wait_for_reader()
-        else:
-            self.transport.abort()

@@ -1,23 +1,28 @@
-"""What every request passes first: its name, its key, its size, its time, and how many run."""
+"""What every request passes first: its name, its key, its size, its time, and how many run.
+
+Here requests are counted, and here errors of all kinds become answers.
+"""
 
 import asyncio
 import re
+import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery_producer.gateway.callers import Caller, Callers
 from batchery_producer.gateway.connection import EXTENSION, Connection
-from batchery_producer.gateway.problems import Kind, Problem, answer
+from batchery_producer.gateway.metrics import OTHER_ROUTE, Measurements
+from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
 
 #: Names that callers may give their requests: fit for a header and a line of a log.
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 REQUEST_ID_HEADER = b"x-request-id"
 
 #: Paths that need no key: probes, and the page, which asks for one.
-OPEN_PATHS = frozenset({"/health", "/", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/health", "/"})
 OPEN_PREFIX = "/page/"
 
 #: Bodies of this path may be as large as a file, and are not kept in memory.
@@ -36,10 +41,29 @@ MIN_SHARE_BYTES = 1 << 20
 class Guard:
     """Refuses requests before they cost anything; ASGI around the routes."""
 
-    def __init__(self, app: ASGIApp, *, callers: Callers, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        callers: Callers,
+        settings: GatewaySettings,
+        measurements: Measurements,
+        routes: Iterable[str] = (),
+    ) -> None:
+        """Wraps an application.
+
+        Args:
+            app: What it wraps.
+            callers: Who may call.
+            settings: How much they may ask for.
+            measurements: Where requests are counted.
+            routes: The paths of all routes, as templates; all others are one.
+        """
         self._app = app
+        self._routes = frozenset(routes)
         self._callers = callers
         self._settings = settings
+        self._measurements = measurements
         self._hosts = frozenset(settings.hosts)
         self._buffer = Buffer(MAX_BUFFERED_BYTES)
 
@@ -55,21 +79,34 @@ class Guard:
         given = headers.get(REQUEST_ID_HEADER, b"")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        status, is_whole = 0, False
 
         async def send_named(message: Message) -> None:
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
+                status = message["status"]
                 named = [*message["headers"], (REQUEST_ID_HEADER, request_id)]
                 message = {**message, "headers": named}
+            else:
+                is_whole = not message.get("more_body", False)
             await send(message)
 
+        began_s = time.perf_counter()
         try:
-            await self._pass(scope, headers, receive, send_named)
-        except Problem as problem:
-            await answer(scope["path"], problem)(scope, receive, send_named)
-        except asyncio.CancelledError:
-            # Only the end of the process does that. An answer that has begun stays cut off.
-            with suppress(RuntimeError):
-                await answer(scope["path"], _stopping())(scope, receive, send_named)
+            with self._measurements.in_flight.track_inprogress():
+                await self._pass(scope, headers, receive, send_named)
+        except (Exception, asyncio.CancelledError) as error:
+            if not status:
+                problem = _find_problem(error)
+                log_failure(scope, problem, None if problem is error else error)
+                await answer(scope["path"], problem)(scope, receive, send_named)
+            elif isinstance(error, Exception):
+                raise  # An answer that has begun stays cut off.
+        finally:
+            # One that has no end was left by its caller.
+            done = status if is_whole else Kind.GONE.status
+            route, duration_s = self._find_route(scope), time.perf_counter() - began_s
+            self._measurements.count_request(route, done, duration_s)
 
     async def _pass(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
@@ -83,26 +120,37 @@ class Guard:
         scope["state"]["caller"] = caller
         if caller.in_flight >= caller.max_concurrency:
             raise _busy(f"{caller.in_flight} requests of {caller.name} are in flight, the maximum")
-        kept = Kept(self._buffer, caller)
         body = Body(receive, self._settings, is_file=path == FILES_PATH)
         caller.in_flight += 1
         try:
             body.check_length(headers.get(b"content-length", b"0"))
             if not body.is_file:
-                await body.read(kept)
+                await body.read(self._buffer, caller)
             await self._app(scope, body.receive, send)
-            await self._wait_read(scope["extensions"][EXTENSION], kept)
+            await self._wait_read(scope["extensions"][EXTENSION], caller, body.kept_bytes)
         finally:
             caller.in_flight -= 1
-            kept.release()
+            self._buffer.keep(caller, -body.kept_bytes)
 
-    async def _wait_read(self, connection: Connection, kept: "Kept") -> None:
+    async def _wait_read(self, connection: Connection, caller: Caller, kept_bytes: int) -> None:
         """Has a request in flight until its answer is read, which is in memory as long."""
-        if unsent_bytes := connection.unsent_bytes:
+        unsent_bytes = connection.unsent_bytes
+        if not unsent_bytes:
+            return
+        try:
             # Any caller may have one answer, however large.
-            if not kept.add(unsent_bytes) and not kept.is_all:
+            if not self._buffer.keep(caller, unsent_bytes) and (
+                caller.kept_bytes > kept_bytes + unsent_bytes
+            ):
                 connection.transport.abort()
             await connection.flow.drain()
+        finally:
+            self._buffer.keep(caller, -unsent_bytes)
+
+    def _find_route(self, scope: Scope) -> str:
+        # One that was refused before it came to its route has only a path.
+        path = getattr(scope.get("route"), "path", None) or scope["path"]
+        return path if path in self._routes else OTHER_ROUTE
 
     def _check_host(self, given: str) -> None:
         """Keeps web pages out that have a name for this machine's loopback address."""
@@ -126,10 +174,17 @@ def _busy(message: str) -> Problem:
     return Problem(Kind.OVERLOADED, message, retry_after_s=BUSY_RETRY_S)
 
 
-def _stopping() -> Problem:
-    text = "the gateway stops, and the call has not ended; send it again"
-    close = {"Connection": "close"}
-    return Problem(Kind.UNAVAILABLE, text, retry_after_s=BUSY_RETRY_S, headers=close)
+def _find_problem(error: BaseException) -> Problem:
+    if isinstance(error, asyncio.CancelledError):
+        # Only the end of the process does that.
+        text = "the gateway stops, and the call has not ended; send it again"
+        close = {"Connection": "close"}
+        return Problem(Kind.UNAVAILABLE, text, retry_after_s=BUSY_RETRY_S, headers=close)
+    problem = build_problem(error)
+    if problem.kind is Kind.FAILED and problem is not error:
+        # One of the gateway's own; it may name files and hosts.
+        problem.detail, problem.message = problem.message, "the gateway failed; its log says why"
+    return problem
 
 
 class Buffer:
@@ -149,28 +204,6 @@ class Buffer:
         return caller.kept_bytes <= max(self._free_bytes, MIN_SHARE_BYTES)
 
 
-class Kept:
-    """What one request has of a buffer."""
-
-    def __init__(self, buffer: Buffer, caller: Caller) -> None:
-        self._buffer, self._caller = buffer, caller
-        self._size_bytes = 0
-
-    def add(self, more_bytes: int) -> bool:
-        """Counts more bytes; returns whether the caller may have so many."""
-        self._size_bytes += more_bytes
-        return self._buffer.keep(self._caller, more_bytes)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether the caller's other requests have nothing."""
-        return self._caller.kept_bytes == self._size_bytes
-
-    def release(self) -> None:
-        """Counts them as gone."""
-        self._buffer.keep(self._caller, -self._size_bytes)
-
-
 class Body:
     """The body of a request, of limited size, within limited time."""
 
@@ -182,6 +215,8 @@ class Body:
         self._received_bytes = 0
         self._is_whole = False
         self._content: bytes | None = None
+        #: What of it is in memory.
+        self.kept_bytes = 0
 
     def check_length(self, told: bytes) -> None:
         """Looks at the length that the head tells.
@@ -191,7 +226,7 @@ class Body:
         """
         self._check_size(int(told) if told.isdigit() else 0)
 
-    async def read(self, kept: Kept) -> None:
+    async def read(self, buffer: Buffer, caller: Caller) -> None:
         """Reads it to its end, into memory.
 
         Raises:
@@ -200,7 +235,8 @@ class Body:
         parts: list[bytes] = []
         while not self._is_whole:
             parts.append((await self.receive()).get("body", b""))
-            if not kept.add(len(parts[-1])):
+            self.kept_bytes += len(parts[-1])
+            if not buffer.keep(caller, len(parts[-1])):
                 raise _busy("bodies and answers of this key take its share of memory")
         self._content = b"".join(parts)
 

@@ -7,9 +7,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,150 +21,67 @@ from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
 from batchery.operations.exporter import ClusterWatch
 from batchery.protocol.figures import WorkerFigures
-from batchery.transport.live_workers import LiveWorkers, RegisteredWorker
+from batchery.transport.live_workers import LiveWorkers
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem, redis_log_pace
-
-# Queues without workers
-
-
-#: Longest time between two looks, in seconds; after a longer one nothing is known of the time
-#: before.
-MAX_GAP_S = 5.0
-
-#: In how many seconds a caller who was refused may come again.
-NO_WORKER_RETRY_S = 5.0
-
-
-class Absence:
-    """The queues that no worker has consumed for a while; a look a second says which.
-
-    Whatever is not known for sure counts as a worker: an answer that Redis owes, a worker that
-    does not say what it consumes, one without leases.
-    """
-
-    def __init__(self, queues: Collection[str], grace_s: float) -> None:
-        """Refuses nobody yet.
-
-        Args:
-            queues: Names of the queues that requests may need.
-            grace_s: How long a queue may be without a worker, in seconds: as long as one starts.
-        """
-        self._grace_s = grace_s
-        self._seen_s = dict.fromkeys(queues, time.monotonic())
-        self._looked_s = float("-inf")
-        #: What waits for results from each queue.
-        self._waiting: dict[str, set[asyncio.Timeout]] = {queue: set() for queue in queues}
-        #: Names of the queues that nobody consumes.
-        self.queues: Collection[str] = frozenset()
-
-    def without_worker(self, workers: Iterable[RegisteredWorker], now_s: float) -> set[str]:
-        """Takes in which workers are registered; returns the queues that they leave alone too long.
-
-        Args:
-            workers: All with leases, the dead among them.
-            now_s: Monotonic time in seconds.
-        """
-        if now_s - self._looked_s > MAX_GAP_S:
-            self.forget(now_s)
-        self._looked_s = now_s
-        for about in workers:
-            if not about.is_dead:
-                self._seen(self._seen_s if about.queues is None else about.queues, now_s)
-        return {queue for queue, seen_s in self._seen_s.items() if now_s - seen_s > self._grace_s}
-
-    def _seen(self, queues: Collection[str], now_s: float) -> None:
-        self._seen_s.update((queue, now_s) for queue in queues if queue in self._seen_s)
-
-    def forget(self, now_s: float) -> None:
-        """Refuses nobody until queues were without a worker for long enough once more."""
-        self._seen(self._seen_s, now_s)
-        self.queues = frozenset()
-
-    def refuse(self, queues: Collection[str]) -> None:
-        """Refuses requests for these queues from now on, and those that wait for them."""
-        self.queues = frozenset(queues)
-        for queue in self.queues:
-            for limit in self._waiting[queue]:
-                limit.reschedule(asyncio.get_running_loop().time())
-
-    def check(self, model: str, queue: str) -> None:
-        """Makes sure that a worker may be there.
-
-        Raises:
-            Problem: Nobody consumes the queue.
-        """
-        if queue in self.queues:
-            raise Problem(
-                Kind.UNAVAILABLE,
-                f"model {model!r}: no worker has consumed its queue {queue!r} for"
-                f" {self._grace_s:g} s; unless one still loads its models, start one:"
-                f" celery -A batchery.app worker -Q {queue}",
-                code="no_worker",
-                retry_after_s=NO_WORKER_RETRY_S,
-            )
-
-    @asynccontextmanager
-    async def refusing(self, model: str, queue: str) -> AsyncIterator[None]:
-        """Waits for results of a queue, unless and until nobody consumes it.
-
-        Raises:
-            Problem: Nobody does.
-        """
-        self.check(model, queue)
-        limits = self._waiting[queue]
-        try:
-            async with asyncio.timeout(None) as limit:
-                limits.add(limit)
-                try:
-                    yield
-                finally:
-                    limits.discard(limit)
-        except TimeoutError:
-            if limit.expired():
-                self.check(model, queue)
-            raise
-
-
-# Looks at Redis
-
 
 logger = logging.getLogger("uvicorn.error")
 
 #: Seconds between two looks.
 INTERVAL_S = 1.0
 
-#: A look that takes longer, in seconds, is reported as a Redis that does not answer. Requests go on
-#: until it has failed, as a busy Redis may take so long.
-SLOW_S = 1.0
+#: Longest time between two looks, in seconds; after a longer one nothing is known of the time
+#: before.
+MAX_GAP_S = 5.0
+
+#: In how many seconds a caller may come again who was refused as no worker is there.
+NO_WORKER_RETRY_S = 5.0
 
 
 class Health:
-    """Looks whether the broker answers, and which of its queues have workers."""
+    """Looks whether the broker answers, and which queues no worker has consumed for a while.
 
-    def __init__(self, app: Celery, absence: Absence) -> None:
+    Whatever is not known for sure counts as a worker: an answer that Redis owes, a worker that
+    does not say what it consumes, one without leases.
+    """
+
+    def __init__(self, app: Celery, queues: Collection[str], grace_s: float) -> None:
+        """Refuses nobody yet.
+
+        Args:
+            app: Its broker is looked at.
+            queues: Names of the queues that requests may need.
+            grace_s: How long a queue may be without a worker, in seconds: as long as one starts.
+        """
         self._app = app
-        self.absence = absence
+        self._grace_s = grace_s
+        self._seen_s = dict.fromkeys(queues, time.monotonic())
+        self._looked_s = float("-inf")
+        #: Names of the queues that nobody consumes.
+        self._alone: Collection[str] = ()
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
-        self._began_s: float | None = None
         self._workers: LiveWorkers | None = None
         # Of its own: threads that others share may all wait for Redis.
         self._thread = ThreadPoolExecutor(1, "batchery-health")
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether Redis does not answer, as far as is known at this moment."""
-        began_s = self._began_s
-        return bool(self.problem) or (began_s is not None and time.monotonic() - began_s > SLOW_S)
-
-    def check(self) -> None:
-        """Makes sure that jobs can be sent.
+    def check(self, model: ServedModel | None = None) -> None:
+        """Makes sure that jobs can be sent, and that a worker of a model may be there.
 
         Raises:
-            Problem: They cannot.
+            Problem: They cannot; or nobody consumes its queue.
         """
         if self.problem:
             raise Problem(Kind.UNAVAILABLE, self.problem, retry_after_s=INTERVAL_S)
+        if model is not None and model.queue in self._alone:
+            raise Problem(
+                Kind.UNAVAILABLE,
+                f"model {model.name!r}: no worker has consumed its queue {model.queue!r} for"
+                f" {self._grace_s:g} s; unless one still loads its models, start one:"
+                f" celery -A batchery.app worker -Q {model.queue}",
+                code="no_worker",
+                retry_after_s=NO_WORKER_RETRY_S,
+            )
 
     async def watch(self) -> None:
         """Looks until it is cancelled."""
@@ -175,29 +91,33 @@ class Health:
 
     async def look(self) -> None:
         """Looks once."""
-        self._began_s = time.monotonic()
+        loop = asyncio.get_running_loop()
         try:
-            absent = await asyncio.get_running_loop().run_in_executor(self._thread, self._look)
+            self._alone = await loop.run_in_executor(self._thread, self._find_alone)
+            self.problem = ""
         except (StartError, OperationalError, RedisError, OSError) as error:
             if not self.problem:
                 logger.warning("%s: %s", REDIS_AWAY, error)
             self.problem = REDIS_AWAY
-            self.absence.forget(time.monotonic())
-        else:
-            self.problem = ""
-            self.absence.refuse(absent)
-        finally:
-            self._began_s = None
+            self._looked_s = float("-inf")
 
-    def _look(self) -> set[str]:
-        """Returns the queues that nobody consumes."""
+    def _find_alone(self) -> set[str]:
+        """The queues that nobody consumes."""
         if self._workers is None:
             check_broker(self._app)
             with self._app.connection_for_read() as connection:
                 self._workers = LiveWorkers.of(connection, TIMEOUT_S)
             if self._workers is None:
                 return set()  # Other brokers do not say who consumes.
-        alone = self.absence.without_worker(self._workers.registered().values(), time.monotonic())
+        live = [each for each in self._workers.registered().values() if not each.is_dead]
+        now_s = time.monotonic()
+        is_blind = now_s - self._looked_s > MAX_GAP_S or any(each.queues is None for each in live)
+        consumed = set[str]().union(*(each.queues or () for each in live))
+        self._looked_s = now_s
+        for queue in self._seen_s:
+            if is_blind or queue in consumed:
+                self._seen_s[queue] = now_s
+        alone = {queue for queue, at_s in self._seen_s.items() if now_s - at_s > self._grace_s}
         return set() if alone and self._workers.may_be_others() else alone
 
 
@@ -210,8 +130,8 @@ UNSEEN = "workers and queues cannot be looked at; the gateway's log says why"
 #: How long the workers may take to answer one, in seconds.
 ANSWER_TIMEOUT_S = 1.0
 
-#: How often those who wait for a survey look whether Redis answers, in seconds.
-SILENCE_CHECK_S = 0.1
+#: How long somebody waits for one, in seconds; then Redis hangs.
+SURVEY_S = 1.8
 
 #: After so long without a survey, in seconds, nothing is known of the time before.
 STALE_S = 2.0
@@ -264,10 +184,9 @@ class Monitor:
         asked = asyncio.wrap_future(self._watch.ask())
         # Whoever asked may have left before it fails.
         asked.add_done_callback(lambda each: each.cancelled() or each.exception())
-        while not (asked.done() or self._health.is_silent):
-            # A caller who hangs up does not cancel it for the others.
-            await asyncio.wait({asked}, timeout=SILENCE_CHECK_S)
-        if self._health.is_silent:
+        # A caller who hangs up does not cancel it for the others.
+        await asyncio.wait({asked}, timeout=0 if self._health.problem else SURVEY_S)
+        if not asked.done():
             return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
         if error := asked.exception():
             if redis_log_pace.is_due(str(error)):

@@ -120,16 +120,15 @@ DOCUMENTS = ("document", "search_document", "passage", "retrieval.passage")
 
 
 async def choose_prompt(
-    request: Request, model: ServedModel, field: str, purpose: str | None
+    request: Request, model: ServedModel, purpose: str | None
 ) -> dict[str, Any]:
-    """The keyword with the model's prompt for what texts are for.
+    """The keyword with the model's prompt for what texts are for, which is field `input_type`.
 
     A document may have none: many models have a prompt for queries alone.
 
     Args:
         request: Whose texts they are.
         model: Of kind embedding.
-        field: Which field says so, for errors.
         purpose: What they are for, such as `search_query`; None if nobody said.
 
     Raises:
@@ -142,41 +141,47 @@ async def choose_prompt(
     prompts: Mapping[str, str] = model.settings.prompts
     if not prompts.keys() & set(names):
         try:
-            prompts = (await get_gateway(request).infos.of(model)).prompts
+            prompts = (await get_gateway(request).infos.find(model)).prompts
         except Problem as problem:
-            text = f"{field}: {problem.message}; or name its prompts in the setting prompts"
-            raise Problem(problem.kind, text, param=field) from problem
+            text = f"input_type: {problem.message}; or name its prompts in the setting prompts"
+            raise Problem(problem.kind, text, param="input_type") from problem
     for name in names:
         if name in prompts:
             return {"prompt": name}
     if any(prompts.values()) and known is not DOCUMENTS:
         raise Problem(
             Kind.INVALID,
-            f"{field} {purpose!r:.80}: the model has no prompt for it; there are:"
+            f"input_type {purpose!r:.80}: the model has no prompt for it; there are:"
             f" {', '.join(sorted(prompts))}",
-            param=field,
+            param="input_type",
         )
     return {}
 
 
-def build_overflow_keywords(
-    model: ServedModel, truncate: bool | None, direction: str | None = None
+def build_keywords(
+    model: ServedModel,
+    truncate: bool | None,
+    direction: str | None = None,
+    normalize: bool | None = None,
 ) -> dict[str, Any]:
-    """Keywords for texts that are too long.
+    """Keywords for texts that are too long, and for the length of vectors.
 
     Jobs share a batch only if their keywords are equal, so nothing is said twice: neither what the
     caller left out, nor what is the model's setting anyway.
 
     Args:
-        model: Its setting `overflow` holds without more ado.
+        model: Its settings `overflow` and `normalize` hold without more ado.
         truncate: Whether they are cut.
         direction: Where they are cut.
+        normalize: Whether vectors are scaled to length 1.
     """
     found: dict[str, Any] = {}
     if truncate is not None and truncate != (model.settings.overflow == "truncate"):
         found["truncate"] = truncate
     if direction is not None:
         found["truncation_direction"] = direction.lower()
+    if normalize is not None and normalize != model.settings.normalize:
+        found["normalize"] = normalize
     return found
 
 
@@ -205,10 +210,8 @@ async def run_outcomes(
     """
     gateway, task = get_gateway(request), choose_task(request, model)
     try:
-        async with gateway.health.absence.refusing(model.name, model.queue):
-            outcomes = await unless_gone(
-                request, task.outcomes(items, per_job=per_job, keywords=keywords)
-            )
+        call = task.outcomes(items, per_job=per_job, keywords=keywords)
+        outcomes = await unless_gone(request, call)
     except Problem:
         raise
     except Exception as error:
@@ -223,7 +226,7 @@ def choose_task(request: Request, model: ServedModel, *, is_stream: bool = False
     A stream has as long as it takes; who reads it limits the time of each piece.
     """
     gateway, caller = get_gateway(request), request.state.caller
-    gateway.health.check()
+    gateway.health.check(model)
     timeout_s = None if is_stream else read_timeout_s(request)
     options = {} if caller.priority is None else {"priority": caller.priority}
     return gateway.client.task(

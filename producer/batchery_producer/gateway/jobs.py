@@ -31,12 +31,10 @@ from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.log_pace import LogPace
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.run import MAX_LOST_ATTEMPTS, BatchRun, JobContext, SliceRun
-from batchery_producer.gateway.batches.store import BatchStore
-from batchery_producer.gateway.models import ServedModels
+from batchery_producer.gateway.batches.run import BatchRun
+from batchery_producer.gateway.batches.shared import Shared
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import BATCH, Store, TaskRecord
+from batchery_producer.gateway.store import BATCH, TaskRecord
 from batchery_producer.gateway.webhooks import BUSY_S, PAUSES_S, Busy, Undeliverable, post_result
 from batchery_producer.gateway.webhooks import TASK as WEBHOOK
 
@@ -51,9 +49,6 @@ RETRY_S = 5.0
 #: Jobs that the worker beside a gateway runs at once; most of them wait.
 SLOTS = 16
 
-#: How often somebody looks whether that worker is there, in seconds.
-LOOK_S = 1.0
-
 #: After how long a worker that has ended is started again, in seconds.
 RESTART_S = 5.0
 
@@ -66,44 +61,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def app_settings(app: Celery, *, anew: bool = False) -> Settings:
+def app_settings(app: Celery) -> Settings:
     """The settings of an app; those of the environment and the file if `install` was not called."""
     try:
-        installation = get_installation(app)
-        return installation.read_settings() if anew else installation.settings
+        return get_installation(app).settings
     except SettingsError:
         return Settings.load(app.conf)
 
 
 @cache
-def get_context(app: Celery) -> JobContext:
+def get_context(app: Celery) -> Shared:
     """What the jobs of this process share."""
-    store, settings = Store(app), app_settings(app)
-    files = FileStore(store, Storage(settings.gateway.files))
-    batches = BatchStore(store, files)
-    return JobContext(app, settings, store, ServedModels(settings.models), files, batches)
+    return Shared(app, app_settings(app))
 
 
 @shared_task(bind=True, name=BATCH, **OPTIONS)
-def run_batch(self: Any, batch_id: str, number: int | None = None) -> None:
-    """Begins a batch, or runs a slice of it; runs again if that is not done."""
+def run_batch(self: Any, batch_id: str) -> None:
+    """Goes on with a batch; runs again until that is over."""
     context = get_context(self.app)
     pause_s: float | None = None
-    name = "reading" if number is None else f"slice {number}"
     try:
-        record = context.batches.load(batch_id)
-        if record is None:
-            return
-        run = BatchRun(context, record)
-        with context.batches.attempt(batch_id, name) as lost:
-            if record.is_over:
-                run.tidy()
-            elif lost >= MAX_LOST_ATTEMPTS:
-                run.fail("lost_attempts", f"{name} has ended {lost} processes one after the other")
-            elif number is None:
-                run.begin()
-            else:
-                pause_s = SliceRun(context, record, number).run()
+        with context.batches.attempt(batch_id) as is_alone:
+            record = context.batches.load(batch_id) if is_alone else None
+            if record is not None:
+                pause_s = BatchRun(context, record).run()
     except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
         logger.warning("batch %s: tried again soon: %s", batch_id, error)
         pause_s = RETRY_S
@@ -165,7 +146,7 @@ def _tidy_on(app: Celery) -> None:
                 logger.warning("jobs of the gateway: cannot be looked for: %s", error)
 
 
-def tidy(context: JobContext) -> None:
+def tidy(context: Shared) -> None:
     """Takes up batches whose messages were lost, and removes files that have expired.
 
     Raises:
@@ -186,39 +167,35 @@ def tidy(context: JobContext) -> None:
 
 
 @contextmanager
-def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
+def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
     """Keeps a worker of the gateway's jobs running, which ends with this process.
-
-    Yields a function that has another one take its place, which reads the settings anew.
 
     Args:
         load: Gives the app, in the other process; can be pickled.
     """
-    is_over, replacing = threading.Event(), threading.Event()
+    is_over, starting = threading.Event(), threading.Lock()
     # Not forked: threads and connections of ours must not be there.
     spawn: Any = multiprocessing.get_context("spawn")
 
     def keep() -> None:
-        while not is_over.is_set():
+        while True:
+            # A daemon, so that multiprocessing ends it with this process.
             process = spawn.Process(target=run_worker, args=(load,), daemon=True)
-            process.start()
-            while process.is_alive():
-                if replacing.wait(LOOK_S):
-                    process.terminate()
-                    process.join()
-            if not replacing.wait(RESTART_S):
+            with starting:  # Half started, it would fail as this process ends.
+                if is_over.is_set():
+                    return
+                process.start()
+            process.join()
+            if not is_over.wait(RESTART_S):
                 code = process.exitcode
                 logger.warning("the worker beside ended (%s); another one starts", code)
-            replacing.clear()
 
-    keeper = threading.Thread(target=keep, daemon=True)
-    keeper.start()
+    threading.Thread(target=keep, daemon=True).start()
     try:
-        yield replacing.set
+        yield
     finally:
-        is_over.set()
-        replacing.set()
-        keeper.join()
+        with starting:
+            is_over.set()
 
 
 @one_line_errors()

@@ -6,8 +6,9 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import GetPydanticSchema
@@ -103,74 +104,43 @@ class ServedModels:
 
 logger = logging.getLogger("uvicorn.error")
 
-T = TypeVar("T")
+
+def read_file(model: ServedModel, name: str) -> Any:
+    """Reads a JSON file of a model: of its folder, or of its repository on the Hugging Face hub.
+
+    Returns:
+        What it says; an empty dictionary where there is none.
+
+    Raises:
+        Problem: It cannot be read: there is no such folder, the hub does not answer, or it is no
+            JSON.
+    """
+    folder = Path(model.settings.model).expanduser()
+    try:
+        path = folder / name if folder.is_dir() else _download(model.settings, name)
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
+        raise Problem(
+            Kind.UNSUPPORTED,
+            f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its log"
+            " says why",
+        ) from error
 
 
-class ModelFiles:
-    """JSON files of a model: of its folder, or of its repository on the Hugging Face hub."""
+def _download(settings: ModelSettings, name: str) -> Path:
+    # It takes longer to import than all else, and folders need none of it.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._folder = Path(model.settings.model).expanduser()
-
-    def read(self, name: str) -> Any:
-        """Reads a file, and downloads it if necessary; an empty dictionary where there is none.
-
-        Raises:
-            Problem: It cannot be read: there is no such folder, the hub does not answer, or it is
-                no JSON.
-        """
-        model = self._model
-        try:
-            path = self._folder / name if self._folder.is_dir() else self._download(name)
-            return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
-            raise Problem(
-                Kind.UNSUPPORTED,
-                f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its"
-                " log says why",
-            ) from error
-
-    def _download(self, name: str) -> Path:
-        # It takes longer to import than all else, and folders need none of it.
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-        settings = self._model.settings
-        try:
-            return Path(hf_hub_download(settings.model, name, revision=settings.revision))
-        except LocalEntryNotFoundError as error:
-            raise OSError(str(error)) from error
-        except EntryNotFoundError:
-            raise FileNotFoundError from None
-
-
-class PerModel(Generic[T]):
-    """Makes something for each model once, in a thread, when it is first needed."""
-
-    def __init__(self, make: Callable[[ServedModel], T]) -> None:
-        self._make = make
-        self._made: dict[str, asyncio.Task[T]] = {}
-
-    async def of(self, model: ServedModel) -> T:
-        """What belongs to a model.
-
-        Raises:
-            Problem: Whatever making it raises, such as this; the next call tries again.
-        """
-        made = self._made.get(model.name)
-        if made is None:
-            made = asyncio.create_task(asyncio.to_thread(self._make, model))
-            self._made[model.name] = made
-        try:
-            # Others wait for it, too.
-            return await asyncio.shield(made)
-        except Exception:
-            self._made.pop(model.name, None)
-            raise
+    try:
+        return Path(hf_hub_download(settings.model, name, revision=settings.revision))
+    except LocalEntryNotFoundError as error:
+        raise OSError(str(error)) from error
+    except EntryNotFoundError:
+        raise FileNotFoundError from None
 
 
 # What they say
@@ -201,14 +171,14 @@ UNKNOWN = ModelInfo()
 
 def read_info(model: ServedModel) -> ModelInfo:
     """Reads the files of a model."""
-    files = ModelFiles(model)
-    config = files.read("config.json")
+    read = partial(read_file, model)
+    config = read("config.json")
     # sentence-transformers reads its other files only where this one names its modules.
-    own = files.read if files.read("modules.json") else lambda _: {}
+    own: Callable[[str], Any] = read if read("modules.json") else lambda _: {}
     prompts = own("config_sentence_transformers.json").get("prompts") or {}
     limits = [
         config.get("max_position_embeddings"),
-        files.read("tokenizer_config.json").get("model_max_length"),
+        read("tokenizer_config.json").get("model_max_length"),
         own("sentence_bert_config.json").get("max_seq_length"),
     ]
     stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
@@ -218,6 +188,25 @@ def read_info(model: ServedModel) -> ModelInfo:
         min(stated, default=None),
         {**prompts, **model.settings.prompts},
     )
+
+
+class ModelInfos:
+    """What the files of each model say, read when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ModelInfo] = {}
+        self._reading = asyncio.Lock()
+
+    async def find(self, model: ServedModel) -> ModelInfo:
+        """That of a model.
+
+        Raises:
+            Problem: Its files cannot be read; the next call tries again.
+        """
+        async with self._reading:
+            if model.name not in self._known:
+                self._known[model.name] = await asyncio.to_thread(read_info, model)
+            return self._known[model.name]
 
 
 # Their vectors, as workers send them: float32, little-endian, in base64

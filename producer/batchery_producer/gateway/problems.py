@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import orjson
 from celery.exceptions import TaskRevokedError
@@ -16,7 +16,6 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NoAnswer
 from starlette.responses import Response
 from starlette.types import Scope
-from typing_extensions import TypedDict
 
 from batchery.errors import (
     BatchArgumentError,
@@ -69,35 +68,33 @@ class Kind(StrEnum):
 
     Attributes:
         status: The usual status.
-        meaning: What it means to a caller, for the schema; empty if it stands there elsewhere.
     """
 
     status: int
-    meaning: str
 
-    def __new__(cls, value: str, status: int, meaning: str = "") -> Self:
+    def __new__(cls, value: str, status: int) -> Self:
         """Makes a kind of its row below."""
         kind = str.__new__(cls, value)
-        kind._value_, kind.status, kind.meaning = value, status, meaning
+        kind._value_, kind.status = value, status
         return kind
 
-    INVALID = "invalid", 422, "The request, or one of its items, is wrong."
-    EMPTY = "empty", 422, "There is nothing to do."
-    TOO_LARGE = "too_large", 413, "Too many items, characters or bytes."
-    TOO_SLOW = "too_slow", 408, "The body did not come in time."
-    NOT_JSON = "not_json", 415, "The headers say that the body is no JSON, or compressed."
-    UNAUTHORIZED = "unauthorized", 401, "No key, or a wrong one."
-    FORBIDDEN = "forbidden", 403, "This host is not served."
-    NOT_FOUND = "not_found", 404, "There is nothing of this name."
+    INVALID = "invalid", 422
+    EMPTY = "empty", 422
+    TOO_LARGE = "too_large", 413
+    TOO_SLOW = "too_slow", 408
+    NOT_JSON = "not_json", 415
+    UNAUTHORIZED = "unauthorized", 401
+    FORBIDDEN = "forbidden", 403
+    NOT_FOUND = "not_found", 404
     # No model can do this, though there may be one of the name.
-    UNSUPPORTED = "unfit", 404, "No model can do this."
+    UNSUPPORTED = "unfit", 404
     CONFLICT = "conflict", 409
     NO_SUCH_METHOD = "no_such_method", 405
-    OVERLOADED = "overloaded", 429, "Too many requests; come again after `Retry-After`."
-    FAILED = "failed", 500, "The model failed."
-    BAD_GATEWAY = "bad_gateway", 502, "The server behind the model failed."
-    UNAVAILABLE = "unavailable", 503, "Redis is away, or full."
-    TIMEOUT = "timeout", 504, "No result in time."
+    OVERLOADED = "overloaded", 429
+    FAILED = "failed", 500
+    BAD_GATEWAY = "bad_gateway", 502
+    UNAVAILABLE = "unavailable", 503
+    TIMEOUT = "timeout", 504
     # Nobody reads it; as nginx logs callers who hang up.
     GONE = "gone", 499
 
@@ -145,11 +142,10 @@ def build_problem(error: BaseException) -> Problem:
         return _build_server_problem(error)
     if isinstance(error, UnknownJob):
         return Problem(Kind.NOT_FOUND, text)
-    if isinstance(error, NoResult | DeadlineExceeded):
-        return Problem(Kind.TIMEOUT, text)
-    if isinstance(error, TaskRevokedError) and text == "expired":
-        # Its worker's clock was ahead of ours.
-        return Problem(Kind.TIMEOUT, "no result in time")
+    # Where a job has expired, its worker's clock was ahead of ours.
+    is_expired = isinstance(error, TaskRevokedError) and text == "expired"
+    if is_expired or isinstance(error, NoResult | DeadlineExceeded):
+        return Problem(Kind.TIMEOUT, "no result in time" if is_expired else text)
     if isinstance(error, DatasetError):
         return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)
     if isinstance(error, GaveUp | BrokerRefused | OperationalError | RedisError):
@@ -188,53 +184,24 @@ class ErrorFormat(NamedTuple):
     Attributes:
         status: Statuses of kinds that differ from the usual ones.
         body: Makes the body of a problem, given its status.
-        schema: What such a body looks like.
     """
 
     status: Mapping[Kind, int]
     body: Callable[[Problem, int], Any]
-    schema: type[Any]
 
     def get_status(self, kind: Kind) -> int:
         """The status of a kind."""
         return self.status.get(kind, kind.status)
 
 
-class OpenAIErrorDetails(TypedDict):
-    """What is wrong, as OpenAI tells it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+#: What the schema says of errors.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is wrong, or too much."},
+    "5XX": {"description": "The model, its server or Redis failed."},
+}
 
 
-class OpenAIErrorBody(TypedDict):
-    """An error of OpenAI's routes."""
-
-    error: OpenAIErrorDetails
-
-
-class TeiErrorBody(TypedDict):
-    """An error of the routes of Text Embeddings Inference."""
-
-    error: str
-    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-
-
-class CohereErrorBody(TypedDict):
-    """An error of Cohere's routes."""
-
-    message: str
-
-
-class PlainErrorBody(TypedDict):
-    """An error of the routes that are our own."""
-
-    detail: str
-
-
-def _build_openai_error(problem: Problem, status: int) -> OpenAIErrorBody:
+def _build_openai_error(problem: Problem, status: int) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
@@ -247,7 +214,7 @@ def _build_openai_error(problem: Problem, status: int) -> OpenAIErrorBody:
 
 
 #: TEI's names of kinds; of all others, it is `Validation`.
-TEI_TYPES: dict[Kind, Literal["Unhealthy", "Backend", "Overloaded", "Empty"]] = {
+TEI_TYPES = {
     Kind.EMPTY: "Empty",
     Kind.OVERLOADED: "Overloaded",
     Kind.FAILED: "Backend",
@@ -257,22 +224,17 @@ TEI_TYPES: dict[Kind, Literal["Unhealthy", "Backend", "Overloaded", "Empty"]] = 
 }
 
 
-def _build_tei_error(problem: Problem, _: int) -> TeiErrorBody:
+def _build_tei_error(problem: Problem, _: int) -> dict[str, str]:
     return {"error": problem.message, "error_type": TEI_TYPES.get(problem.kind, "Validation")}
 
 
-OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error, OpenAIErrorBody)
+OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error)
 TEI = ErrorFormat(
     {Kind.EMPTY: 400, Kind.UNSUPPORTED: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503},
     _build_tei_error,
-    TeiErrorBody,
 )
-COHERE = ErrorFormat(
-    {Kind.INVALID: 400, Kind.EMPTY: 400},
-    lambda problem, _: CohereErrorBody(message=problem.message),
-    CohereErrorBody,
-)
-PLAIN = ErrorFormat({}, lambda problem, _: PlainErrorBody(detail=problem.message), PlainErrorBody)
+COHERE = ErrorFormat(OPENAI.status, lambda problem, _: {"message": problem.message})
+PLAIN = ErrorFormat({}, lambda problem, _: {"detail": problem.message})
 
 #: The form of each path; the longest beginning wins.
 FORMS: dict[str, ErrorFormat] = {
@@ -283,7 +245,7 @@ FORMS: dict[str, ErrorFormat] = {
     "/v1/rerank": COHERE,
     "/v2/": COHERE,
     **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity"), TEI),
-    **dict.fromkeys(("/info", "/health", "/metrics"), TEI),
+    "/info": TEI,
 }
 
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
@@ -300,12 +262,13 @@ def choose_error_format(path: str) -> ErrorFormat:
 LOGGED = (Kind.FAILED, Kind.BAD_GATEWAY, Kind.TIMEOUT)
 
 
-def log_failure(scope: Scope, problem: Problem) -> None:
-    """Logs that a request fails, with the id that its caller sees."""
+def log_failure(scope: Scope, problem: Problem, error: BaseException | None = None) -> None:
+    """Logs that a request fails, with the id that its caller sees, and the trace of an error."""
     if problem.kind in LOGGED or problem.detail:
         why = " ".join((problem.detail or problem.message).split())
         request = (scope["state"]["request_id"], scope["method"], scope["path"])
-        logger.warning("request %s: %s %.200r: %s: %.500s", *request, problem.kind, why)
+        line = "request %s: %s %.200r: %s: %.500s"
+        logger.warning(line, *request, problem.kind, why, exc_info=error)
 
 
 def answer(path: str, problem: Problem) -> Response:

@@ -4,18 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from batchery.protocol.figures import WorkerFigures
 from batchery_producer.answers import BatchSummary, Outcome
-from batchery_producer.gateway.answers import EVENTS_CONTENT, SSE_TYPE, EventStream, write_event
-from batchery_producer.gateway.bodies import WHOLE, JsonRoute
+from batchery_producer.gateway.answers import EVENTS_CONTENT, EventStream, write_event
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Problem, build_problem
@@ -26,9 +25,6 @@ router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 
 KINDS = ("classification",)
 
-#: Media type of lines of JSON, which a stream may have in place of server-sent events.
-LINES_TYPE = "application/x-ndjson"
-
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=10_000)]
 
 
@@ -36,8 +32,8 @@ class ProcessBatchRequest(RequestBody):
     """Texts to label."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=100)]
-    max_length: Annotated[int, WHOLE, Field(ge=50, le=1024, description="In tokens.")] = 512
-    batch_size: Annotated[int, WHOLE, Field(ge=1, le=32, description="Texts in a message.")] = 16
+    max_length: Annotated[int, Field(ge=50, le=1024, description="In tokens.")] = 512
+    batch_size: Annotated[int, Field(ge=1, le=32, description="Texts in a message.")] = 16
     model: Annotated[str | None, Field(description="The first classifier if missing.")] = None
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
@@ -80,8 +76,6 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
     used_gb = None
     if not all(batch.device.startswith("cpu") for batch in batches):
         used_gb = describe_devices(await gateway.monitor.workers(), model.queue)[1]
-    limit = min(body.max_length, model.settings.max_length or body.max_length)
-    cut_at = (each["token_count"] for each in results if each["truncated"])
     return {
         "results": results,
         "total_texts": count,
@@ -90,8 +84,7 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
         "batch_info": {
             "requested_batch_size": body.batch_size,
             "actual_batches_used": len(batches),
-            # A text that was cut tells the model's own limit.
-            "max_length": min(cut_at, default=limit),
+            "max_length": min(body.max_length, model.settings.max_length or body.max_length),
             "device": ", ".join(sorted({batch.device for batch in batches})) or None,
         },
         "performance_metrics": {
@@ -105,23 +98,13 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> ProcessB
 @router.post(
     "/process-batch-stream",
     response_class=StreamingResponse,
-    responses={
-        200: {
-            "description": "An event for each step.",
-            "content": {**EVENTS_CONTENT, LINES_TYPE: {"itemSchema": {"type": "object"}}},
-        }
-    },
+    responses={200: {"description": "An event for each step.", "content": EVENTS_CONTENT}},
 )
-async def process_batch_stream(
-    request: Request,
-    body: ProcessBatchRequest,
-    form: Annotated[Literal["sse", "jsonl"] | None, Query(alias="format")] = None,
-) -> Response:
-    """The labels batch by batch, as server-sent events or as lines of JSON."""
+async def process_batch_stream(request: Request, body: ProcessBatchRequest) -> Response:
+    """The labels batch by batch, as server-sent events."""
     gateway, model, size = get_gateway(request), _find_model(request, body), body.batch_size
     # Here an error has a status of its own.
-    gateway.health.check()
-    gateway.health.absence.check(model.name, model.queue)
+    gateway.health.check(model)
     batches = [body.texts[start : start + size] for start in range(0, len(body.texts), size)]
     calls = [
         asyncio.ensure_future(run_outcomes(request, model, texts, body.keywords(model), size))
@@ -129,11 +112,10 @@ async def process_batch_stream(
     ]
     # Also looks at the errors that nobody awaits after the first.
     asyncio.gather(*calls, return_exceptions=True)
-    accepts_lines = form is None and LINES_TYPE in request.headers.get("accept", "")
-    media_type = LINES_TYPE if form == "jsonl" or accepts_lines else SSE_TYPE
-    write = write_event if media_type == SSE_TYPE else write_line
-    events = (write(event) async for event in _list_events(gateway, body, batches, calls))
-    return EventStream(events, lambda: [call.cancel() for call in calls], media_type)
+    events = _list_events(gateway, body, batches, calls)
+    return EventStream(
+        (write_event(event) async for event in events), lambda: [call.cancel() for call in calls]
+    )
 
 
 async def _list_events(
@@ -143,14 +125,22 @@ async def _list_events(
     calls: Sequence["asyncio.Future[list[Outcome]]"],
 ) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream, in order, until the first error; all batches are sent at once."""
-    began_s, total, size = time.perf_counter(), len(body.texts), body.batch_size
-    started = {"total_texts": total, "batch_size": size, "estimated_batches": len(batches)}
-    yield {"status": "started", **started}
+    began_s, total = time.perf_counter(), len(body.texts)
     results: list[LabelledText] = []
     used: set[BatchSummary] = set()
+    yield {
+        "status": "started",
+        "total_texts": total,
+        "batch_size": body.batch_size,
+        "estimated_batches": len(batches),
+    }
     for number, (texts, call) in enumerate(zip(batches, calls, strict=True), 1):
-        step = {"batch_number": number, "batch_size": len(texts)}
-        yield {"status": "processing_batch", **step, "progress": len(results) / total}
+        yield {
+            "status": "processing_batch",
+            "batch_number": number,
+            "batch_size": len(texts),
+            "progress": len(results) / total,
+        }
         batch_began_s = time.perf_counter()
         try:
             outcomes = check_all(await call, len(results) if batches[1:] else None)
@@ -174,11 +164,6 @@ async def _list_events(
     total_s = time.perf_counter() - began_s
     times = {"total_time": total_s, "average_time_per_text": total_s / total}
     yield {"status": "completed", **times, "final_results": results}
-
-
-def write_line(content: Any) -> bytes:
-    """A line of JSON."""
-    return orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _find_model(request: Request, body: ProcessBatchRequest) -> ServedModel:

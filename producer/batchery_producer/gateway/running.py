@@ -3,38 +3,33 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from celery import Celery
 from starlette.requests import Request
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.store import BatchStore
-from batchery_producer.gateway.health import Absence, Health, Monitor
+from batchery_producer.gateway.batches.shared import Shared
+from batchery_producer.gateway.health import Health, Monitor
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import ModelInfo, PerModel, ServedModels, read_info
-from batchery_producer.gateway.store import Store, TaskRecords
+from batchery_producer.gateway.models import ModelInfos
+from batchery_producer.gateway.store import TaskRecords
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
+class Gateway(Shared):
     """What the routes share; `request.app.state.gateway`."""
 
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    client: AsyncClient
-    health: Health
-    infos: PerModel[ModelInfo]
-    files: FileStore
-    batches: BatchStore
-    store: Store
-    task_records: TaskRecords
-    stream_records: TaskRecords
-    monitor: Monitor
-    measurements: Measurements
+    def __init__(self, app: Celery, settings: Settings, measurements: Measurements) -> None:
+        """As `running` takes it."""
+        super().__init__(app, settings)
+        queues = {model.queue for model in self.models}
+        self.measurements = measurements
+        self.client = AsyncClient(app)
+        self.health = Health(app, queues, settings.gateway.worker_grace_s)
+        self.monitor = Monitor(app, queues, self.health)
+        self.infos = ModelInfos()
+        self.task_records = TaskRecords(self.store)
+        self.stream_records = TaskRecords(self.store, "stream")
 
 
 def get_gateway(request: Request) -> Gateway:
@@ -54,29 +49,11 @@ async def running(
         settings: Its models, and the table `gateway`.
         measurements: Where results are counted.
     """
-    models = ServedModels(settings.models)
-    queues = {model.queue for model in models}
-    health = Health(app, Absence(queues, settings.gateway.worker_grace_s))
-    store = Store(app)
-    files = FileStore(store, Storage(settings.gateway.files))
-    async with AsyncClient(app) as client:
-        await health.look()
-        watching = asyncio.create_task(health.watch())
+    gateway = Gateway(app, settings, measurements)
+    async with gateway.client:
+        await gateway.health.look()
+        watching = asyncio.create_task(gateway.health.watch())
         try:
-            yield Gateway(
-                app=app,
-                settings=settings,
-                models=models,
-                client=client,
-                health=health,
-                infos=PerModel(read_info),
-                files=files,
-                batches=BatchStore(store, files),
-                store=store,
-                task_records=TaskRecords(store),
-                stream_records=TaskRecords(store, "stream"),
-                monitor=Monitor(app, queues, health),
-                measurements=measurements,
-            )
+            yield gateway
         finally:
             watching.cancel()

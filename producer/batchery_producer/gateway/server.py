@@ -1,15 +1,11 @@
 """Runs the gateway: one process, or several side by side on one socket."""
 
-import asyncio
-import logging
 import os
 import resource
 import signal
 import socket
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,11 +22,8 @@ from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings, is_loopback
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
-from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.connection import Connection
 from batchery_producer.gateway.jobs import app_settings, end_with_parent, worker_beside
-
-logger = logging.getLogger("uvicorn.error")
 
 #: How long a connection without requests is kept, in seconds: longer than the pools of clients and
 #: proxies, which would otherwise send into a connection that we close.
@@ -44,10 +37,6 @@ GRACE_S = 25
 
 #: How long a process may take to answer its parent, in seconds, before another takes its place.
 STUCK_S = 30
-
-#: After how long a process that found a mistake as it started ends, in seconds; then it is tried
-#: again.
-START_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,67 +69,28 @@ class ServeOptions:
         """
         return load_app(self.app_path, self.redis_url, with_tasks=with_tasks)
 
-    def settings(self, *, anew: bool = False) -> Settings:
+    def settings(self) -> Settings:
         """The settings of the app, with what the command line says.
 
         Raises:
             StartError: The app cannot be imported, or a setting is wrong.
         """
-        found = app_settings(self.load(), anew=anew)
+        found = app_settings(self.load())
         given = {"host": self.host, "port": self.port, "processes": self.processes}
         known = {name: value for name, value in given.items() if value is not None}
         gateway = found.gateway.model_copy(update=known)
         return found.model_copy(update={"gateway": gateway})
 
 
-def application(
-    options: ServeOptions, replace_worker: Callable[[], None] = lambda: None
-) -> FastAPI:
-    """The application of one process, which takes up new keys at SIGHUP.
-
-    Args:
-        options: What the command line says.
-        replace_worker: Has the worker beside read the settings, too.
+def application(options: ServeOptions) -> FastAPI:
+    """The application of one process.
 
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
     app = options.load(with_tasks=True)
-    web = make_app(app, options.settings(), options.metrics_folder)
-
-    def take_up_keys() -> None:
-        settings = read_anew(options)
-        if settings is not None:
-            web.state.callers.read(settings)
-            logger.info("SIGHUP: there are %d keys", len(settings.gateway.keys))
-            replace_worker()
-
-    if not os.isatty(0):  # As Celery's worker: the end of a terminal ends what runs in it.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, take_up_keys)
-    return web
-
-
-def one_of_several(options: ServeOptions) -> FastAPI:
-    """As `application`, in a process of its own; the others go on where it cannot start."""
-    try:
-        return application(options)
-    except StartError as error:
-        logger.error("process %d cannot start; another one tries soon: %s", os.getpid(), error)
-        time.sleep(START_AGAIN_S)
-        sys.exit(StartError.exit_code)
-
-
-def read_anew(options: ServeOptions) -> Settings | None:
-    """The settings as they are now; None if they cannot be taken up, which is logged."""
-    try:
-        settings = options.settings(anew=True)
-        check_host(settings.gateway)
-        Callers(settings)
-    except StartError as error:
-        logger.error("SIGHUP: nothing changes: %s", error)
-        return None
-    return settings
+    return make_app(app, options.settings(), options.metrics_folder)
 
 
 def serve(options: ServeOptions) -> None:
@@ -162,16 +112,15 @@ def serve(options: ServeOptions) -> None:
     if gateway.processes > 1:
         # A mistake is found once, before there are processes.
         make_app(load(), options.settings())
-    beside = worker_beside(load) if gateway.worker else nullcontext(lambda: None)
-    with sock, beside as replace_worker:
+    with sock, worker_beside(load) if gateway.worker else nullcontext():
         if gateway.processes == 1:
-            config = configuration(partial(application, options, replace_worker), options, gateway)
+            config = configuration(partial(application, options), options, gateway)
             uvicorn.Server(config).run(sockets=[sock])
             return
         with metrics_folder() as folder:
             options = replace(options, metrics_folder=folder)
-            config = configuration(partial(one_of_several, options), options, gateway)
-            Processes(config, [sock], options, replace_worker).run()
+            config = configuration(partial(application, options), options, gateway)
+            Processes(config, [sock], folder).run()
 
 
 def configuration(
@@ -181,11 +130,7 @@ def configuration(
     return uvicorn.Config(
         make,
         factory=True,
-        http=partial(  # type: ignore[arg-type]
-            Connection,
-            head_timeout_s=gateway.body_timeout_s,
-            send_timeout_s=gateway.send_timeout_s,
-        ),
+        http=Connection,
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -211,36 +156,24 @@ def metrics_folder() -> Iterator[str]:
 
 
 class Processes(Multiprocess):
-    """Uvicorn's processes, which take up new keys together."""
+    """Uvicorn's processes, which share their metrics."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        sockets: list[socket.socket],
-        options: ServeOptions,
-        replace_worker: Callable[[], None],
+        self, config: uvicorn.Config, sockets: list[socket.socket], metrics_folder: str
     ) -> None:
         super().__init__(config, sockets)
-        self._options = options
-        self._replace_worker = replace_worker
+        self._metrics_folder = metrics_folder
 
     def keep_subprocess_alive(self) -> None:
         """Replaces those that have died; what they counted of the present goes with them."""
         before = {process.pid for process in self.processes}
         super().keep_subprocess_alive()
         for pid in before - {process.pid for process in self.processes}:
-            folder = self._options.metrics_folder
-            mark_process_dead(pid, folder)  # type: ignore[no-untyped-call]
+            mark_process_dead(pid, self._metrics_folder)  # type: ignore[no-untyped-call]
 
     def handle_hup(self) -> None:
-        """Has all processes read the keys anew, and the worker beside."""
-        if os.isatty(0):
-            self.should_exit.set()
-        elif read_anew(self._options) is not None:
-            for process in self.processes:
-                if process.pid is not None and process.process.is_alive():
-                    os.kill(process.pid, signal.SIGHUP)
-            self._replace_worker()
+        """Stops, as the end of a terminal ends what runs in it."""
+        self.should_exit.set()
 
 
 def _end(*_: object) -> None:
@@ -266,14 +199,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StartError: The address cannot be had.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     sock.setblocking(False)

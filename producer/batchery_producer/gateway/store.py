@@ -1,7 +1,7 @@
 """The Redis of the results: commands, the gateway's own jobs, and records of the tasks it sent.
 
 In that Redis gateways and their jobs keep what a kill must not lose, and any gateway may be asked.
-The jobs, slices of batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
+The jobs, batch files and webhooks, are ordinary Celery tasks, run by an ordinary worker,
 so leases, heartbeats and redelivery are the queue's. Results are left where they are, so that
 several may read them.
 """
@@ -9,11 +9,10 @@ several may read them.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NotRequired
-from weakref import WeakValueDictionary
 
 import orjson
 import redis
@@ -28,7 +27,7 @@ from batchery.protocol.headers import backend_prefix
 from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import SERVER_TEXTS, Kind, Problem, redis_problem
 
-#: The task that begins a batch, or runs a slice of one.
+#: The task that runs a batch.
 BATCH = "batchery.gateway.batch"
 
 
@@ -86,13 +85,11 @@ class Store:
 # Tasks that were sent
 
 
-#: How long sending may take, in seconds; then a repeated request sends the task again.
-SENDING_S = 30
+#: How often a result is looked for that somebody waits for, in seconds: at first, and later.
+LOOK_S, LONG_LOOK_S = 0.02, 0.5
 
-#: How often results are looked for that somebody waits for, in seconds; and how many times as long
-#: as a look took, where many wait.
-LOOK_S = 0.02
-REST_PER_LOOK = 9
+#: Part of the time that has passed after which it is looked for again.
+LOOK_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +97,11 @@ class TaskRecord:
     """A task that was sent.
 
     Attributes:
-        id: Celery's id of it, a UUID; of a request with an idempotency key, always the same one.
+        id: Celery's id of it, a UUID.
         task: Name of the task.
         caller: Name of the key that sent it; no other key learns of it.
         count: Number of items; 0 if it has a single one, or arguments.
         revoked: Whether its caller does not want it any more.
-        digest: Of the request, if that has an idempotency key.
-        is_sent: Whether that is done; if not, it is just being sent.
     """
 
     id: str
@@ -114,8 +109,6 @@ class TaskRecord:
     caller: str
     count: int = 0
     revoked: bool = False
-    digest: str = ""
-    is_sent: bool = True
 
 
 class TaskError(TypedDict):
@@ -166,9 +159,6 @@ class TaskRecords:
         self.expires_s: int | None = int(expires) if expires else None
         #: A result comes before the first of these ends, and ends before the second.
         self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
-        #: Tasks of which something is awaited, as long as somebody does.
-        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
-        self._looking: asyncio.Task[None] | None = None
 
     async def add(self, record: TaskRecord) -> None:
         """Keeps a record.
@@ -178,21 +168,6 @@ class TaskRecords:
         """
         key, value = self._key(record.id), json.dumps(asdict(record))
         await self._store.run(lambda client: client.set(key, value, ex=self._lifetime_s))
-
-    async def claim(self, record: TaskRecord) -> TaskRecord | None:
-        """Keeps a record while its task is being sent; returns the one that has the id already.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        key, value = self._key(record.id), json.dumps(asdict(record))
-        if await self._store.run(lambda client: client.set(key, value, nx=True, ex=SENDING_S)):
-            return None
-        return await asyncio.to_thread(self.read, record.id)
-
-    async def forget(self, record: TaskRecord) -> None:
-        """Removes the record of a task that could not be sent."""
-        await self._store.run(lambda client: client.delete(self._key(record.id)))
 
     async def find(self, task_id: str, caller: str, task: str | None = None) -> TaskRecord:
         """The record of a task.
@@ -227,33 +202,14 @@ class TaskRecords:
 
     async def wait_for_end(self, record: TaskRecord, wait_s: float) -> TaskState:
         """How a task is when it has ended, or after so many seconds."""
-        until_s = time.monotonic() + wait_s
+        began_s = time.monotonic()
         while True:
             state = await asyncio.to_thread(self.read_state, record)
-            left_s = until_s - time.monotonic()
-            if has_ended(state) or left_s <= 0:
+            waited_s = time.monotonic() - began_s
+            if has_ended(state) or waited_s >= wait_s:
                 return state
-            changed = self._waiting.setdefault(record.id, asyncio.Event())
-            if self._looking is None or self._looking.done():
-                self._looking = asyncio.create_task(self._look())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
-
-    async def _look(self) -> None:
-        """Looks for all who wait, in one command, as long as somebody does."""
-        while self._waiting:
-            began_s, ids = time.monotonic(), list(self._waiting)
-            with suppress(Problem):  # Redis is away, and may come back.
-                for task_id in await asyncio.to_thread(self._find_stored, ids):
-                    if changed := self._waiting.pop(task_id, None):
-                        changed.set()
-            await asyncio.sleep(max(LOOK_S, REST_PER_LOOK * (time.monotonic() - began_s)))
-
-    def _find_stored(self, task_ids: Sequence[str]) -> list[str]:
-        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
-            for each in task_ids:
-                pipe.exists(self._store.backend.get_key_for_task(each))
-            return [each for each, there in zip(task_ids, pipe.execute(), strict=True) if there]
+            pause_s = min(max(LOOK_S, LOOK_SHARE * waited_s), LONG_LOOK_S)
+            await asyncio.sleep(min(pause_s, wait_s - waited_s))
 
     def read_state(self, record: TaskRecord) -> TaskState:
         """How a task is."""

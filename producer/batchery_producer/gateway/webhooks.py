@@ -6,18 +6,16 @@ go, and how it is made.
 """
 
 import asyncio
-import secrets
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any
-from urllib.parse import urlsplit
 
-import httpcore2
+import httpx2
 from standardwebhooks import Webhook
 
 from batchery.gateway_settings import GatewaySettings
@@ -26,9 +24,6 @@ from batchery_producer.gateway.store import Store, TaskRecord, TaskRecords, has_
 
 # Where results may be posted to
 
-
-#: Ports by scheme.
-PORTS = {"http": 80, "https": 443}
 
 #: Where a network that has IPv6 alone finds the IPv4 address in the last 32 bits.
 NAT64 = IPv6Network("64:ff9b::/96")
@@ -41,7 +36,7 @@ HIDING_NETWORKS = (
 )
 
 
-def find_target(url: str, hosts: Sequence[str]) -> httpcore2.URL:
+def find_target(url: str, hosts: Sequence[str]) -> httpx2.URL:
     """The target of a URL that a caller gives.
 
     Args:
@@ -56,23 +51,19 @@ def find_target(url: str, hosts: Sequence[str]) -> httpcore2.URL:
     if not (url.isascii() and url.isprintable()) or " " in url:
         raise _refused("has characters that belong in no URL; write them as %XX")
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
+        target = httpx2.URL(url).copy_with(fragment=None)
+    except httpx2.InvalidURL as error:
         raise _refused(f"is no URL: {error}") from error
-    host = parts.hostname
-    if parts.scheme not in PORTS or not host or port == 0:
+    host, port = target.host, 443 if target.port is None else target.port
+    if target.scheme not in ("http", "https") or not host or not 0 < port < 65_536:
         raise _refused("expected https://HOST/PATH or http://HOST/PATH")
-    if parts.username is not None or parts.password is not None:
+    if target.userinfo:
         raise _refused("must not have a user or a password; the receiver checks our signature")
     address = _address(host)
     names = {each.lower() for each in hosts}
     if not (host in names if address is None else _is_listed(address, hosts)):
         raise _refused(f"host {host!r:.100} is not allowed; see the setting gateway.webhook_hosts")
-    path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-    return httpcore2.URL(
-        scheme=parts.scheme, host=host, port=port or PORTS[parts.scheme], target=path
-    )
+    return target
 
 
 def may_connect(address: str, hosts: Sequence[str]) -> bool:
@@ -138,32 +129,8 @@ class Undeliverable(Exception):
         self.is_final = is_final
 
 
-class CheckedNetwork(httpcore2.AnyIOBackend):
-    """Connects to addresses of a host that may be connected to, and to no others."""
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-
-    async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
-        """Connects to the first address of a host where somebody listens."""
-        find = asyncio.get_running_loop().getaddrinfo
-        addresses = [str(each[4][0]) for each in await find(host, port, type=socket.SOCK_STREAM)]
-        allowed = [each for each in addresses if may_connect(each, self._hosts)]
-        if not allowed:
-            raise Undeliverable(
-                f"{host} has the addresses {', '.join(addresses)}, which are not public; list them"
-                " in gateway.webhook_hosts"
-            )
-        for address in allowed:
-            # Somebody may listen at the next one.
-            with suppress(httpcore2.NetworkError, TimeoutError):
-                async with asyncio.timeout(DEADLINE_S / len(allowed)):
-                    return await super().connect_tcp(address, port, *args, **options)
-        raise Undeliverable(f"nobody listens at {', '.join(allowed)}, port {port}")
-
-
 def post(
-    target: httpcore2.URL, hosts: Sequence[str], body: bytes, message_id: str, secret: str | None
+    target: httpx2.URL, hosts: Sequence[str], body: bytes, message_id: str, secret: str | None
 ) -> None:
     """Posts once, and follows no redirect.
 
@@ -177,44 +144,64 @@ def post(
     Raises:
         Undeliverable: It did not arrive.
     """
-    headers = list(_headers(target, body, message_id, secret))
+    now = datetime.now(UTC)
+    headers = {
+        "Host": target.netloc.decode(),
+        "Content-Type": "application/json",
+        "User-Agent": "batchery",
+        "webhook-id": message_id,
+        "webhook-timestamp": str(int(now.timestamp())),
+    }
+    if secret is not None:
+        headers["webhook-signature"] = Webhook(secret).sign(message_id, now, body.decode())
     try:
         status = asyncio.run(_post(target, hosts, body, headers))
     except TimeoutError as error:
         raise Undeliverable(f"no answer within {DEADLINE_S:g} s") from error
-    except (OSError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+    except (OSError, httpx2.HTTPError) as error:
         raise Undeliverable(str(error) or type(error).__name__) from error
     if not 200 <= status < 300:
         raise Undeliverable(f"it answered {status}", is_final=status == GONE)
 
 
 async def _post(
-    target: httpcore2.URL, hosts: Sequence[str], body: bytes, headers: list[tuple[str, str]]
+    target: httpx2.URL, hosts: Sequence[str], body: bytes, headers: Mapping[str, str]
 ) -> int:
     """The status of the answer, whose body is not read."""
-    tls, network = ssl.create_default_context(), CheckedNetwork(hosts)
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        httpcore2.AsyncConnectionPool(ssl_context=tls, network_backend=network) as pool,
-        pool.stream("POST", target, headers=headers, content=body) as answer,
-    ):
-        return int(answer.status)
+    # No proxy of the environment: it would connect to whatever address it finds.
+    client = httpx2.AsyncClient(verify=ssl.create_default_context(), trust_env=False)
+    async with asyncio.timeout(DEADLINE_S), client:
+        addresses = await _look_up(target, hosts)
+        timeout = httpx2.Timeout(DEADLINE_S, connect=DEADLINE_S / len(addresses))
+        failed: Exception | None = None
+        for address in addresses:
+            try:
+                async with client.stream(
+                    "POST",
+                    target.copy_with(host=address),
+                    content=body,
+                    headers=headers,
+                    timeout=timeout,
+                    extensions={"sni_hostname": target.host},
+                ) as answer:
+                    return int(answer.status_code)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                failed = error  # Somebody may listen at the next one.
+    raise Undeliverable(f"{', '.join(addresses)}: {failed or 'no connection'}")
 
 
-def _headers(
-    target: httpcore2.URL, body: bytes, message_id: str, secret: str | None
-) -> Iterator[tuple[str, str]]:
-    now = datetime.now(UTC)
-    host = target.host.decode()
-    name = f"[{host}]" if ":" in host else host
-    is_usual = target.port == PORTS[target.scheme.decode()]
-    yield "Host", name if is_usual else f"{name}:{target.port}"
-    yield "Content-Type", "application/json"
-    yield "User-Agent", "batchery"
-    yield "webhook-id", message_id
-    yield "webhook-timestamp", str(int(now.timestamp()))
-    if secret is not None:
-        yield "webhook-signature", Webhook(secret).sign(message_id, now, body.decode())
+async def _look_up(target: httpx2.URL, hosts: Sequence[str]) -> list[str]:
+    """The addresses of a host that may be connected to; raises an `Undeliverable` without any."""
+    look_up = asyncio.get_running_loop().getaddrinfo
+    found = await look_up(target.host, None, type=socket.SOCK_STREAM)
+    addresses = [str(each[4][0]) for each in found]
+    allowed = [each for each in addresses if may_connect(each, hosts)]
+    if not allowed:
+        raise Undeliverable(
+            f"{target.host} has the addresses {', '.join(addresses)}, which are not public; list"
+            " them in gateway.webhook_hosts"
+        )
+    return allowed
 
 
 # The webhook of a task
@@ -226,9 +213,8 @@ TASK = "batchery.gateway.webhook"
 #: Pauses before further attempts, in seconds.
 PAUSES_S = (1.0, 5.0, 25.0, 125.0, 625.0)
 
-#: How many attempts may go to one host at once, and how many of one caller, by all workers.
-MAX_PER_HOST = 4
-MAX_PER_CALLER = 6
+#: Attempts that a worker makes at once, so that slow receivers leave it time for batch files.
+_PLACES = threading.BoundedSemaphore(8)
 
 #: After how long an attempt is made again that found no place, in seconds.
 BUSY_S = 2.0
@@ -266,31 +252,10 @@ def post_result(store: Store, settings: GatewaySettings, url: str, record: TaskR
         if time.monotonic() >= until_s:
             raise Undeliverable("its result is not stored yet")
         time.sleep(RESULT_LOOK_S)
-    limits = {
-        # Itself, as a message may come twice.
-        store.key("posting", "task", record.id): 1,
-        store.key("posting", "host", target.host.decode()): MAX_PER_HOST,
-        store.key("posting", "caller", caller): MAX_PER_CALLER,
-    }
-    secret = None if key is None else key.webhook_secret
-    with _places(store, limits):
-        post(target, settings.webhook_hosts, to_json(state), record.id, secret)
-
-
-@contextmanager
-def _places(store: Store, limits: Mapping[bytes, int]) -> Iterator[None]:
-    """Has a place in each of some sorted sets; raises a `Busy` where one is full."""
-    token, now_s, longest_s = secrets.token_hex(8), time.time(), 2 * DEADLINE_S
-    with store.client() as client, client.pipeline() as pipe:
-        for key in limits:
-            pipe.zremrangebyscore(key, "-inf", now_s)
-            pipe.zadd(key, {token: now_s + longest_s})
-            pipe.expire(key, int(longest_s))
-            pipe.zcard(key)
-        counts = pipe.execute()[3::4]
+    if not _PLACES.acquire(blocking=False):
+        raise Busy
     try:
-        if any(count > most for count, most in zip(counts, limits.values(), strict=True)):
-            raise Busy
-        yield
+        secret = None if key is None else key.webhook_secret
+        post(target, settings.webhook_hosts, to_json(state), record.id, secret)
     finally:
-        store.call(lambda client: [client.zrem(key, token) for key in limits])
+        _PLACES.release()

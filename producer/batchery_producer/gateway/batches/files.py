@@ -1,30 +1,28 @@
 """Files of the gateway's callers: contents in a store, all that is known of them in Redis.
 
-    OWNER/files/ID.jsonl     in the store: the content of a file
+    OWNER/files/ID/PART      in the store: the content of a file, in one part or in several
     files:OWNER              in Redis, a hash: the record of each file, and the sum of their bytes
     expiring                 in Redis, a sorted set: OWNER/ID of what is to be removed, by when
 
-The store is a folder, or any URL that fsspec knows. A file is reserved before it is written, and
-removed by itself if it is never made known. An id of another owner is an id that is not there.
+The store is a folder, or any URL that fsspec knows. What is written and never made known is removed
+by itself. An id of another owner is an id that is not there.
 """
 
 import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
 from celery.utils.functional import chunks
 from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from batchery.errors import DatasetError
 from batchery_producer.gateway.callers import Caller
@@ -40,9 +38,6 @@ logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 
-#: How long a caller may have a file kept, in seconds.
-ExpirySeconds = Annotated[int, Field(ge=3600, le=2_592_000)]
-
 FILE_ID = r"file-[0-9a-f]{46}"
 
 #: Maximum characters of a file's name; the rest of a longer one is cut off.
@@ -54,15 +49,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns() // 1000:014x}{secrets.token_hex(16)}"
 
 
-class ExpiresAfter(BaseModel):
-    """How long a file is kept."""
-
-    anchor: Literal["created_at"]
-    seconds: ExpirySeconds
-
-
 class FileObject(BaseModel):
-    """A file; one that is only reserved is `uploaded`, and nobody sees it."""
+    """A file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -70,27 +58,40 @@ class FileObject(BaseModel):
     created_at: int
     filename: str
     purpose: str
-    status: Literal["uploaded", "processed"] = "processed"
-    expires_at: int | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is there for its owner."""
-        is_over = self.expires_at is not None and time.time() >= self.expires_at
-        return self.status == "processed" and not is_over
+    status: Literal["processed"] = "processed"
+    expires_at: None = None
 
 
-def describe_file(filename: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
-    """The record of a new file, under an id of its own."""
-    now_s = int(time.time())
-    return FileObject(
-        id=new_id("file-"),
+#: The only part of an upload.
+WHOLE = "content.jsonl"
+
+
+class FileRecord(FileObject):
+    """What is kept of a file, besides what clients see.
+
+    Attributes:
+        parts: Names of its parts, in their order.
+    """
+
+    parts: list[str] = [WHOLE]
+
+
+def describe_file(
+    file_id: str,
+    filename: str,
+    purpose: str,
+    size: int,
+    parts: Sequence[str] = (WHOLE,),
+) -> FileRecord:
+    """The record of a new file."""
+    return FileRecord(
+        id=file_id,
         bytes=size,
-        created_at=now_s,
+        created_at=int(time.time()),
         # A caller's charset may make half characters, which no JSON of ours can have.
         filename=filename[:MAX_NAME_CHARS].encode(errors="replace").decode(),
         purpose=purpose,
-        expires_at=None if expires_s is None else now_s + expires_s,
+        parts=list(parts),
     )
 
 
@@ -121,7 +122,6 @@ class Storage:
         except Exception as error:
             raise DatasetError(f"gateway.files = {url!r}: cannot be reached: {error}") from error
         self._root = root.rstrip("/")
-        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def open(self, name: str) -> BinaryIO | None:
         """Opens a file for reading; None if there is none."""
@@ -131,7 +131,7 @@ class Storage:
             except FileNotFoundError:
                 return None
         # Files of fsspec's own cannot read a line up to a maximum.
-        return opened if self._is_local else BufferedReader(opened, CHUNK_BYTES)
+        return BufferedReader(opened, CHUNK_BYTES)
 
     def write(self, name: str, parts: Iterable[bytes]) -> int:
         """Writes a file, and returns how many bytes it has."""
@@ -142,9 +142,6 @@ class Storage:
                 for part in parts:
                     file.write(part)
                     size += len(part)
-                if self._is_local:
-                    file.flush()
-                    os.fsync(file.fileno())
         return size
 
     def remove(self, name: str) -> None:
@@ -189,16 +186,12 @@ BYTES = b"bytes"
 #: How long it may take to write a file, in seconds; what is not known by then is removed.
 WRITING_S = 86_400.0
 
-#: How long the content of a file stays after its time, in seconds: a batch whose time is over then,
-#: too, says what it has not done.
-LATE_S = 3600.0
-
 #: After how long what could not be removed is tried again, in seconds.
 REMOVE_AGAIN_S = 60.0
 
 
 class FileIsGone(Problem):
-    """There is no such file, or its time is over."""
+    """There is no such file."""
 
     def __init__(self, file_id: str) -> None:
         text = f"file {file_id!r:.100}: no such file"
@@ -222,9 +215,7 @@ class FileStore:
         self.storage = storage
         self._expiring_key = store.key("expiring")
 
-    def upload(
-        self, caller: Caller, filename: str, content: BinaryIO, size: int, expires_s: int | None
-    ) -> FileObject:
+    def upload(self, caller: Caller, filename: str, content: BinaryIO, size: int) -> FileObject:
         """Keeps an uploaded file; holds a part of it in memory at a time.
 
         Args:
@@ -232,7 +223,6 @@ class FileStore:
             filename: Its name.
             content: What is in it.
             size: Its bytes.
-            expires_s: How long it is kept, in seconds; None for ever.
 
         Raises:
             Problem: It is empty, or the caller has no space for it.
@@ -241,109 +231,91 @@ class FileStore:
         if not size:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
-        file = describe_file(filename, INPUT_PURPOSE, size, expires_s)
-        parts = iter(lambda: content.read(CHUNK_BYTES), b"")
-        self.keep(owner, file, parts, caller.max_stored_bytes)
-        with self._store.client() as client, client.pipeline() as pipe:
+        file = describe_file(new_id("file-"), filename, INPUT_PURPOSE, size)
+        key, member = self._key(owner), f"{owner}/{file.id}"
+
+        def add(pipe: Any) -> None:
+            stored, count = int(pipe.hget(key, BYTES) or 0), pipe.hlen(key)
+            if stored + size > caller.max_stored_bytes:
+                text = (
+                    f"of {size} bytes: with the {stored} that are stored, it has more than"
+                    f" max_stored_bytes = {caller.max_stored_bytes}; delete files that are not"
+                    " needed any more"
+                )
+                raise Problem(Kind.TOO_LARGE, f"file {text}", param="file")
+            if count > MAX_FILES:
+                text = f"there are {MAX_FILES} already; delete those that are not needed any more"
+                raise Problem(Kind.TOO_LARGE, f"file: {text}", param="file")
+            pipe.multi()
             self.publish(pipe, owner, file)
-            pipe.execute()
-        return file
 
-    def keep(
-        self, owner: str, file: FileObject, parts: Iterable[bytes], max_bytes: int = 0
-    ) -> None:
-        """Writes a file that is not known yet; if that fails, it takes no space.
-
-        Args:
-            owner: Whose it is.
-            file: Its record.
-            parts: Its content.
-            max_bytes: Maximum bytes of all files of its owner; 0 for any bytes and any number.
-
-        Raises:
-            Problem: The files of its owner have too many bytes already, or are too many.
-            DatasetError: The store cannot be reached, or is full.
-        """
-        self._reserve(owner, file, max_bytes)
+        due_s = time.time() + WRITING_S
+        self._store.call(lambda client: client.zadd(self._expiring_key, {member: due_s}))
         try:
-            self.storage.write(_content(owner, file.id), parts)
+            parts = iter(lambda: content.read(CHUNK_BYTES), b"")
+            self.storage.write(f"{locate(owner, file.id)}/{WHOLE}", parts)
+            self._store.call(lambda client: client.transaction(add, key))
         except BaseException:
             self.remove(owner, file.id)
             raise
+        return file
 
-    def _reserve(self, owner: str, file: FileObject, max_bytes: int) -> None:
-        key = self._key(owner)
-
-        def reserve(pipe: Any) -> None:
-            stored, count = int(pipe.hget(key, BYTES) or 0), pipe.hlen(key)
-            if max_bytes and stored + file.bytes > max_bytes:
-                text = (
-                    f"of {file.bytes} bytes: with the {stored} that are stored, it has more than"
-                    f" max_stored_bytes = {max_bytes}; delete files that are not needed any more"
-                )
-                raise Problem(Kind.TOO_LARGE, f"file {text}", param="file")
-            if max_bytes and count > MAX_FILES:
-                text = f"there are {MAX_FILES} already; delete those that are not needed any more"
-                raise Problem(Kind.TOO_LARGE, f"file: {text}", param="file")
-            record = file.model_copy(update={"status": "uploaded"})
-            pipe.multi()
-            pipe.hincrby(key, BYTES, file.bytes)
-            pipe.hset(key, file.id, record.model_dump_json())
-            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": time.time() + WRITING_S})
-
-        self._store.call(lambda client: client.transaction(reserve, key))
-
-    def publish(self, pipe: Any, owner: str, file: FileObject) -> None:
+    def publish(self, pipe: Any, owner: str, file: FileRecord) -> None:
         """Makes a file known that was written, by commands of a pipeline."""
+        pipe.hincrby(self._key(owner), BYTES, file.bytes)
         pipe.hset(self._key(owner), file.id, file.model_dump_json())
-        if file.expires_at is None:
-            pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
-        else:
-            pipe.zadd(self._expiring_key, {f"{owner}/{file.id}": file.expires_at + LATE_S})
+        pipe.zrem(self._expiring_key, f"{owner}/{file.id}")
 
-    def get(self, owner: str, file_id: str) -> FileObject:
+    def get(self, owner: str, file_id: str) -> FileRecord:
         """A file.
 
         Raises:
-            FileIsGone: There is none, or its time is over.
+            FileIsGone: There is none.
         """
         content = None
         if re.fullmatch(FILE_ID, file_id):
             content = self._store.call(lambda client: client.hget(self._key(owner), file_id))
-        found = None if content is None else FileObject.model_validate_json(content)
-        if found is None or not found.is_known:
+        found = None if content is None else FileRecord.model_validate_json(content)
+        if found is None:
             raise FileIsGone(file_id)
         return found
 
     def page(
         self, owner: str, after: str | None, limit: int, *, newest_first: bool, purpose: str | None
-    ) -> tuple[list[FileObject], bool]:
+    ) -> tuple[list[FileRecord], bool]:
         """Some files, and whether there are more."""
         key = self._key(owner)
         keys = self._store.call(lambda client: client.hkeys(key))
         ids = sorted((each.decode() for each in keys if each != BYTES), reverse=newest_first)
         # Ids sort by time. The one that the page comes after need not be there any more.
         rest = (id_ for id_ in ids if not after or (id_ != after and (id_ < after) is newest_first))
-        found: list[FileObject] = []
+        found: list[FileRecord] = []
         for some in chunks(rest, PAGE):
             contents = self._store.call(lambda client: client.hmget(key, some))  # noqa: B023
-            files = (FileObject.model_validate_json(each) for each in contents if each)
-            found += [file for file in files if file.is_known and purpose in (None, file.purpose)]
+            files = (FileRecord.model_validate_json(each) for each in contents if each)
+            found += [file for file in files if purpose in (None, file.purpose)]
             if len(found) > limit:
                 break
         return found[:limit], len(found) > limit
 
-    def open(self, owner: str, file_id: str) -> BinaryIO:
-        """Opens the content of a file.
+    def open(self, owner: str, file_id: str, part: str = WHOLE) -> BinaryIO:
+        """Opens the content of an upload, or a part of another file.
 
         Raises:
             FileIsGone: There is none.
             DatasetError: The store cannot be reached.
         """
-        opened = self.storage.open(_content(owner, file_id))
+        opened = self.storage.open(f"{locate(owner, file_id)}/{part}")
         if opened is None:
             raise FileIsGone(file_id)
         return opened
+
+    def read(self, owner: str, file: FileRecord) -> Iterator[bytes]:
+        """The content of a file, some at a time; raises as `open`."""
+        for part in file.parts:
+            with self.open(owner, file.id, part) as opened:
+                while some := opened.read(CHUNK_BYTES):
+                    yield some
 
     def remove(self, owner: str, file_id: str) -> None:
         """Removes a file, if it is there; while the store is away, its content stays due."""
@@ -359,7 +331,7 @@ class FileStore:
 
         self._store.call(lambda client: client.transaction(forget, key))
         with suppress(DatasetError):
-            self.storage.remove(_content(owner, file_id))
+            self.storage.remove(locate(owner, file_id))
             self._store.call(lambda client: client.zrem(self._expiring_key, member))
 
     def list_expired(self) -> list[tuple[str, str]]:
@@ -374,5 +346,6 @@ class FileStore:
         return self._store.key("files", owner)
 
 
-def _content(owner: str, file_id: str) -> str:
-    return f"{owner}/files/{file_id}.jsonl"
+def locate(owner: str, file_id: str) -> str:
+    """The folder with the parts of a file."""
+    return f"{owner}/files/{file_id}"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 import orjson
 from celery.utils.functional import chunks
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers, shorten
-from batchery_producer.gateway.problems import SERVER_TEXTS, Problem
+from batchery_producer.gateway.problems import OPENAI, SERVER_TEXTS, Kind, Problem
 from batchery_producer.openai_generation import (
     REQUESTS,
     TOO_LONG_CODE,
@@ -67,14 +67,9 @@ SLICE_BYTES = 4 * 1024 * 1024
 EXPECTED = "expected an object with custom_id, method, url and body"
 
 
-class WrongLine(ValueError):
+def _wrong(code: str, message: str, param: str | None = None) -> Problem:
     """What makes a line no request of its file."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+    return Problem(Kind.INVALID, message, code=code, param=param)
 
 
 @dataclass(slots=True)
@@ -120,17 +115,18 @@ def read_file(
             first = seen.setdefault(blake2b(id_.encode(), digest_size=16).digest(), line)
             if first != line:
                 text = f"the id {id_!r:.100} is already used in line {first}"
-                raise WrongLine("duplicate_custom_id", text, "custom_id")
+                raise _wrong("duplicate_custom_id", text, "custom_id")
             if model is None:
                 model = name
-                found.model = _find(find_model, name)
+                found.model = find_model(name)
             elif name != model:
                 text = f"model {name!r:.100}, but the first request has model {model!r:.100}"
-                raise WrongLine("mismatched_model", f"{text}; a batch has one model", "body.model")
-        except WrongLine as wrong:
+                raise _wrong("mismatched_model", f"{text}; a batch has one model", "body.model")
+        except Problem as wrong:
             if len(found.errors) < MAX_ERRORS:
-                told = {"code": wrong.code, "message": wrong.message, "param": wrong.param}
-                found.errors.append(BatchError(line=start.lines + 1, **told))
+                code, line = wrong.code or wrong.kind, start.lines + 1
+                error = BatchError(code=code, line=line, message=wrong.message, param=wrong.param)
+                found.errors.append(error)
         found.requests += 1
         if found.requests > MAX_REQUESTS:
             text = f"more than {MAX_REQUESTS:,} requests; send several batches"
@@ -143,13 +139,6 @@ def read_file(
     if not found.requests:
         found.errors = [BatchError(code="empty_file", message="the file has no requests")]
     return found
-
-
-def _find(find_model: Callable[[str], str], name: str) -> str:
-    try:
-        return find_model(name)
-    except Problem as problem:
-        raise WrongLine("model_not_found", problem.message, "body.model") from None
 
 
 def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | InvalidLine]]:
@@ -165,9 +154,9 @@ def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | 
 def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
     """The object in a line; one that would take long to be read is wrong."""
     if isinstance(content, InvalidLine):
-        raise WrongLine("too_large", str(content))
+        raise _wrong("too_large", str(content))
     if max(count_values([content])) > MAX_VALUES:
-        raise WrongLine(
+        raise _wrong(
             "too_large",
             f"more than {MAX_VALUES:,} values, of which a list or an object counts as"
             f" {CONTAINER_VALUES}; make several requests of it",
@@ -176,9 +165,9 @@ def _parse_line(content: bytes | InvalidLine) -> Mapping[str, Any]:
         row = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         text = f"not JSON in UTF-8 ({error.msg} at column {error.colno}); {EXPECTED}"
-        raise WrongLine("invalid_json_line", text) from None
+        raise _wrong("invalid_json_line", text) from None
     if not isinstance(row, dict):
-        raise WrongLine("invalid_json_line", f"a JSON {type(row).__name__}; {EXPECTED}")
+        raise _wrong("invalid_json_line", f"a JSON {type(row).__name__}; {EXPECTED}")
     return row
 
 
@@ -193,7 +182,7 @@ def _check_line(row: Mapping[str, Any], endpoint: str) -> None:
         (_is_text(model), "body.model", "missing_model", "no model, or it is no text"),
     ):
         if not is_right:
-            raise WrongLine(code, f"{param}: {text}", param)
+            raise _wrong(code, f"{param}: {text}", param)
 
 
 def _is_text(value: Any) -> bool:
@@ -219,17 +208,13 @@ ALIAS_IDS = (
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-#: Fields of other vendors that would change the vectors.
-UNSERVED = (
-    *("embedding_type", "output_dtype", "output_dimension", "task", "input_type", "truncation"),
-    *("truncate", "normalized", "normalize", "late_chunking", "return_multivector"),
-    "truncate_prompt_tokens",
-)
-
-
 class EmbeddingsLine(RequestBody):
-    """A body for embeddings."""
+    """A body for embeddings, with OpenAI's fields alone."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    user: Any = None
     input: Annotated[
         str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_ITEMS)],
         expected(f"a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"),
@@ -257,12 +242,8 @@ def read_items(url: str, body: Mapping[str, Any], *, is_own_name: bool = True) -
     for name in ("input", "prompt"):
         if has_ids(body.get(name)) and not is_own_name:
             raise InvalidItem(ALIAS_IDS.format(name, body["model"]))
-    kind = REQUESTS.get(url, EmbeddingsLine)
-    unserved = [name for name in UNSERVED if body.get(name) is not None]
-    if kind is EmbeddingsLine and unserved:
-        raise InvalidItem(f"{', '.join(unserved)}: not served in batch files; leave it out")
     try:
-        request = kind.model_validate(dict(body))
+        request = REQUESTS.get(url, EmbeddingsLine).model_validate(dict(body))
     except ValidationError as error:
         first = error.errors()[0]
         text = str(first["msg"]).removeprefix("Value error, ")
@@ -312,22 +293,9 @@ class Request:
         """Whether all of its jobs have ended."""
         return len(self.answers) == len(self.jobs)
 
-    @property
-    def is_lone(self) -> bool:
-        """Whether it has one item, which is a job as it is, without a list around it."""
-        return [len(items) for items in self.jobs.values()] == [1]
-
-    def read_job(self, id_: str) -> tuple[int, str, Any]:
-        """How many items the list of a job has, 0 for an item without one; its id; its argument."""
-        items = self.jobs[id_]
-        return (0, id_, items[0]) if self.is_lone else (len(items), id_, items)
-
     def read_answer(self) -> Answer:
         """The results of all items, or the first error, when it is done."""
         results: list[Any] = []
-        if self.is_lone:
-            (answer,) = self.answers.values()
-            return answer if answer.error else Answer([answer.value])
         for id_, items in self.jobs.items():
             answer = joined(self.answers[id_], len(items), len(results))
             if answer.error is not None:
@@ -384,13 +352,36 @@ def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[st
     Returns:
         The line with its end; and the tokens that it took, or None for one of the error file.
     """
-    if not request.is_done:
+    line: dict[str, Any] = {
+        "id": request.id.replace("batch_", "batch_req_"),
+        "custom_id": request.custom_id,
+        "response": None,
+        "error": None,
+    }
+    usage = None
+    if request.is_done:
+        status, body = _answer(record, request)
+        usage = body.get("usage")
+        line["response"] = {"status_code": status, "request_id": request.id, "body": body}
+    else:
         text = "the request was not done within the completion window of the batch"
-        return _write_error(request, None, {"code": "batch_expired", "message": text})
-    answer = request.read_answer()
+        line["error"] = {"code": "batch_expired", "message": text}
+    try:
+        content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
+        content = encoded(line)
+    return content + b"\n", usage
+
+
+def _answer(record: BatchRecord, request: Request) -> tuple[int, dict[str, Any]]:
+    """The status and the body with which a request is answered."""
+    answer, model = request.read_answer(), record.model or ""
     if answer.error is None:
         try:
-            return _write_results(record, request, answer.value)
+            if record.endpoint in REQUESTS:
+                made = build_completion(record.endpoint, request.id, model, answer.value)
+                return 200, dict(made)
+            return 200, _list_vectors(model, request.asked, answer.value)
         except InvalidItem as error:  # The vectors are shorter than it asks for.
             answer = Answer(error=("InvalidItem", str(error)))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -398,58 +389,30 @@ def write_line(record: BatchRecord, request: Request) -> tuple[bytes, Mapping[st
             answer = Answer(error=("WrongResult", text))
     assert answer.error is not None
     type_, text = answer.error[0], SERVER_TEXTS.get(*answer.error)
-    status = 400 if type_ in CLIENT_ERRORS else 500
-    kind = "invalid_request_error" if status == 400 else "server_error"
     code = TOO_LONG_CODE if type_ == "PromptTooLong" else type_
-    told = {"message": text, "type": kind, "param": None, "code": code}
-    response = {"status_code": status, "request_id": request.id, "body": {"error": told}}
-    return _write_error(request, response, None)
-
-
-def _write_results(
-    record: BatchRecord, request: Request, results: list[Any]
-) -> tuple[bytes, Mapping[str, int]]:
-    model = record.model or ""
-    if record.endpoint in REQUESTS:
-        body = build_completion(record.endpoint, request.id, model, results)
-    else:
-        body = _list_vectors(model, request.asked, results)
-    line = _build_line(request, {"status_code": 200, "request_id": request.id, "body": body}, None)
-    try:
-        content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
-    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
-        content = encoded(line)
-    return content + b"\n", body["usage"]
+    status = 400 if type_ in CLIENT_ERRORS else 500
+    return status, OPENAI.body(Problem(Kind.FAILED, text, code=code), status)
 
 
 def _list_vectors(model: str, asked: Mapping[str, Any], results: list[Any]) -> dict[str, Any]:
-    vectors: list[Any] = []
-    for result in results:
-        vector: str = result["vector"]
-        if asked["dimensions"] is not None:
-            is_scaled = abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE
-            try:
-                vector = shorten(vector, asked["dimensions"], scale=bool(is_scaled))
-            except ValueError as error:
-                raise InvalidItem(str(error)) from None
-        is_text = asked["encoding_format"] == "base64"
-        vectors.append(vector if is_text else numbers(vector))
+    vectors: list[str] = [result["vector"] for result in results]
+    if (dimensions := asked["dimensions"]) is not None:
+        try:
+            vectors = [shorten(each, dimensions, scale=_is_scaled(each)) for each in vectors]
+        except ValueError as error:
+            raise InvalidItem(str(error)) from None
+    is_text = asked["encoding_format"] == "base64"
     tokens = sum(result["tokens"] for result in results)
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": each if is_text else numbers(each)}
+            for index, each in enumerate(vectors)
         ],
         "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 
 
-def _write_error(request: Request, response: Any, error: Any) -> tuple[bytes, None]:
-    return encoded(_build_line(request, response, error)) + b"\n", None
-
-
-def _build_line(request: Request, response: Any, error: Any) -> dict[str, Any]:
-    id_ = request.id.replace("batch_", "batch_req_")
-    return {"id": id_, "custom_id": request.custom_id, "response": response, "error": error}
+def _is_scaled(vector: str) -> bool:
+    return bool(abs(np.linalg.norm(numbers(vector)) - 1) < LENGTH_TOLERANCE)

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
@@ -13,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchery_producer.gateway.batches.files import (
     INPUT_PURPOSE,
+    OUTPUT_PURPOSE,
     FileObject,
+    FileRecord,
     FileStore,
+    describe_file,
     get_owner,
     new_id,
 )
@@ -151,18 +154,16 @@ class SliceState(BaseModel):
     """How far a slice is; once it has ended, where its answers are.
 
     Attributes:
-        at_s: Since when it is so, in Unix seconds.
         completed: Requests that have an answer.
         failed: Requests that have an error.
         expired: Those of them that had no time.
         input_tokens: Tokens that were read.
         output_tokens: Tokens that were written.
-        name: Name of its file, in the folder of the batch: all answers, then all errors.
+        name: Name of its part of the output file, and of the error file.
         output_bytes: How long the answers are.
         error_bytes: How long the errors are.
     """
 
-    at_s: float = Field(default_factory=time.time)
     completed: int = 0
     failed: int = 0
     expired: int = 0
@@ -182,8 +183,11 @@ class BatchRecord(BatchObject):
         priority: Celery's priority of its jobs.
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
-        output_expires_s: How long its files are kept, in seconds; None for ever.
+        made_files: Ids of the output file and the error file, which nobody knows before its end.
         slices: The parts of its file.
+        ends: How those slices have ended that have; always the first ones.
+        sent: How many slices were sent, or are being sent.
+        progress_at: When something last came, in Unix seconds; 0 while jobs are being sent.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -193,8 +197,11 @@ class BatchRecord(BatchObject):
     priority: int
     max_items: int
     max_chars: int
-    output_expires_s: int | None = None
+    made_files: dict[str, str]
     slices: list[Slice] = []
+    ends: list[SliceState] = []
+    sent: int = 0
+    progress_at: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -207,25 +214,59 @@ class BatchRecord(BatchObject):
         return self.status is Status.IN_PROGRESS and time.time() < self.expires_at
 
     @property
-    def folder(self) -> str:
-        """Where the answers of its slices are in the store of files."""
-        return f"{self.owner}/pieces/{self.id}"
+    def last(self) -> int:
+        """How many slices are to end; of a cancelled batch, those that were sent."""
+        return self.sent if self.status is Status.CANCELLING else len(self.slices)
 
     def moved(self, status: Status, **changes: Any) -> Self:
         """The batch in another status, with other changes."""
         at = {f"{status.value}_at": getattr(self, f"{status.value}_at", None) or int(time.time())}
         return self.model_copy(update={**changes, **at, "status": status})
 
-    def counted(self, states: Iterable[SliceState]) -> Self:
-        """The batch with the counts of some slices."""
-        states = list(states)
+    def advanced(self, number: int, state: SliceState, *, has_ended: bool) -> Self:
+        """The batch whose slice of this number is so far; as it is if that has ended before."""
+        if len(self.ends) != number:
+            return self
+        states = [*self.ends, state]
         completed, failed, read, written = (
             sum(getattr(each, name) for each in states)
             for name in ("completed", "failed", "input_tokens", "output_tokens")
         )
         counts = RequestCounts(total=self.request_counts.total, completed=completed, failed=failed)
         usage = BatchUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
-        return self.model_copy(update={"request_counts": counts, "usage": usage})
+        changes: dict[str, Any] = {"request_counts": counts, "usage": usage}
+        if counts != self.request_counts:
+            changes["progress_at"] = time.time()
+        if has_ended:
+            changes["ends"] = states
+        return self.model_copy(update=changes)
+
+    def finished(self, errors: Sequence[BatchError]) -> Self:
+        """The batch at its end, which has files now, if anything was written."""
+        ids = {f"{kind}_file_id": file.id for kind, file in self.list_files().items()}
+        if errors:
+            return self.moved(Status.FAILED, errors=BatchErrors(data=list(errors)), **ids)
+        if self.status is Status.CANCELLING:
+            return self.moved(Status.CANCELLED, **ids)
+        is_late = any(each.expired for each in self.ends)
+        ending = Status.EXPIRED if is_late else Status.COMPLETED
+        return self.moved(Status.FINALIZING).moved(ending, **ids)
+
+    def list_files(self) -> dict[str, FileRecord]:
+        """The files of what was written so far."""
+        found = {}
+        for kind, file_id in self.made_files.items():
+            sizes = {each.name: getattr(each, f"{kind}_bytes") for each in self.ends}
+            parts = [name for name, size in sizes.items() if size]
+            if parts:
+                found[kind] = describe_file(
+                    file_id,
+                    f"{self.id}_{kind}.jsonl",
+                    OUTPUT_PURPOSE,
+                    sum(sizes.values()),
+                    parts,
+                )
+        return found
 
 
 # Where they are kept
@@ -234,9 +275,6 @@ class BatchRecord(BatchObject):
 #: How long a batch is known after its end, in seconds; and for how long at the longest.
 KEPT_S = 30 * 86_400
 LONGEST_S = 2 * KEPT_S
-
-#: How long late attempts at a slice find that its batch is over, in seconds.
-LATE_S = 3600
 
 #: After so long without a sign of life, in seconds, a batch is taken up again: Redis has lost its
 #: messages.
@@ -247,10 +285,10 @@ MAX_LOST = 100
 
 
 class BatchStore:
-    """The batches: their records in Redis, the answers of their slices in the store of files.
+    """The batches: their records in Redis.
 
     batch:ID         the record
-    slices:ID        HASH: how far each slice is, how it has ended, and attempts that have not
+    running:ID       there while a process goes on with it
     batches:OWNER    ZSET: ids of an owner's batches
     open:OWNER       SET: ids of those of them that are not over
     open             ZSET: all that are not over, by when they are taken up without a sign of life
@@ -266,7 +304,6 @@ class BatchStore:
         caller: Caller,
         input_file_id: str,
         window_s: int,
-        expires_s: int | None,
         priority: int,
         **said: Any,
     ) -> BatchObject:
@@ -276,22 +313,17 @@ class BatchStore:
             caller: Whose it is.
             input_file_id: Its file.
             window_s: How much time it has, in seconds.
-            expires_s: How long its files are kept, in seconds; None for ever.
             priority: Of its jobs, unless the caller's key says otherwise.
             said: What the caller says of it, as it is shown.
 
         Raises:
-            Problem: There is no such file, it will be gone before the batch is over, or the
-                caller has too many open batches.
+            Problem: There is no such file for batches, or the caller has too many open ones.
         """
         owner, now_s = get_owner(caller), int(time.time())
-        file, wrong = self._files.get(owner, input_file_id), ""
+        file = self._files.get(owner, input_file_id)
         if file.purpose != INPUT_PURPOSE:
-            wrong = f"its purpose is {file.purpose}, and must be {INPUT_PURPOSE}"
-        elif file.expires_at is not None and file.expires_at < now_s + window_s:
-            wrong = "expires before the completion window of the batch is over"
-        if wrong:
-            raise Problem(Kind.INVALID, f"file {file.id}: {wrong}", param="input_file_id")
+            text = f"file {file.id}: its purpose is {file.purpose}, and must be {INPUT_PURPOSE}"
+            raise Problem(Kind.INVALID, text, param="input_file_id")
         record = BatchRecord(
             id=new_id("batch_"),
             input_file_id=file.id,
@@ -302,7 +334,7 @@ class BatchStore:
             priority=priority if caller.priority is None else caller.priority,
             max_items=caller.max_items,
             max_chars=caller.max_chars,
-            output_expires_s=expires_s,
+            made_files={"output": new_id("file-"), "error": new_id("file-")},
             **said,
         )
         self._add(record, caller.max_open_batches)
@@ -336,18 +368,12 @@ class BatchStore:
 
         self._store.call(lambda client: client.transaction(add, open_key))
 
-    def change(
-        self,
-        batch_id: str,
-        make: Callable[[BatchRecord], BatchRecord],
-        files: Sequence[FileObject] = (),
-    ) -> BatchRecord:
-        """Keeps what a function makes of a batch, and makes files known; all of it or nothing.
+    def change(self, batch_id: str, make: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
+        """Keeps what a function makes of a batch; with its end, its files become known.
 
         Args:
-            batch_id: A batch; one that is over stays as it is, and so do the files.
+            batch_id: A batch; one that is over stays as it is.
             make: Gets the batch as it is, and may be called again where others change it, too.
-            files: What was written for it.
 
         Returns:
             The batch as it is now.
@@ -361,22 +387,21 @@ class BatchStore:
             made = make(record)
             pipe.multi()
             pipe.set(key, made.model_dump_json(), ex=KEPT_S if made.is_over else None)
-            for each in files:
-                self._files.publish(pipe, made.owner, each)
             if made.is_over:
+                logger.info("batch %s: %s", batch_id, made.status)
+                for file in made.list_files().values():
+                    self._files.publish(pipe, made.owner, file)
                 pipe.zrem(self._open_key, batch_id)
                 pipe.srem(self._store.key("open", made.owner), batch_id)
-                pipe.expire(self._slices_key(batch_id), LATE_S)
             return made
 
         found: BatchRecord = self._store.call(
             lambda client: client.transaction(save, key, value_from_callable=True)
         )
-        logger.info("batch %s: %s", batch_id, found.status)
         return found
 
     def load(self, batch_id: str) -> BatchRecord | None:
-        """A batch, with its counts as they are now; None if there is none."""
+        """A batch; None if there is none."""
         return self._read([batch_id])[0]
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
@@ -393,30 +418,17 @@ class BatchStore:
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Some batches, the newest first, and whether there are more."""
         key, start = self._store.key("batches", owner), f"({after}" if after else "+"
-        while True:
-            found = self._store.call(
-                lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
-            )
-            records = self._read([each.decode() for each in found])
-            gone = [id_ for id_, record in zip(found, records, strict=True) if record is None]
-            if not gone:
-                return [each for each in records if each][:limit], len(found) > limit
-            self._store.call(lambda client: client.zrem(key, *gone))  # noqa: B023
+        found = self._store.call(
+            lambda client: client.zrevrangebylex(key, start, "-", 0, limit + 1)
+        )
+        # Some may be so old that they are gone.
+        records = [each for each in self._read([id_.decode() for id_ in found]) if each]
+        return records[:limit], len(found) > limit
 
     def _read(self, ids: Sequence[str]) -> list[BatchRecord | None]:
-        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
-            for each in ids:
-                pipe.get(self._key(each))
-                pipe.hgetall(self._slices_key(each))
-            found = pipe.execute()
-        records: list[BatchRecord | None] = []
-        for text, slices in zip(found[::2], found[1::2], strict=True):
-            record = None if text is None else BatchRecord.model_validate_json(text)
-            if record is not None and not record.is_over:
-                states = {**_read_states(slices, b"now"), **_read_states(slices, b"end")}
-                record = record.counted(states.values())
-            records.append(record)
-        return records
+        keys = [self._key(each) for each in ids]
+        found = self._store.call(lambda client: client.mget(keys)) if keys else []
+        return [None if each is None else BatchRecord.model_validate_json(each) for each in found]
 
     def cancel(self, owner: str, batch_id: str) -> BatchObject:
         """Has a batch cancelled; what has come back by then is kept.
@@ -435,17 +447,18 @@ class BatchStore:
             raise Problem(Kind.CONFLICT, text)
         return self.get(owner, batch_id)
 
-    # Steps
+    # Attempts
 
     @contextmanager
-    def attempt(self, batch_id: str, step: str) -> Iterator[int]:
-        """A step of a batch; says how many attempts at it in a row were killed."""
-        key, field = self._slices_key(batch_id), f"lost {step}"
-        count = self._store.call(lambda client: client.hincrby(key, field, 1))
+    def attempt(self, batch_id: str) -> Iterator[bool]:
+        """An attempt to go on with a batch; says whether it is the only one."""
+        key = self._store.key("running", batch_id)
+        is_alone = self._store.call(lambda client: client.set(key, b"", nx=True, ex=int(LIFE_S)))
         try:
-            yield count - 1
+            yield bool(is_alone)
         finally:
-            self._store.call(lambda client: client.hdel(key, field))
+            if is_alone:
+                self._store.call(lambda client: client.delete(key))
 
     def look(self, record: BatchRecord) -> BatchRecord:
         """A batch as it is now; shows that somebody is at work on it."""
@@ -463,40 +476,5 @@ class BatchStore:
                 client.zadd(self._open_key, dict.fromkeys(due, now_s + LIFE_S), xx=True)
         return [each.decode() for each in due]
 
-    def begin_slice(self, batch_id: str, number: int) -> SliceState | None:
-        """How far a slice was when something last came of it; None if nobody has begun it.
-
-        While its jobs are being sent, that is as if it were long ago.
-        """
-        key, field = self._slices_key(batch_id), f"now {number}"
-        with self._store.client() as client:
-            if client.hsetnx(key, field, SliceState(at_s=0).model_dump_json()):
-                return None
-            return SliceState.model_validate_json(client.hget(key, field))
-
-    def show_progress(self, batch_id: str, number: int, state: SliceState) -> None:
-        """Keeps how far a slice is."""
-        key, text = self._slices_key(batch_id), state.model_dump_json()
-        self._store.call(lambda client: client.hset(key, f"now {number}", text))
-
-    def end_slice(self, batch_id: str, number: int, state: SliceState) -> bool:
-        """Keeps how a slice has ended; False if another attempt has done so."""
-        key, text = self._slices_key(batch_id), state.model_dump_json()
-        return bool(self._store.call(lambda client: client.hsetnx(key, f"end {number}", text)))
-
-    def list_ends(self, batch_id: str) -> dict[int, SliceState]:
-        """How slices have ended, by number and in their order."""
-        key = self._slices_key(batch_id)
-        return _read_states(self._store.call(lambda client: client.hgetall(key)), b"end")
-
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)
-
-    def _slices_key(self, batch_id: str) -> bytes:
-        return self._store.key("slices", batch_id)
-
-
-def _read_states(fields: Mapping[bytes, bytes], kind: bytes) -> dict[int, SliceState]:
-    parts = {name.partition(b" "): text for name, text in fields.items()}
-    found = {int(number): text for (name, _, number), text in parts.items() if name == kind}
-    return {number: SliceState.model_validate_json(found[number]) for number in sorted(found)}

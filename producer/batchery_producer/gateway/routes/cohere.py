@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from batchery_producer.gateway.answers import best_first, json_response
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     choose_prompt,
     embed_items,
     read_items,
@@ -46,7 +46,7 @@ class CohereRerankRequest(RequestBody):
         list[Document],
         expected("a list of texts, or of objects of texts"),
         Field(
-            description="Texts, or objects with the field `text` or those of `rank_fields`.",
+            description="Texts, or objects with the field `text`.",
             examples=[["the cat sleeps", {"text": "the dog barks"}]],
         ),
     ]
@@ -54,15 +54,7 @@ class CohereRerankRequest(RequestBody):
     return_documents: Annotated[
         bool | None, Field(description="Whether the answer has the documents, too.")
     ] = None
-    rank_fields: Annotated[
-        list[str] | None, Field(min_length=1, description="Fields of documents that count.")
-    ] = None
-
-
-class CohereRerankV2Request(CohereRerankRequest):
-    """What the second version of Cohere's clients sends."""
-
-    model: str
+    rank_fields: Unserved = None
 
 
 class RerankedDocument(TypedDict):
@@ -89,28 +81,12 @@ class RerankResponse(TypedDict):
 
 
 @router.post("/v1/rerank", tags=["rerank"], response_model=RerankResponse)
-async def rerank_v1(request: Request, body: CohereRerankRequest) -> Response:
-    """The documents by how well they fit the query, the best first."""
-    return await reranked(request, body, "1")
-
-
 @router.post("/v2/rerank", tags=["rerank"], response_model=RerankResponse)
-async def rerank_v2(request: Request, body: CohereRerankV2Request) -> Response:
+async def rerank(request: Request, body: CohereRerankRequest) -> Response:
     """The documents by how well they fit the query, the best first."""
-    return await reranked(request, body, "2")
-
-
-async def reranked(request: Request, body: CohereRerankRequest, api_version: str) -> Response:
-    """Answers either version.
-
-    Raises:
-        Problem: There is no such model, a document has no text, or the model failed.
-    """
     served = get_gateway(request).models.find(body.model, ("rerank",))
     documents = read_items(request, "documents", body.documents)
-    # A field counts once, so the texts are not longer than the documents.
-    fields = list(dict.fromkeys(body.rank_fields or ["text"]))
-    texts = [_text(index, document, fields) for index, document in enumerate(documents)]
+    texts = [_find_text(index, document) for index, document in enumerate(documents)]
     items = [{"query": body.query, "text": text} for text in texts]
     found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
@@ -130,7 +106,7 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
         "model": served.name,
         "results": results,
         "meta": {
-            "api_version": {"version": api_version},
+            "api_version": {"version": find_version(request)},
             "billed_units": {"search_units": units},
             "tokens": {"input_tokens": tokens},
         },
@@ -139,22 +115,19 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     return json_response(content)
 
 
-def _text(index: int, document: Document, fields: list[str]) -> str:
-    """The text of a document.
+def find_version(request: Request) -> str:
+    """The version of Cohere's API that a path names."""
+    return request.url.path[len("/v")]
 
-    Raises:
-        Problem: It lacks a field.
-    """
+
+def _find_text(index: int, document: Document) -> str:
+    """The text of a document; raises a `Problem` if it has none."""
     if isinstance(document, str):
         return document
-    missing = [field for field in fields if field not in document]
-    if missing:
-        raise Problem(
-            Kind.INVALID,
-            f"document {index}: has no field {missing[0]!r:.80}; name others in rank_fields",
-            param="documents",
-        )
-    return "\n".join(document[field] for field in fields)
+    if "text" not in document:
+        text = f"document {index}: has no field 'text'"
+        raise Problem(Kind.INVALID, text, param="documents")
+    return document["text"]
 
 
 # Embed
@@ -167,24 +140,6 @@ TRUNCATION: Mapping[str | None, tuple[bool | None, str | None]] = {
     "START": (True, "left"),
     "END": (True, "right"),
 }
-
-
-class CohereEmbedRequest(RequestBody):
-    """What Cohere's clients send; other fields are ignored."""
-
-    model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
-    texts: Annotated[list[str] | None, Field(examples=[["the cat", "a dog"]])] = None
-    input_type: Annotated[
-        Literal["search_document", "search_query", "classification", "clustering"] | None,
-        Field(description="Puts the model's prompt for that in front."),
-    ] = None
-    embedding_types: Annotated[
-        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)]
-        | None,
-        expected("a list of 'float', 'base64', 'binary' or 'ubinary'"),
-    ] = None
-    truncate: Literal["NONE", "START", "END"] | None = None
-    images: Unserved = None
 
 
 class TextPart(RequestBody):
@@ -200,14 +155,26 @@ class CohereInput(RequestBody):
     content: Annotated[list[TextPart], Field(min_length=1, max_length=1)]
 
 
-class CohereEmbedV2Request(CohereEmbedRequest):
-    """What the second version of Cohere's clients sends."""
+class CohereEmbedRequest(RequestBody):
+    """What Cohere's clients send; other fields are ignored."""
 
-    model: str
+    model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
+    texts: Annotated[list[str] | None, Field(examples=[["the cat", "a dog"]])] = None
     inputs: Annotated[
         list[CohereInput] | None, expected("a list of inputs whose content is one text")
     ] = None
+    input_type: Annotated[
+        Literal["search_document", "search_query", "classification", "clustering"] | None,
+        Field(description="Puts the model's prompt for that in front."),
+    ] = None
+    embedding_types: Annotated[
+        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)]
+        | None,
+        expected("a list of 'float', 'base64', 'binary' or 'ubinary'"),
+    ] = None
+    truncate: Literal["NONE", "START", "END"] | None = None
     output_dimension: Annotated[int | None, Field(ge=1)] = None
+    images: Unserved = None
     max_tokens: Unserved = None
 
 
@@ -222,36 +189,18 @@ class CohereEmbedResponse(TypedDict):
 
 
 @router.post("/v1/embed", tags=["embed"], response_model=CohereEmbedResponse)
-async def embed_v1(request: Request, body: CohereEmbedRequest) -> Response:
-    """One vector for each text."""
-    return await _embed(request, body, body.texts, "1")
-
-
 @router.post("/v2/embed", tags=["embed"], response_model=CohereEmbedResponse)
-async def embed_v2(request: Request, body: CohereEmbedV2Request) -> Response:
-    """One vector for each text, in each of the wanted types."""
-    texts = body.texts
-    if body.inputs is not None:
-        texts = (texts or []) + [each.content[0].text for each in body.inputs]
-    return await _embed(request, body, texts, "2", body.output_dimension)
-
-
-async def _embed(
-    request: Request,
-    body: CohereEmbedRequest,
-    texts: list[str] | None,
-    version: str,
-    dimensions: int | None = None,
-) -> Response:
+async def embed(request: Request, body: CohereEmbedRequest) -> Response:
+    """One vector for each text; version 2 has them by their types."""
     model = get_gateway(request).models.find(body.model, ("embedding",))
-    if texts is None:
-        raise Problem(Kind.EMPTY, "texts: is missing; send a text at least", param="texts")
+    texts = (body.texts or []) + [each.content[0].text for each in body.inputs or ()]
     items = read_items(request, "texts", texts)
-    keywords = build_overflow_keywords(model, *TRUNCATION[body.truncate])
-    keywords |= await choose_prompt(request, model, "input_type", body.input_type)
-    results = await embed_items(request, model, items, keywords, dimensions)
+    keywords = build_keywords(model, *TRUNCATION[body.truncate])
+    keywords |= await choose_prompt(request, model, body.input_type)
+    results = await embed_items(request, model, items, keywords, body.output_dimension)
     vectors = [result["vector"] for result in results]
     types = body.embedding_types or ["float"]
+    version = find_version(request)
     is_plain = version == "1" and body.embedding_types is None
     by_type: dict[str, list[Any]] = {
         name: [_in_type(name, vector) for vector in vectors] for name in types

@@ -27,7 +27,7 @@ from batchery_producer.gateway.inference import (
     choose_task,
     read_timeout_s,
     run_outcomes,
-    wait_gone,
+    unless_gone,
 )
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import (
@@ -165,7 +165,6 @@ class PieceFeed:
         stream_timeout_s = self._gateway.settings.gateway.stream_timeout_s
         self._timeout_s = read_timeout_s(request, stream_timeout_s)
         self._task, self._item = choose_task(request, model, is_stream=True), item
-        self._gateway.health.absence.check(model.name, model.queue)
         last = request.headers.get(LAST_EVENT_HEADER)
         self._last = EVENT_ID.fullmatch(last) if last else None
         if last and self._last is None:
@@ -194,11 +193,9 @@ class PieceFeed:
         else:
             self._stream = self._task.stream(self._item)
         self.job_id = self._stream.id
-        self._gone = asyncio.ensure_future(wait_gone(self._request))
-        self._gone.add_done_callback(self._give_up)
         try:
-            async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
-                self._first = await self._next(read_timeout_s(self._request))
+            first = self._next(read_timeout_s(self._request))
+            self._first = await unless_gone(self._request, first)
             if self._first is None:
                 # A job that has failed has an error in place of pieces.
                 _ = self._stream.result
@@ -208,9 +205,6 @@ class PieceFeed:
         except BaseException as error:
             # Nobody knows its id, so nobody can come back.
             self._stream.close()
-            if not self._gone.cancel() and not self.is_resumed:
-                # The stream has ended with that its caller has hung up, and its job has not.
-                self._gateway.client.cancel(self.job_id)
             if isinstance(error, Exception):
                 raise build_problem(error) from error
             raise
@@ -242,7 +236,6 @@ class PieceFeed:
 
     def leave(self) -> None:
         """Reads no more; a job that has not ended has some time left."""
-        self._gone.cancel()
         self._stream.leave()
 
     async def _next(self, timeout_s: float) -> Any:
@@ -257,11 +250,6 @@ class PieceFeed:
                 text = f"nothing new of the text within {timeout_s:g} s"
                 raise Problem(Kind.TIMEOUT, text) from None
             raise
-
-    def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
-        """Wakes whoever waits for a piece, as nobody waits for the answer."""
-        if not gone.cancelled():
-            self._stream.give([gone.result()])
 
 
 async def _list_events(

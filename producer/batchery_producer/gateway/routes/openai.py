@@ -1,12 +1,21 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
-import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, BinaryIO, Literal
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.fields import FieldInfo
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
@@ -14,19 +23,15 @@ from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_list, off_loop
 from batchery_producer.gateway.batches.files import (
-    CHUNK_BYTES,
     FILE_ID,
-    INPUT_PURPOSE,
-    ExpiresAfter,
-    ExpirySeconds,
     FileObject,
     get_owner,
 )
 from batchery_producer.gateway.batches.requests import ALIAS_IDS, has_ids
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
-from batchery_producer.gateway.bodies import JsonRoute, TokenId
+from batchery_producer.gateway.bodies import Inputs, JsonRoute
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     choose_prompt,
     embed_items,
     read_items,
@@ -35,7 +40,7 @@ from batchery_producer.gateway.models import Numbers, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.tei import INLINE_NUMBERS
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.request_fields import RequestBody, Unserved, expected
+from batchery_producer.request_fields import RequestBody, Unserved
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
@@ -43,12 +48,10 @@ router = APIRouter(tags=["openai"], route_class=JsonRoute)
 plain_router = APIRouter(tags=["openai"])
 
 
-class JinaText(RequestBody):
-    """A text as Jina's clients send it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    text: str
+def also_named(name: str, other: str) -> FieldInfo:
+    """What a field is called by OpenAI, or here, and by another vendor."""
+    found: FieldInfo = Field(validation_alias=AliasChoices(name, other))
+    return found
 
 
 class EmbeddingsRequest(RequestBody):
@@ -57,76 +60,33 @@ class EmbeddingsRequest(RequestBody):
     Fields that change vectors are honoured or refused, others are ignored.
     """
 
-    input: Annotated[
-        str | list[TokenId] | list[str | list[TokenId] | JinaText],
-        expected("a text, a list of token ids, or a list of either; or of {'text': ...}"),
-        Field(
-            description="A text, token ids of the model's own tokenizer, or a list of either.",
-            examples=["the cat", ["the cat", {"text": "a dog"}], [[101, 1996, 4937, 102], "a dog"]],
-        ),
-    ]
+    input: Inputs
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int | None, Field(ge=1)] = None
-    user: str | None = None
-    embedding_type: Annotated[
-        Literal["float", "base64"] | None, Field(description="Jina's `encoding_format`.")
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, also_named("encoding_format", "embedding_type")
     ] = None
-    output_dtype: Literal["float"] | None = None
-    output_dimension: Annotated[int | None, Field(ge=1, description="Voyage's `dimensions`.")] = (
+    dimensions: Annotated[int | None, Field(ge=1), also_named("dimensions", "output_dimension")] = (
         None
     )
-    task: Annotated[str | None, Field(description="Jina's `input_type`.")] = None
+    output_dtype: Literal["float"] | None = None
     input_type: Annotated[
         str | None,
+        also_named("input_type", "task"),
         Field(description="Puts the model's prompt for that in front, such as `query`."),
     ] = None
-    truncation: Annotated[bool | None, Field(description="Voyage's `truncate`.")] = None
     truncate: Annotated[
         bool | None,
+        also_named("truncate", "truncation"),
         Field(description="Cut texts that are too long; the model's setting if missing."),
     ] = None
-    normalized: Annotated[bool | None, Field(description="Jina's `normalize`.")] = None
     normalize: Annotated[
         bool | None,
+        also_named("normalize", "normalized"),
         Field(description="Scale vectors to length 1; the model's setting if missing."),
     ] = None
     late_chunking: Unserved = None
     return_multivector: Unserved = None
     truncate_prompt_tokens: Unserved = None
-
-    @property
-    def items(self) -> str | list[Any]:
-        """The input, without Jina's objects."""
-        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
-            return self.input
-        return [each.text if isinstance(each, JinaText) else each for each in self.input]
-
-    def choose_value(self, *fields: str) -> Any:
-        """The value of fields that mean the same.
-
-        Raises:
-            Problem: They have two.
-        """
-        said = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        if len(set(said.values())) > 1:
-            text = f"{' and '.join(said)}: mean the same, and have different values; send one"
-            raise Problem(Kind.INVALID, text, param=next(iter(said)))
-        return next(iter(said.values()), None)
-
-    async def keywords(self, request: Request, model: ServedModel) -> dict[str, Any]:
-        """Keywords of the job.
-
-        Raises:
-            Problem: Two fields clash, or the model has no such prompt.
-        """
-        found = build_overflow_keywords(model, self.choose_value("truncate", "truncation"))
-        scale = self.choose_value("normalize", "normalized")
-        if scale is not None and scale != model.settings.normalize:
-            found["normalize"] = scale
-        field = "task" if self.input_type is None else "input_type"
-        purpose = self.choose_value("input_type", "task")
-        return found | await choose_prompt(request, model, field, purpose)
 
 
 class EmbeddingObject(TypedDict):
@@ -159,11 +119,11 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     model = get_gateway(request).models.find(body.model, ("embedding",))
     if has_ids(body.input) and not model.is_own_name(body.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
-    dimensions = body.choose_value("dimensions", "output_dimension")
-    as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
-    items = read_items(request, "input", body.items)
-    keywords = await body.keywords(request, model)
-    results = await embed_items(request, model, items, keywords, dimensions)
+    as_text = body.encoding_format == "base64"
+    items = read_items(request, "input", body.input)
+    keywords = build_keywords(model, body.truncate, normalize=body.normalize)
+    keywords |= await choose_prompt(request, model, body.input_type)
+    results = await embed_items(request, model, items, keywords, body.dimensions)
     vectors = [result["vector"] for result in results]
     data = (
         {"object": "embedding", "index": index, "embedding": each if as_text else numbers(each)}
@@ -221,26 +181,6 @@ def _describe_model(name: str, model: ServedModel) -> dict[str, Any]:
 #: and some take the square of a length to decode, while the event loop stands still.
 MAX_FIELDS, FIELD_BYTES = 10, 1024
 
-UPLOAD_SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": [INPUT_PURPOSE]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer"},
-                    },
-                }
-            }
-        },
-    }
-}
-
 
 class FileDeleted(BaseModel):
     """A file that was removed."""
@@ -250,35 +190,35 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
-class UploadFields(BaseModel):
-    """What an upload has beside its file."""
+class Upload(BaseModel):
+    """A file of requests, as a form has it."""
 
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
     purpose: Literal["batch"]
-    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
-    seconds: ExpirySeconds | None = Field(None, alias="expires_after[seconds]")
 
 
-@plain_router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
+UPLOAD_SCHEMA = {"multipart/form-data": {"schema": Upload.model_json_schema()}}
+
+
+@plain_router.post(
+    "/v1/files",
+    openapi_extra={"requestBody": {"required": True, "content": UPLOAD_SCHEMA}},
+)
 async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
     gateway = get_gateway(request)
     check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES) as form:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise Problem(
-                Kind.INVALID, "file: missing; send multipart/form-data with a file", param="file"
-            )
         try:
-            fields = UploadFields.model_validate(dict(form))
+            upload = Upload.model_validate(dict(form))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = str(first["loc"][0])
-            raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
-        name, size = file.filename or "", file.size or 0
+            raise RequestValidationError(error.errors()) from error
+        name, size = upload.file.filename or "", upload.file.size or 0
         return await run_in_threadpool(
-            gateway.files.upload, request.state.caller, name, file.file, size, fields.seconds
+            gateway.files.upload, request.state.caller, name, upload.file.file, size
         )
 
 
@@ -311,11 +251,13 @@ def get_file(request: Request, file_id: str) -> FileObject:
 def get_content(request: Request, file_id: str) -> Response:
     """The content of a file."""
     files, owner = get_gateway(request).files, get_owner(request.state.caller)
-    found, file = files.get(owner, file_id), files.open(owner, file_id)
+    found = files.get(owner, file_id)
+    content = files.read(owner, found)
+    first = next(content, b"")  # What is wrong with it has a status of its own.
     # A browser must not take what a caller sent for a page of ours.
     headers = {"Content-Length": str(found.bytes), "X-Content-Type-Options": "nosniff"}
     return StreamingResponse(
-        _read_parts(file), media_type="application/octet-stream", headers=headers
+        chain([first], content), media_type="application/octet-stream", headers=headers
     )
 
 
@@ -344,20 +286,7 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
         )
 
 
-def _read_parts(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while part := file.read(CHUNK_BYTES):
-            yield part
-
-
 # Batches
-
-
-#: Seconds of each unit of a completion window.
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
-#: Maximum completion window, in seconds.
-MAX_WINDOW_S = 30 * 86_400
 
 
 class CreateBatchRequest(RequestBody):
@@ -366,36 +295,21 @@ class CreateBatchRequest(RequestBody):
     input_file_id: str
     endpoint: Literal["/v1/embeddings", "/v1/chat/completions", "/v1/completions"]
     completion_window: Annotated[
-        str, Field(description="How much time the batch has: 24h, or another time as 90s, 5m, 7d.")
+        str,
+        Field(pattern=r"^[1-9][0-9]{0,2}h$", description="Its time: 24h, or up to 999h."),
     ]
     metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
-
-    @field_validator("completion_window")
-    @classmethod
-    def _is_time(cls, window: str) -> str:
-        if (
-            not re.fullmatch(r"[1-9][0-9]{0,6}[smhd]", window)
-            or _read_seconds(window) > MAX_WINDOW_S
-        ):
-            raise ValueError(f"{window!r:.40}: must be 24h, or another time up to 30d")
-        return window
-
-    @property
-    def window_s(self) -> int:
-        """How much time the batch has, in seconds."""
-        return _read_seconds(self.completion_window)
+    output_expires_after: Unserved = None
 
 
 @router.post("/v1/batches")
 def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     """Begins a batch: its file is read, then its requests run."""
-    gateway, keep = get_gateway(request), body.output_expires_after
+    gateway = get_gateway(request)
     return gateway.batches.create(
         request.state.caller,
         body.input_file_id,
-        body.window_s,
-        keep.seconds if keep else None,
+        int(body.completion_window[:-1]) * 3600,
         # A batch has time.
         max(each.level for each in gateway.settings.classes.values()),
         endpoint=body.endpoint,
@@ -426,7 +340,3 @@ def get_batch(request: Request, batch_id: str) -> BatchObject:
 def cancel_batch(request: Request, batch_id: str) -> BatchObject:
     """Ends a batch; what is done by then is kept."""
     return get_gateway(request).batches.cancel(get_owner(request.state.caller), batch_id)
-
-
-def _read_seconds(window: str) -> int:
-    return int(window[:-1]) * UNITS_S[window[-1]]

@@ -229,12 +229,6 @@ async def page_file(request: Request, name: str) -> Response:
     return await FILES.get_response(name, request.scope)
 
 
-@page_router.get("/favicon.ico", include_in_schema=False)
-async def no_icon() -> Response:
-    """Says that there is none; browsers ask for it."""
-    return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
-
-
 @page_router.post("/page/try", response_model=TryResponse)
 async def try_model(request: Request, body: TryRequest) -> Response:
     """Runs one item through a model of any kind; the result is what Celery's clients get."""

@@ -1,16 +1,13 @@
 """Tasks of an allow list: sent, looked at and revoked over HTTP."""
 
 import asyncio
-import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Self
-from uuid import UUID, uuid5
 
-import orjson
 from celery import states, uuid
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from kombu.exceptions import EncodeError
 from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -35,12 +32,6 @@ router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
 #: Beginnings of the names of Celery's own tasks, which run parts of workflows, and of ours.
 INTERNAL = ("celery.", "batchery.gateway.")
-
-#: What ids of tasks are made of whose requests have an idempotency key.
-IDEMPOTENCY = UUID("9b9f4f0e-0d8a-4a53-9d57-6e6f0c2f7f3e")
-
-#: In how many seconds to come again while the same request is being sent.
-SENDING_RETRY_S = 1.0
 
 #: Fields of the two forms of a request.
 ITEM_FIELDS = frozenset({"item", "items", "keywords"})
@@ -107,16 +98,12 @@ class TaskRequest(RequestBody):
 @router.post(
     "/tasks/{task}",
     response_model=TaskState,
-    responses={
-        202: {"model": TaskState, "description": "No result yet; see `Location`."},
-        409: {"description": "The `Idempotency-Key` was used for another request."},
-    },
+    responses={202: {"model": TaskState, "description": "No result yet; see `Location`."}},
 )
 async def send_task(
     request: Request,
     name: Annotated[str, Path(alias="task", description="Name of a task.")],
     body: TaskRequest,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> Response:
     """Sends a task; answers with its result, or with its id if that takes longer."""
     gateway, records = get_gateway(request), get_gateway(request).task_records
@@ -124,7 +111,7 @@ async def send_task(
     gateway.health.check()
     wait_s = _wait_s(request, body.wait_s)
     # A timeout leaves nothing half sent.
-    record = await asyncio.shield(_send_once(request, name, body, idempotency_key))
+    record = await asyncio.shield(_send(request, name, body))
     pending = _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
     if not wait_s:
         return pending
@@ -135,7 +122,7 @@ async def send_task(
         return pending
     except Problem:
         # Nobody else can ask for it, or will be told.
-        if idempotency_key is None and body.webhook is None:
+        if body.webhook is None:
             await _revoke(request, record)
         raise
     return _answer(state, 200 if has_ended(state) else 202)
@@ -193,46 +180,22 @@ def _check(request: Request, name: str, body: TaskRequest) -> None:
             raise Problem(Kind.INVALID, f"webhook: {text}", param="webhook")
 
 
-async def _send_once(request: Request, name: str, body: TaskRequest, key: str | None) -> TaskRecord:
-    """Sends a task, or finds the one that was sent for the same idempotency key.
+async def _send(request: Request, name: str, body: TaskRequest) -> TaskRecord:
+    """Sends a task, and notes whose it is.
 
     Raises:
-        Problem: It cannot be sent, or the key was used for another one.
+        Problem: It cannot be sent.
     """
-    caller, records = request.state.caller.name, get_gateway(request).task_records
-    record = TaskRecord(uuid(), name, caller, len(body.items))
-    if key is not None:
-        said = orjson.dumps([name, record.count, body.is_batch, body.webhook])
-        digest = hashlib.sha256(said + json_of_arguments(body.arguments)).hexdigest()
-        task_id = str(uuid5(IDEMPOTENCY, f"{caller}\n{key}"))
-        record = replace(record, id=task_id, digest=digest, is_sent=False)
-        known = await records.claim(record)
-        if known is not None:
-            return _check_repeated(known, digest)
+    record = TaskRecord(uuid(), name, request.state.caller.name, len(body.items))
     try:
-        await asyncio.to_thread(_send, request, record, body)
+        await asyncio.to_thread(_publish, request, record, body)
     except Exception as error:
-        if key is not None:
-            await records.forget(record)
         raise build_problem(error) from error
-    record = replace(record, is_sent=True)
-    await records.add(record)
+    await get_gateway(request).task_records.add(record)
     return record
 
 
-def _check_repeated(known: TaskRecord, digest: str) -> TaskRecord:
-    """The task that was sent for the same idempotency key; raises a `Problem` if there is none."""
-    is_same = known.digest == digest
-    if is_same and known.is_sent:
-        return known
-    text = "was used for another request; make a new one"
-    if is_same:
-        text = "the same request is being sent; ask again for its answer"
-    after_s = SENDING_RETRY_S if is_same else None
-    raise Problem(Kind.CONFLICT, f"Idempotency-Key: {text}", retry_after_s=after_s)
-
-
-def _send(request: Request, record: TaskRecord, body: TaskRequest) -> None:
+def _publish(request: Request, record: TaskRecord, body: TaskRequest) -> None:
     """Sends a task as the app's own code would: to its queues, in a stock message.
 
     Raises:

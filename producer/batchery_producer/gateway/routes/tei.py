@@ -1,6 +1,7 @@
 """Routes of Text Embeddings Inference (TEI), and of Hugging Face's inference API."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -12,12 +13,10 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from batchery.settings import Settings
 from batchery_producer.gateway.answers import best_first, json_list, json_response, off_loop
 from batchery_producer.gateway.bodies import Inputs, JsonRoute, ModelName
-from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import (
-    build_overflow_keywords,
+    build_keywords,
     check_growth,
     count_chars,
     embed_items,
@@ -60,7 +59,7 @@ class TextRequest(TeiRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        return build_overflow_keywords(model, self.truncate, self.truncation_direction)
+        return build_keywords(model, self.truncate, self.truncation_direction)
 
 
 class PromptRequest(TextRequest):
@@ -106,10 +105,7 @@ class EmbedRequest(InputsRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        found = super().keywords(model)
-        if self.normalize is not None and self.normalize != model.settings.normalize:
-            found["normalize"] = self.normalize
-        return found
+        return super().keywords(model) | build_keywords(model, None, normalize=self.normalize)
 
 
 class SparseValue(TypedDict):
@@ -406,6 +402,10 @@ async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) 
     return json_response(answers[0] if isinstance(body.inputs, str) else answers)
 
 
+#: What an entity has under the same names in results and in answers.
+ENTITY_KEYS = ("score", "start", "end")
+
+
 async def find_entities(request: Request, body: TokenRequest, model: str | None) -> Response:
     """The entities of each text; of a text alone they are not in a list."""
     served = get_gateway(request).models.find(body.model or model, ("token_classification",))
@@ -416,13 +416,7 @@ async def find_entities(request: Request, body: TokenRequest, model: str | None)
     name = "entity" if strategy == "none" else "entity_group"
     answers: list[list[dict[str, Any]]] = [
         [
-            {
-                name: each["label"],
-                "score": each["score"],
-                "word": each["text"],
-                "start": each["start"],
-                "end": each["end"],
-            }
+            {name: each["label"], "word": each["text"], **{key: each[key] for key in ENTITY_KEYS}}
             for each in result["entities"]
             if each["label"] not in ignored
         ]
@@ -446,53 +440,11 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
     "token_classification": (TokenRequest, find_entities),
 }
 
-#: Forms that the schema has for `POST /`.
-ROOT_FORMS: tuple[type[BaseModel], ...] = (
-    *(EmbedRequest, InputsRequest),
-    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
-)
-BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
-
 #: torch's names of number formats.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-Count = Annotated[int, Field(ge=0)]
-
-
-class ServerInfo(TypedDict):
-    """A model and the limits of the server, as TEI tells them."""
-
-    model_id: str
-    model_sha: str | None
-    model_dtype: Annotated[str, Field(description="`auto` where the device decides.")]
-    served_model_name: str
-    model_type: Annotated[
-        dict[str, dict[str, Any]],
-        Field(description="`embedding`, `classifier` or `reranker`, and its pooling or labels."),
-    ]
-    max_concurrent_requests: Count
-    max_input_length: Annotated[int, Field(ge=0, description="Tokens; 0 if unknown here.")]
-    max_batch_tokens: Annotated[int, Field(ge=0, description="0 where the device decides.")]
-    max_batch_requests: Count | None
-    max_client_batch_size: Count
-    auto_truncate: bool
-    tokenization_workers: Count
-    version: str
-    sha: str | None
-    docker_label: str | None
-
-
-@router.post(
-    "/",
-    response_model=None,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"anyOf": BODIES}}},
-        }
-    },
-)
+@router.post("/", response_model=None)
 async def root(
     request: Request, body: Annotated[dict[str, Any], Body()], model: ModelName = None
 ) -> Response:
@@ -513,31 +465,6 @@ async def root(
     return await run(request, payload, served.name)
 
 
-def build_info(
-    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
-) -> ServerInfo:
-    """A model and the limits of requests, in TEI's words."""
-    own = model.settings
-    return {
-        # Where its folder lies is nobody's business.
-        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
-        "model_sha": own.revision,
-        "model_dtype": DTYPES.get(own.dtype, own.dtype),
-        "served_model_name": model.name,
-        "model_type": _describe_type(model, info),
-        "max_concurrent_requests": caller.max_concurrency,
-        "max_input_length": own.max_length or info.max_tokens or 0,
-        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
-        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
-        "max_client_batch_size": caller.max_items,
-        "auto_truncate": own.overflow == "truncate",
-        "tokenization_workers": settings.gateway.processes,
-        "version": version("batchery"),
-        "sha": None,
-        "docker_label": None,
-    }
-
-
 def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, Any]]:
     if "embedding" in model.kind:
         pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
@@ -549,14 +476,29 @@ def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, dict[str, A
     return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
-@router.get("/info", response_model=ServerInfo)
-async def info(request: Request, model: ModelName = None) -> Response:
-    """The first model, or the named one, and the limits of requests."""
-    gateway = get_gateway(request)
-    served = gateway.models.find(model, HANDLERS)
-    try:
-        known: ModelInfo = await gateway.infos.of(served)
-    except Problem:
-        # Only a worker has its files.
-        known = UNKNOWN
-    return json_response(build_info(served, known, gateway.settings, request.state.caller))
+@router.get("/info")
+async def info(request: Request, model: ModelName = None) -> dict[str, Any]:
+    """The first model, or the named one, and the limits of requests, in TEI's words."""
+    gateway, caller = get_gateway(request), request.state.caller
+    served, settings = gateway.models.find(model, HANDLERS), gateway.settings
+    own, known = served.settings, UNKNOWN
+    with suppress(Problem):  # Only a worker may have its files.
+        known = await gateway.infos.find(served)
+    return {
+        # Where its folder lies is nobody's business.
+        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
+        "model_sha": own.revision,
+        "model_dtype": DTYPES.get(own.dtype, own.dtype),
+        "served_model_name": served.name,
+        "model_type": _describe_type(served, known),
+        "max_concurrent_requests": caller.max_concurrency,
+        "max_input_length": own.max_length or known.max_tokens or 0,
+        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
+        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
+        "max_client_batch_size": caller.max_items,
+        "auto_truncate": own.overflow == "truncate",
+        "tokenization_workers": settings.gateway.processes,
+        "version": version("batchery"),
+        "sha": None,
+        "docker_label": None,
+    }

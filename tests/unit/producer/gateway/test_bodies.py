@@ -95,7 +95,7 @@ MANY = 10_000
         (SimilarityRequest, '{"inputs": {"source_sentence": "a", "sentences": MANY}}'),
         (PredictRequest, '{"inputs": MANY}'),
         (PipelineRequest, '{"inputs": MANY, "parameters": {}}'),
-        (CohereRerankRequest, '{"query": "a", "documents": MANY, "rank_fields": MANY}'),
+        (CohereRerankRequest, '{"query": 1, "documents": MANY}'),
         (ProcessBatchRequest, '{"texts": MANY}'),
         (CreateBatchRequest, '{"metadata": MANY}'),
     ],

@@ -1,8 +1,6 @@
 """What the gateway reads of a model once, in a thread: files, vectors."""
 
-import asyncio
 import base64
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +9,10 @@ import pytest
 from batchery.settings import ModelSettings
 from batchery_producer.gateway.models import (
     UNKNOWN,
-    ModelFiles,
     ModelInfo,
-    PerModel,
     ServedModel,
     numbers,
+    read_file,
     read_info,
     shorten,
 )
@@ -27,11 +24,10 @@ def served(folder: Path) -> ServedModel:
 
 
 def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    files = ModelFiles(served(tmp_path))
-    assert files.read("config.json") == {}
+    assert read_file(served(tmp_path), "config.json") == {}
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Problem, match=r"model 'm': the gateway cannot read config\.json"):
-        files.read("config.json")
+        read_file(served(tmp_path), "config.json")
 
 
 def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
@@ -46,35 +42,6 @@ def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
     assert read_info(served(tmp_path)).max_tokens == 512
     (tmp_path / "modules.json").write_text('[{"path": ""}]')
     assert read_info(served(tmp_path)).max_tokens == 256
-
-
-def test_callers_at_once_share_what_is_made_and_what_cannot_be_made_is_tried_again(
-    tmp_path: Path,
-) -> None:
-    tries: list[str] = []
-    may_go = threading.Event()
-
-    def make(model: ServedModel) -> int:
-        may_go.wait(30)
-        tries.append(model.name)
-        if len(tries) == 1:
-            raise OSError("away")
-        return 7
-
-    async def ask() -> None:
-        things = PerModel(make)
-        calls = [asyncio.create_task(things.of(served(tmp_path))) for _ in range(5)]
-        gone = asyncio.create_task(things.of(served(tmp_path)))
-        await asyncio.sleep(0)
-        # One that gives up takes nothing from the others.
-        gone.cancel()
-        may_go.set()
-        failed = await asyncio.gather(*calls, return_exceptions=True)
-        assert {str(error) for error in failed} == {"away"}
-        assert [await things.of(served(tmp_path)) for _ in range(2)] == [7, 7]
-
-    asyncio.run(ask())
-    assert tries == ["m", "m"]
 
 
 def spelled(*values: float) -> str:

@@ -79,8 +79,8 @@ def test_place_that_cannot_be_had_is_told_without_any_path(tmp_path: Path) -> No
 
 
 def test_name_of_a_file_is_cut_and_has_no_half_character() -> None:
-    assert describe_file("a\ud800", "batch", 1, None).filename == "a?"
-    assert describe_file("n" * 300, "batch", 1, None).filename == "n" * 255
+    assert describe_file("file-1", "a\ud800", "batch", 1).filename == "a?"
+    assert describe_file("file-1", "n" * 300, "batch", 1).filename == "n" * 255
 
 
 def test_owner_is_the_tenant_and_a_plain_name_of_a_folder() -> None:

