@@ -6,10 +6,7 @@ this is compared with what sentence-transformers computes itself. For a prompt w
 same, its own code runs instead, on texts that are tokenized and padded once more.
 """
 
-import logging
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import orjson
@@ -24,7 +21,7 @@ from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
 from batchery_worker.models.inputs import PromptKeywords, TextKeywords
-from batchery_worker.models.source import ModelSource, reason, watch_loading
+from batchery_worker.models.source import reason, watch_loading
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import (
     NO_LIMIT_TOKENS,
@@ -36,24 +33,11 @@ from batchery_worker.models.tokenizer import (
 )
 from batchery_worker.plain_values import Encoded
 
-logger = logging.getLogger(__name__)
-
 #: Tasks of transformers whose last token is read, wherever the padding is.
 LEFT_PADDED = ("text-generation", "any-to-any")
 
 #: Names of prompts that are also what the text is for, which modules may ask for.
 TASKS = ("query", "document")
-
-#: The file of what holds for all modules, and what sentence-transformers and PyLate know there.
-GENERAL = "config_sentence_transformers.json"
-GENERAL_FIELDS = {
-    *("model_type", "__version__", "requirements", "prompts", "default_prompt_name"),
-    *("similarity_fn_name", "truncate_dim", "max_active_dims"),
-    *("activation_fn", "keep_in_fp32_modules"),
-    *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
-    *("query_expansion", "do_query_expansion"),
-    *("attend_to_expansion_tokens", "attend_to_mask_tokens"),
-}
 
 #: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -63,12 +47,6 @@ COMPUTED_PROBES = (0, 1)
 
 #: Longest text whose tokens are compared.
 LONGEST_PROBE_TOKENS = 10_000
-
-#: What sentence-transformers logs when it leaves out what a file asks for.
-LEFT_OUT = re.compile(r"^(Ignoring|Unknown keys|Could not parse)|is not trusted")
-
-#: How it says that a file has a field of which it knows nothing.
-UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 class LibraryText(NamedTuple):
@@ -112,12 +90,6 @@ class SentenceModel(TextModel):
         if not self._split.is_whole:
             config = AutoConfig.from_pretrained(source.name, **source.options)
             self._split.begin(self, config)
-        unknown = sorted(set(source.json(GENERAL) or ()) - GENERAL_FIELDS)
-        if unknown and not self.settings.trust_remote_code:
-            raise ValueError(
-                f"{GENERAL} has {unknown[0]}, which sentence-transformers does not know; choose"
-                " another model"
-            )
         is_onnx = self.settings.engine == "onnx"
         options = {
             "dtype": dtype_for(self.settings.dtype, self._device),
@@ -131,7 +103,7 @@ class SentenceModel(TextModel):
         import sentence_transformers
 
         make = getattr(sentence_transformers, self.library_class)
-        with _warnings_of_library(source), watch_loading(weightless=is_onnx) as missing:
+        with watch_loading(weightless=is_onnx) as missing:
             self.library = make(
                 source.name,
                 device=None if "device_map" in options else "cpu",
@@ -366,36 +338,3 @@ def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) ->
         Encoded(orjson.dumps({**head, **dict(zip(columns, row, strict=True))}, option=NUMPY))
         for head, *row in zip(heads, *columns.values(), strict=True)
     ]
-
-
-@contextmanager
-def _warnings_of_library(source: ModelSource) -> Iterator[None]:
-    """Refuses a model of whose files sentence-transformers leaves something out.
-
-    Raises:
-        ValueError: It has warned of that, or does not know a field.
-    """
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    library = logging.getLogger("sentence_transformers")
-    propagates, library.propagate = library.propagate, False
-    library.addHandler(handler)
-    try:
-        yield
-    except TypeError as error:
-        if (unknown := UNKNOWN_FIELD.search(str(error))) is None:
-            raise
-        module, field = unknown.groups()
-        file = "sentence_bert_config.json" if module.endswith("Transformer") else "config.json"
-        raise ValueError(
-            f"{file} of its module {module} has {field}, which sentence-transformers does not know;"
-            " choose another model, or install a later version"
-        ) from error
-    finally:
-        library.removeHandler(handler)
-        library.propagate = propagates
-    for message in found:
-        if LEFT_OUT.search(message):
-            raise ValueError(f"{reason(ValueError(message))}")
-        logger.info("model %s: %s", source.name, message)

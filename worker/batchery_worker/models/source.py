@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError, StartError
@@ -55,28 +53,15 @@ class ModelSource:
         ValueError: The setting is a path, and there is no folder with a model.
     """
 
-    def __init__(
-        self, settings: ModelSettings, *, takes_gguf: bool = False, takes_adapter: bool = False
-    ) -> None:
+    def __init__(self, settings: ModelSettings, *, takes_adapter: bool = False) -> None:
         folder = Path(settings.model).expanduser()
-        self.folder: Path | None
-        self.options: dict[str, Any]
-        if takes_gguf and folder.suffix == ".gguf" and folder.is_file():
-            if find_spec("gguf") is None:
-                raise ValueError("a file of this format needs: pip install gguf")
-            self.folder = folder.parent
-            self.name = str(folder.parent)
-            self.options = {"gguf_file": folder.name}
-            return
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
             raise ValueError("there is no such folder")
         if self.folder is not None:
-            _check_folder(self.folder)
-            if settings.engine != "onnx":
-                _check_files(self.folder)
+            _check_folder(self.folder, needs_weights=settings.engine != "onnx")
         self.name = settings.model if self.folder is None else str(folder)
-        self.options = {
+        self.options: dict[str, Any] = {
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
@@ -136,7 +121,7 @@ class ModelSource:
             raise ValueError(f"{name} is not JSON: {error}") from None
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, *, needs_weights: bool) -> None:
     """Finds common mistakes that transformers explains in many lines or not at all."""
     if not folder.is_dir():
         raise ValueError("is a file; name the folder that it is in")
@@ -144,24 +129,11 @@ def _check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError("the folder has no config.json; name one that save_pretrained wrote")
 
-
-def _check_files(folder: Path) -> None:
-    weights = sorted(folder.rglob("*.safetensors"))
-    if not weights:
+    if needs_weights and not any(folder.rglob("*.safetensors")):
         raise ValueError(
             "the folder has no weights in safetensors, the only format that is loaded; load the"
             " model with transformers once and save it with save_pretrained"
         )
-    for path in weights:
-        try:
-            # It reads the table of contents, and compares it with the file's size.
-            with safe_open(path, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path.name} is damaged, or not all of it is there: {error}; copy or download it"
-                " again"
-            ) from None
 
 
 def check_weights(missing: Sequence[str], name: str, task: str) -> None:
@@ -302,12 +274,11 @@ def identity(settings: ModelSettings, source: ModelSource, model: Any, run: dict
         files = f"{source.name}@{commit}"
     else:
         files = folder_digest(_snapshot(source))
-    packages = PACKAGES if settings.quantize == "none" else (*PACKAGES, "torchao")
     known = {
         "files": files,
         "settings": settings.model_dump(mode="json", exclude=NEUTRAL),
         "run": {"dtype": str(model.dtype), **run},
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in PACKAGES},
     }
     return json.dumps(known, sort_keys=True)
 
@@ -323,10 +294,7 @@ def name_version(settings: ModelSettings, source: ModelSource, others: Iterable[
         if source.folder is None:
             files = [_snapshot(source).name]
         else:
-            gguf = source.options.get("gguf_file")
-            paths = sorted(source.folder.rglob("*"))
-            found = [path for path in paths if path.name == gguf or _is_loaded(path, source.folder)]
-            stats = [(path.name, path.stat()) for path in (*found, *others)]
+            stats = [(each.name, each.stat()) for each in (*_list_files(source.folder), *others)]
             files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
     except OSError:
         return ""
@@ -335,24 +303,27 @@ def name_version(settings: ModelSettings, source: ModelSource, others: Iterable[
     return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
 
 
-def _is_loaded(path: Path, folder: Path) -> bool:
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not is_hidden and path.suffix not in NEVER_LOADED and path.is_file()
+def _list_files(folder: Path) -> list[Path]:
+    """The files of a model, in order, except hidden ones and weights that are never loaded."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix not in NEVER_LOADED
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    ]
 
 
 def folder_digest(folder: Path) -> str:
     """A digest of a model's files, which changes with every byte.
 
-    It reads all files, about a second per gigabyte, except hidden ones and weights that are never
-    loaded.
+    It reads all files, about a second per gigabyte.
 
     Raises:
         OSError: A file cannot be read.
     """
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for path in sorted(folder.rglob("*")):
-        if not _is_loaded(path, folder):
-            continue
+    for path in _list_files(folder):
         name = path.relative_to(folder)
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()

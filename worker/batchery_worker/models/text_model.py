@@ -28,8 +28,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose, find_masks
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
-from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
-from batchery_worker.models.hardware.quantization import quantize
+from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
     TextKeywords,
@@ -148,9 +147,6 @@ class TextModel(Model):
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
         self._streams: PassStreams | None = None
-        # The model is loaded there as well, so that its first pass finds its weights.
-        has_own = self.settings.cuda_stream == "own" and self._split.is_whole
-        self._own_stream = open_stream(self._device) if has_own else None
         if self._device.type == "cuda":
             settle_cuda()
             self.passes_ahead = 1
@@ -159,9 +155,8 @@ class TextModel(Model):
         if self._split.stages > 1:
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
-        with torch.cuda.stream(self._own_stream):
-            self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
-            self._load()
+        self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
+        self._load()
 
     def _open_streams(self, streams: int, extra: int = 0) -> None:
         self.pass_streams = streams
@@ -254,7 +249,6 @@ class TextModel(Model):
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
-        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         return inspect.signature(self.model.forward).parameters
@@ -463,7 +457,7 @@ class TextModel(Model):
             take = self._streams.run_now if self.is_urgent else self._streams.submit
             return Outputs(heads, take(partial(self._split.run, compute)), batch=batch)
         started_s = time.perf_counter()
-        with torch.inference_mode(), torch.cuda.stream(self._own_stream):
+        with torch.inference_mode():
             pending = self._to_host.start(compute())
         return Outputs(heads, pending, time.perf_counter() - started_s, batch)
 

@@ -371,8 +371,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"has no tokenizer, so it cannot take texts: {reason(error)}") from error
-    if "gguf_file" not in source.options:  # It is in the same file.
-        check_tokenizer(source, tokenizer)
+    check_tokenizer(source, tokenizer)
     return tokenizer
 
 

@@ -3,8 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,16 +22,6 @@ from batchery_worker.serving.served_model import LoadedModel
 from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
-
-#: Logger -> how lines begin that libraries write when transformers is imported beside torchao. They
-#: are about kernels that no model here uses, and about calls between these libraries. accelerate
-#: says again where layers are.
-USELESS_ADVICE = {
-    "accelerate.big_modeling": "Some parameters are on the meta device",
-    "torchao": "Failed to load ",
-    "torchao.kernel.intmm": "Warning: Detected no triton",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
-}
 
 
 def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
@@ -97,7 +86,7 @@ def weigh_model(model: Model) -> int | None:
     if model.memory_bytes is not None or "torch" not in sys.modules:
         return model.memory_bytes
     # It imports torch, and this model may be of another library.
-    from batchery_worker.models.hardware.quantization import sum_cpu_bytes
+    from batchery_worker.models.hardware.devices import sum_cpu_bytes
 
     return sum_cpu_bytes(vars(model).values())
 
@@ -148,10 +137,9 @@ def _load(
     started_s = time.monotonic()
     logger.info("loading model %s on %s", name, device)
     try:
-        with _without_useless_advice():
-            model = make_model()
-            check_kind(name, model, kind)
-            model.load(device)
+        model = make_model()
+        check_kind(name, model, kind)
+        model.load(device)
         give_json = getattr(model, "give_json", None)
         if gives_json and give_json is not None:
             give_json()
@@ -177,22 +165,6 @@ def _warm_up(model: Model, items: Sequence[Any]) -> list[Any]:
     if isinstance(model, StepModel):
         return run_steps(model, prepared, keywords)
     return compute(model, prepared, keywords, lambda _: [range(len(items))])[0]
-
-
-@contextmanager
-def _without_useless_advice() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in USELESS_ADVICE]
-    for each in loggers:
-        each.addFilter(_is_useful)
-    try:
-        yield
-    finally:
-        for each in loggers:
-            each.removeFilter(_is_useful)
-
-
-def _is_useful(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(USELESS_ADVICE[record.name])
 
 
 def sample_items(model: Model, texts: Sequence[Any]) -> Sequence[Any]:

@@ -32,12 +32,6 @@ ADDRESS = "http://vllm/v1"
 #: vLLM's names of number formats.
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-#: Settings that vLLM has under other names.
-INSTEAD = {
-    "quantize": "engine_options.quantization",
-    "cache_tokens": "engine_options.kv_cache_memory_bytes",
-}
-
 #: What requests ask for unless jobs say something else; vLLM would take the model's own.
 DEFAULTS = {"top_p": 1.0, "top_k": 0}
 
@@ -86,9 +80,9 @@ class VllmModel(OpenAIServerModel):
 
     def _start(self, device: str) -> None:
         settings = self.settings
-        for name, instead in INSTEAD.items():
-            if name in settings.model_fields_set:
-                raise ValueError(f"{name} is not for the engine vllm; set {instead}")
+        if settings.cache_tokens is not None:
+            instead = "engine_options.kv_cache_memory_bytes"
+            raise ValueError(f"cache_tokens is not for the engine vllm; set {instead}")
         python = Path(settings.engine_python or "").expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
             raise ValueError(
