@@ -89,13 +89,12 @@ class BatchRunner:
         self.name = name
         self.options = options
         #: Makes arrays of items, and items of the arrays that the function returns.
-        self.collator = Collator(options) if options.has_arrays else None
+        self.collator = None if options.pad is None else Collator(options)
         self.stats = BatcherStats()
         #: Whether the function runs, so that a call of its own would wait for itself.
         self.is_computing = False
         self._is_sorted = bool(options.length or options.pad)
-        device_type = (options.device or "cpu").partition(":")[0]
-        self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cpu"])
+        self._pass_tokens = PASS_TOKENS["cpu"]
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._event_loop: asyncio.Runner | None = None
 

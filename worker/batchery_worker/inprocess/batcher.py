@@ -71,17 +71,19 @@ class BatchedCall(Generic[T, R]):
             BatchArgumentError: There is more than one positional argument, or keywords are no plain
                 data, or the batch function itself calls.
             NoResult: None came within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
         future: Future[Any] = Future()
         self._send(future, item, isinstance(item, list), others, keywords, is_blocking=True)
+        timeout_s = self._call_options.timeout_s
         try:
-            return future.result(self._timeout_s)
+            return future.result(None if timeout_s is None else min(timeout_s, TIMEOUT_MAX))
         except TimeoutError:
-            self._give_up(future)
+            if future.cancel():
+                raise self._no_result() from None
             return future.result()
         finally:
             # The thread may have been interrupted.
@@ -96,7 +98,7 @@ class BatchedCall(Generic[T, R]):
 
         Raises:
             NoResult: None came within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
@@ -116,34 +118,24 @@ class BatchedCall(Generic[T, R]):
         """The future result of one item. If it is cancelled before its batch, it never runs.
 
         Raises:
-            NoResult: There was no space within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
-        return self._submit(item, False, others, keywords)
+        future: Future[Any] = Future()
+        self._send(future, item, False, others, keywords)
+        return future
 
     def submit_many(self, items: Iterable[T], /, **keywords: Any) -> "Future[list[R]]":
         """The future results of many items, in their order; the items may be lists themselves.
 
         Raises:
-            NoResult: There was no space within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
-        return self._submit(list(items), True, (), keywords)
-
-    def _submit(
-        self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> "Future[Any]":
         future: Future[Any] = Future()
-        entrance = self._send(future, item, many, others, keywords).entrance
-        if entrance is not None:
-            try:
-                entrance.result(self._timeout_s)
-            except TimeoutError:
-                self._give_up(future)
+        self._send(future, list(items), True, (), keywords)
         return future
 
     def options(self, **options: Any) -> "BatchedCall[T, R]":
@@ -225,16 +217,6 @@ class BatchedCall(Generic[T, R]):
         else:
             settle([call])
         return call
-
-    @property
-    def _timeout_s(self) -> float | None:
-        timeout_s = self._call_options.timeout_s
-        return None if timeout_s is None else min(timeout_s, TIMEOUT_MAX)
-
-    def _give_up(self, future: "Future[Any]") -> None:
-        """Drops a call whose time is up, unless it is done by now. Raises NoResult."""
-        if future.cancel():
-            raise self._no_result()
 
     def _no_result(self) -> NoResult:
         return NoResult(

@@ -4,9 +4,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from batchery.errors import ModelLoadError, StartError
 from batchery.execution.batch import compute, prepare
@@ -15,11 +14,9 @@ from batchery.model import Model, StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.device.start import check_device, find_memory
-from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.device.start import check_device
 from batchery_worker.memory import Memory
 from batchery_worker.serving.served_model import LoadedModel
-from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
 
@@ -89,40 +86,6 @@ def weigh_model(model: Model) -> int | None:
     from batchery_worker.models.hardware.devices import sum_cpu_bytes
 
     return sum_cpu_bytes(vars(model).values())
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    """A model of an engine, to be loaded, and its limits.
-
-    Attributes:
-        name: Its name in errors.
-        make_model: Makes the model, not loaded.
-        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
-        max_batch_size: Maximum items of a forward pass.
-        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
-        memory_fraction: Share of a CUDA device's memory that may be used.
-    """
-
-    name: str
-    make_model: Callable[[], Model]
-    devices: Literal["auto"] | Sequence[str]
-    max_batch_size: int
-    max_batch_tokens: int | None
-    memory_fraction: float
-
-    def serve(self) -> tuple[Memory, LoadedModel]:
-        """Loads the model and warms it up, on this thread's device; returns its memory, too."""
-        device = choose_devices(self.devices)[0]
-        check_device(device)
-        memory = find_memory(device, self.memory_fraction)
-        served = serve_model(self.name, self.make_model, device, memory, gives_json=False)
-        served.limit(self.max_batch_tokens)
-        return memory, served
-
-    def work(self, keywords: Mapping[str, Any]) -> Work:
-        """A batch as `LoadedModel` knows it."""
-        return Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
 
 def _load(

@@ -397,7 +397,6 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"length": len, "pad": {}}, "length: items that are dicts of arrays"),
         ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
-        ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
         ({"batch_size": 2}, "there is no option batch_size; there are max_batch_size, "),
     ],
 )
