@@ -1,4 +1,4 @@
-"""`batched` and `Batcher`: what users see of the batcher without a broker."""
+"""`batched`: what users see of the batcher without a broker."""
 
 import asyncio
 import functools
@@ -268,48 +268,6 @@ class BatchedFunction(BatchedCall[T, R]):
         weakref.finalize(instance, self._threads.pop, key, None).atexit = False
         # Of several threads that come here at once, each gets the same.
         return self._threads.setdefault(key, made)
-
-
-class Batcher(BatchedCall[Any, Any]):
-    """A batcher with a state of its own: subclass it, and define `infer`.
-
-    ```python
-    class Embedder(Batcher):
-        def load(self):
-            self.model = SentenceTransformer("all-MiniLM-L6-v2")
-
-        def infer(self, texts):
-            return list(self.model.encode(texts))
-
-    with Embedder(max_batch_size=32) as embed:
-        embed("a text")
-    ```
-    """
-
-    def __init__(self, **options: Any) -> None:
-        """Loads nothing before the first call.
-
-        Args:
-            options: Those of `batched`.
-
-        Raises:
-            BatchArgumentError: There is no such option, or its value is impossible.
-        """
-        name = type(self).__name__
-        chosen = choose(name, options)
-        thread = make_thread(self, BatchRunner(type(self).infer, name, chosen))
-        super().__init__(thread, self)
-        # The thread must not keep the batcher alive; a call does, and there is one when it loads.
-        load = weakref.WeakMethod(self.load)
-        thread.load = lambda: (own := load()) and own()
-
-    def load(self) -> None:
-        """Called once before the first batch, on the thread of the batches."""
-
-    # Any arguments, so that a subclass may name its own.
-    def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes one batch of items; plain or `async def`. One outcome per item, in order."""
-        raise NotImplementedError(f"{type(self).__name__} needs infer(self, items)")
 
 
 class _Decorator(Protocol):

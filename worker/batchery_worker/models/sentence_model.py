@@ -42,8 +42,8 @@ TASKS = ("query", "document")
 #: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
-#: Places of the texts whose values are compared; others are compared by their tokens.
-COMPUTED_PROBES = (0, 1)
+#: So many of the texts have their values compared; others are compared by their tokens.
+COMPUTED_PROBES = 2
 
 #: Longest text whose tokens are compared.
 LONGEST_PROBE_TOKENS = 10_000
@@ -73,8 +73,6 @@ class SentenceModel(TextModel):
 
     #: The class of sentence-transformers that loads it.
     library_class: ClassVar[str]
-
-    takes_adapter = True
 
     #: The model of sentence-transformers.
     library: Any
@@ -198,16 +196,9 @@ class SentenceModel(TextModel):
             # Padded on the right, a text keeps its positions in the library's batches, too.
             self.tokenizer.padding_side = self._padding_side
         self._own_code: dict[str | None, str] = {}
-        # Elsewhere, what a text is for can change no more than its tokens.
-        has_tasks = "task" in self.library.get_model_kwargs()
-        differences: dict[tuple[str, str | None], str] = {}
         choices = self.prompts if issubclass(self.keywords, PromptKeywords) else ()
         for name in (self.default_prompt, *choices):
-            way = self.prompts.get(name or "", ""), self._task(name) if has_tasks else None
-            computed = () if way in differences or self._session else COMPUTED_PROBES
-            difference = self._find_difference(name, computed) or differences.get(way, "")
-            differences.setdefault(way, difference)
-            if difference:
+            if difference := self._find_difference(name):
                 self._own_code[name] = difference
         if not self._own_code:
             return
@@ -219,13 +210,8 @@ class SentenceModel(TextModel):
             )
         self.why_padded = f"since sentence-transformers' own code runs for prompt {names}: {first}"
 
-    def _find_difference(self, name: str | None, computed: Collection[int]) -> str:
-        """How texts with a prompt differ from those of sentence-transformers; empty if not.
-
-        Args:
-            name: Of the prompt.
-            computed: Of which texts values are compared, too, not just tokens.
-        """
+    def _find_difference(self, name: str | None) -> str:
+        """How texts with this prompt differ from those of sentence-transformers; empty if not."""
         keywords = dict(self.sample_keywords)
         if name != self.default_prompt:
             keywords["prompt"] = name
@@ -244,7 +230,7 @@ class SentenceModel(TextModel):
                     found = self._prepare_by_library([text])["input_ids"][0]
                     if found.tolist() != text.tokens[0].tolist():
                         return "its tokens are not those of its tokenizer alone"
-                    if place not in computed:
+                    if place >= COMPUTED_PROBES or self._session is not None:
                         continue
                     expected = self._values(self._pass, [text])
                     values = self._values(self._pass, [text.tokens]).reshape(expected.shape)

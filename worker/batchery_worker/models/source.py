@@ -53,7 +53,7 @@ class ModelSource:
         ValueError: The setting is a path, and there is no folder with a model.
     """
 
-    def __init__(self, settings: ModelSettings, *, takes_adapter: bool = False) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         folder = Path(settings.model).expanduser()
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
@@ -65,7 +65,7 @@ class ModelSource:
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
-        if not takes_adapter and self.path("adapter_config.json") is not None:
+        if self.path("adapter_config.json") is not None:
             raise ValueError(
                 "adapter_config.json is of an adapter, which is not applied; merge it into the"
                 " weights (peft: merge_and_unload), or take it away"
@@ -73,9 +73,8 @@ class ModelSource:
 
     @property
     def is_here(self) -> bool:
-        """Whether the hub need not be asked, or must not; an adapter may need its base model."""
-        has_all = self.folder is not None and self.path("adapter_config.json") is None
-        return has_all or bool(hub_constants.HF_HUB_OFFLINE)
+        """Whether the hub need not be asked, or must not."""
+        return self.folder is not None or bool(hub_constants.HF_HUB_OFFLINE)
 
     def path(self, name: str) -> Path | None:
         """Finds a file, and downloads it if necessary.

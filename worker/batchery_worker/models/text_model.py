@@ -102,11 +102,11 @@ class TextModel(Model):
     #: What transformers calls the output that is read.
     _field = "logits"
 
+    #: How many numbers a pass makes of a text, or, if `per_token`, of a token.
+    _width: int
+
     #: Whether values have a row per token; otherwise they have one per text.
     per_token: ClassVar[bool] = False
-
-    #: Whether an adapter beside the weights is applied; otherwise it is refused.
-    takes_adapter: ClassVar[bool] = False
 
     #: Keywords of the passes that check, warm up or measure the model.
     sample_keywords: ClassVar[Mapping[str, Any]] = {}
@@ -155,7 +155,7 @@ class TextModel(Model):
         if self._split.stages > 1:
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
-        self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
+        self._source = ModelSource(self.settings)
         self._load()
 
     def _open_streams(self, streams: int, extra: int = 0) -> None:
@@ -269,7 +269,7 @@ class TextModel(Model):
         for module in self.model.modules():
             # It looks for padding on the device, and the host waits. Our padding is always masked.
             if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-                module.warn_if_padding_and_no_attention_mask = _nothing
+                module.warn_if_padding_and_no_attention_mask = lambda *_: None
         # Nothing is generated, so keys and values need not be kept.
         config.use_cache = False
         self._padding = {
@@ -310,7 +310,11 @@ class TextModel(Model):
 
     def _find_problem(self, values: Tensor) -> str:
         """Why the values of one text are none of this kind; empty if they are."""
-        raise NotImplementedError
+        shape = tuple(values.shape[1:])
+        if shape == (self._width,):
+            return ""
+        kind = self.settings.kind
+        return f"gives {shape} numbers, not {self._width}; it is no model of the kind {kind}"
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         """What a forward pass makes of a batch, before keywords have a say.
@@ -440,9 +444,9 @@ class TextModel(Model):
         """What goes through the model of the prepared items of a batch."""
         return batch
 
-    def _finish(self, values: Tensor, options: Any) -> Tensor:
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (for kinds with some)
         """What keywords make of the values of a pass, on the device."""
-        raise NotImplementedError
+        return values
 
     def forward(self, batch: Sequence[Any], **keywords: Any) -> Outputs:
         """Starts a pass over a micro-batch, and the copy of its values to the CPU."""
@@ -489,7 +493,3 @@ class TextModel(Model):
             return [bool(each.all()) for each in self.by_text(rows, lengths)]
         finite: list[bool] = rows.tolist()
         return finite
-
-
-def _nothing(*_: Any) -> None:
-    """Stands in for a warning."""

@@ -142,13 +142,6 @@ def sample_keywords(model: Model) -> Mapping[str, Any]:
     return keywords
 
 
-def read_version(model: Model) -> str:
-    """The model's name for what it has loaded; empty if it has none."""
-    # A class that is older than this method may have an attribute of that name.
-    version: object = model.version
-    return str(version() if callable(version) else version)
-
-
 def build_identity(task: ModelTask, model: Model) -> str:
     """What the results of a model depend on; empty if they are not cached.
 

@@ -232,7 +232,7 @@ def test_own_code_of_the_library_takes_texts_alone_and_says_why_it_is_slower(
         ({"modules.json": [{**MODULES[0], "type": "custom_st.Transformer"}]}, "custom_st"),
         ({"modules.json": [{**MODULES[1], "path": "../other"}]}, "../other"),
         ({"config_sentence_transformers.json": {"requirements": {"torch": ">=99"}}}, "torch"),
-        ({"adapter_config.json": {"peft_type": "LORA"}}, "peft"),
+        ({"adapter_config.json": {"peft_type": "LORA"}}, "merge it into the weights"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,9 +44,6 @@ VARIABLES = {"VLLM_NO_USAGE_STATS": "1"}
 
 #: Options by which vLLM spreads over several GPUs.
 SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
-#: The level of a line of vLLM's log.
-LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 #: A line that says what went wrong, and those that only point to it.
 CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|error): .+)")
@@ -100,7 +98,7 @@ class VllmModel(OpenAIServerModel):
             ],
             env=make_environment(device, settings.engine_options),
             remove=folder,
-            on_line=log_line,
+            on_line=partial(logger.info, "%s"),
         )
         # It listens when its engine is ready. The parent ends this wait if it takes too long.
         while not listens(path):
@@ -186,10 +184,3 @@ def make_environment(device: str, options: Mapping[str, Any]) -> dict[str, str]:
         has_name = number < len(there) and there[number]
         fixed["CUDA_VISIBLE_DEVICES"] = there[number] if has_name else str(number)
     return {**VARIABLES, **ours, **fixed}
-
-
-def log_line(line: str) -> None:
-    """Writes a line of vLLM's log to ours, at its level."""
-    found = LEVEL.search(line[:80])
-    levels = logging.getLevelNamesMapping()
-    logger.log(levels[found[1]] if found else logging.INFO, "%s", line)
