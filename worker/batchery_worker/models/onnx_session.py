@@ -3,7 +3,6 @@
 Everything around the pass is shared: padding, pooling, scores, the copy to the host.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -88,12 +87,6 @@ class OnnxSession:
         self._session.run_with_iobinding(binding)
         return SimpleNamespace(**{self._field: from_dlpack(binding.get_outputs()[0])})
 
-    def check_inputs(self, made: Collection[str]) -> None:
-        """Makes sure that all inputs are made. Raises ValueError: names those that are not."""
-        if others := [*({*self.inputs} - {*made, "attention_mask"})]:
-            name = self.paths[0].name
-            raise ValueError(f"{name} takes {others}, which its tokenizer does not make")
-
     def check_longest(
         self,
         compute: Callable[[Sequence[Prepared]], Tensor],
@@ -118,14 +111,6 @@ class OnnxSession:
                 f"{self.paths[0].name} cannot compute a text of {length} tokens; set max_length to"
                 f" what it was exported for, or export it anew: {reason(error)}"
             ) from error
-
-    def identity(self) -> str:
-        """The content of its files, and the version of ONNX Runtime."""
-        whole = hashlib.blake2b(digest_size=16)
-        for path in self.paths:
-            with path.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "blake2b").digest())
-        return f"{whole.hexdigest()} by {import_module('onnxruntime').__version__}"
 
 
 def _find_files(source: ModelSource, file: str | None) -> Sequence[Path]:
@@ -169,11 +154,6 @@ def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
     for name in ("input_ids", "attention_mask"):
         if name not in taken:
             return f"takes {{taken}}, and no {name}; export it with inputs of these names"
-    for name, each in taken.items():
-        if each.type not in INPUTS:
-            return f"takes {name} as {each.type}, not as integers; export it anew"
-        if any(isinstance(size, int) for size in each.shape):
-            return f"takes {name} of the fixed shape {each.shape}; export it with dynamic axes"
     if output.type not in OUTPUTS:
         return f"gives {output.type}, not float or float16; export it anew"
     return ""

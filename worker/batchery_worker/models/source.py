@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -48,12 +48,17 @@ class ModelSource:
         name: What transformers loads: the folder, or the id on the hub.
         folder: The folder; None for a model of the hub.
         options: Keyword arguments that every `from_pretrained` needs.
+        others: Files in the folder that count, though those of their format are never loaded
+            otherwise.
 
     Raises:
         ValueError: The setting is a path, and there is no folder with a model.
     """
 
+    others: Sequence[Path] = ()
+
     def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
         folder = Path(settings.model).expanduser()
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
@@ -118,6 +123,74 @@ class ModelSource:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}") from None
+
+    def identity(self, model: Any, run: Mapping[str, str]) -> str:
+        """A text that changes whenever results may change.
+
+        Args:
+            model: The model of transformers.
+            run: How it is run, besides its number format.
+
+        Raises:
+            OSError: The model's files cannot be read.
+        """
+        if self.folder is not None:
+            files = self._digest(self.folder)
+        else:
+            files = f"{self.name}@{getattr(model.config, '_commit_hash', None) or self._commit()}"
+        known = {
+            "files": files,
+            "settings": self._settings.model_dump(mode="json", exclude=NEUTRAL),
+            "run": {"dtype": str(model.dtype), **run},
+            "versions": {name: version(name) for name in PACKAGES},
+        }
+        return json.dumps(known, sort_keys=True)
+
+    def version(self) -> str:
+        """A short name that changes with a model's files, by their sizes and times, or its options.
+
+        It reads no file. A model of the hub is known by its commit.
+        """
+        files: Any
+        try:
+            if self.folder is None:
+                files = self._commit()
+            else:
+                stats = [(each.name, each.stat()) for each in self._list_files(self.folder)]
+                files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
+        except OSError:
+            return ""
+        options = self._settings.model_dump(mode="json", exclude=NEUTRAL)
+        known = json.dumps([self.name, self._settings.revision, files, options], sort_keys=True)
+        return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
+
+    def _commit(self) -> str:
+        """The name of the folder of the hub's cache with the files of one commit."""
+        for config in map(self.path, CONFIGS):
+            if config is not None:
+                return config.parent.name
+        raise FileNotFoundError(f"model {self.name!r}: its files are not found any more")
+
+    def _list_files(self, folder: Path) -> list[Path]:
+        """The files that count, in order: no hidden ones, and no weights that are never loaded."""
+        found = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.suffix not in NEVER_LOADED
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+            and path.is_file()
+        ]
+        return [*found, *self.others]
+
+    def _digest(self, folder: Path) -> str:
+        """A digest of the files, which changes with every byte; it reads a gigabyte per second."""
+        whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for path in self._list_files(folder):
+            name = path.relative_to(folder)
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "blake2b").hexdigest()
+            whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))
+        return whole.hexdigest()
 
 
 def _check_folder(folder: Path, *, needs_weights: bool) -> None:
@@ -252,87 +325,3 @@ def loading(name: str) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def identity(settings: ModelSettings, source: ModelSource, model: Any, run: dict[str, str]) -> str:
-    """A text that changes whenever results may change.
-
-    Args:
-        settings: The model's settings.
-        source: Where the model comes from.
-        model: The model of transformers.
-        run: How it is run, besides its number format.
-
-    Raises:
-        OSError: The model's files cannot be read.
-    """
-    commit = getattr(model.config, "_commit_hash", None)
-    if source.folder is not None:
-        files = folder_digest(source.folder)
-    elif commit:
-        files = f"{source.name}@{commit}"
-    else:
-        files = folder_digest(_snapshot(source))
-    known = {
-        "files": files,
-        "settings": settings.model_dump(mode="json", exclude=NEUTRAL),
-        "run": {"dtype": str(model.dtype), **run},
-        "versions": {name: version(name) for name in PACKAGES},
-    }
-    return json.dumps(known, sort_keys=True)
-
-
-def name_version(settings: ModelSettings, source: ModelSource, others: Iterable[Path] = ()) -> str:
-    """A short name that changes with a model's files, by their sizes and times, or its options.
-
-    It reads no file. A model of the hub is known by its commit. `others` are files that count,
-    though those of their format are never loaded otherwise.
-    """
-    files: list[Any]
-    try:
-        if source.folder is None:
-            files = [_snapshot(source).name]
-        else:
-            stats = [(each.name, each.stat()) for each in (*_list_files(source.folder), *others)]
-            files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
-    except OSError:
-        return ""
-    options = settings.model_dump(mode="json", exclude=NEUTRAL)
-    known = json.dumps([source.name, settings.revision, files, options], sort_keys=True)
-    return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
-
-
-def _list_files(folder: Path) -> list[Path]:
-    """The files of a model, in order, except hidden ones and weights that are never loaded."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix not in NEVER_LOADED
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    ]
-
-
-def folder_digest(folder: Path) -> str:
-    """A digest of a model's files, which changes with every byte.
-
-    It reads all files, about a second per gigabyte.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for path in _list_files(folder):
-        name = path.relative_to(folder)
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "blake2b").hexdigest()
-        whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()
-
-
-def _snapshot(source: ModelSource) -> Path:
-    """The folder of the hub's cache with the files of one commit."""
-    for config in map(source.path, CONFIGS):
-        if config is not None:
-            return config.parent
-    raise FileNotFoundError(f"model {source.name!r}: its files are not found any more")

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -41,9 +42,7 @@ from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import (
     ModelSource,
     check_weights,
-    identity,
     loading,
-    name_version,
 )
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
@@ -185,8 +184,6 @@ class TextModel(Model):
             max_length=self.max_length,
             truncate=self.settings.overflow == "truncate",
         )
-        if self._session is not None:
-            self._session.check_inputs(self._tokenize.names)
         padding = {name: self._padding[name] for name in self._tokenize.names}
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
@@ -246,6 +243,7 @@ class TextModel(Model):
             self._session = OnnxSession(
                 self._source, self.settings.onnx_file, self._field, self._device, threads
             )
+            self._source.others = self._session.paths
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
@@ -375,14 +373,13 @@ class TextModel(Model):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        onnx = {} if self._session is None else {"onnx": self._session.identity()}
-        run = {"device": self._device.type, "forward": self._pass.name, **onnx}
-        return identity(self.settings, self._source, self.model, run)
+        engine = "" if self._session is None else version("onnxruntime")
+        run = {"device": self._device.type, "forward": self._pass.name, "onnx": engine}
+        return self._source.identity(self.model, run)
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        others = () if self._session is None else self._session.paths
-        return name_version(self.settings, self._source, others)
+        return self._source.version()
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side."""

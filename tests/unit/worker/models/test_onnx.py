@@ -166,8 +166,8 @@ def save_graph(
     ("inputs", "options", "problem"),
     [
         ([IDS], {}, "takes input_ids, and no attention_mask; export it with inputs of these names"),
-        ([IDS, MASK, _int("position_ids", "b", "l")], {}, "takes ['position_ids'], which its"),
-        ([IDS, _int("attention_mask", "b", 128)], {}, "of the fixed shape ['b', 128]; export it"),
+        ([IDS, MASK, _int("position_ids", "b", "l")], {}, "'position_ids'"),
+        ([IDS, _int("attention_mask", "b", 128)], {}, "invalid dimensions for input: attention_m"),
         ([IDS, MASK], {"output": "pooled"}, "model.onnx gives pooled, not last_hidden_state; exp"),
         ([IDS, MASK], {"width": 10**12}, "Failed to allocate memory"),
     ],

@@ -35,7 +35,7 @@ from batchery_worker.models.generation.texts import REPLACEMENT, Prompt, SlotTex
 from batchery_worker.models.generation.trial import Candidate, choose_batch, generated_logits
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.inputs import GenerationKeywords, read_each, read_item, read_keywords
-from batchery_worker.models.source import ModelSource, identity, loading, name_version
+from batchery_worker.models.source import ModelSource, loading
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -159,11 +159,11 @@ class GenerationModel(StepModel):
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        return name_version(self.settings, self._source)
+        return self._source.version()
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        return identity(self.settings, self._source, self.model, {"device": self._device.type})
+        return self._source.identity(self.model, {"device": self._device.type})
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
         """Reads items and keywords.

@@ -17,7 +17,7 @@ from batchery.model import Advance
 from batchery.settings import ModelSettings
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.models.openai_server.model import OpenAIServerModel, ServerKeywords
-from batchery_worker.models.source import ModelSource, loading, name_version
+from batchery_worker.models.source import ModelSource, loading
 
 logger = logging.getLogger("batchery.vllm")
 
@@ -110,7 +110,7 @@ class VllmModel(OpenAIServerModel):
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        return name_version(self.settings, self._source)
+        return self._source.version()
 
     def step(self) -> Sequence[Advance]:
         """Collects what the server has written.
