@@ -6,7 +6,10 @@ this is compared with what sentence-transformers computes itself. For a prompt w
 same, its own code runs instead, on texts that are tokenized and padded once more.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import orjson
@@ -47,6 +50,9 @@ COMPUTED_PROBES = 2
 
 #: Longest text whose tokens are compared.
 LONGEST_PROBE_TOKENS = 10_000
+
+#: What sentence-transformers logs when it leaves out what a file asks for.
+LEFT_OUT = re.compile(r"^(Ignoring|Unknown keys|Could not parse)|is not trusted")
 
 
 class LibraryText(NamedTuple):
@@ -101,7 +107,7 @@ class SentenceModel(TextModel):
         import sentence_transformers
 
         make = getattr(sentence_transformers, self.library_class)
-        with watch_loading(weightless=is_onnx) as missing:
+        with _nothing_left_out(), watch_loading(weightless=is_onnx) as missing:
             self.library = make(
                 source.name,
                 device=None if "device_map" in options else "cpu",
@@ -324,3 +330,23 @@ def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) ->
         Encoded(orjson.dumps({**head, **dict(zip(columns, row, strict=True))}, option=NUMPY))
         for head, *row in zip(heads, *columns.values(), strict=True)
     ]
+
+
+@contextmanager
+def _nothing_left_out() -> Iterator[None]:
+    """Refuses a model of whose files sentence-transformers leaves something out.
+
+    Raises:
+        ValueError: It has warned of that.
+    """
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    library = logging.getLogger("sentence_transformers")
+    library.addHandler(handler)
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+    for message in filter(LEFT_OUT.search, found):
+        raise ValueError(message)
