@@ -6,8 +6,6 @@ sentence-transformers.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -208,34 +206,31 @@ class ZeroShotModel(TextModel):
         return options
 
     def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
-        hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
-        self._check_hypotheses(hypotheses)
+        hypotheses = [
+            check_text(
+                "keyword labels",
+                options.hypothesis_template.replace(PLACE, label),
+                self.settings.max_chars,
+            )
+            for label in options.labels
+        ]
         pairs: list[Input] = [
             TokenIds(text.ids, pair=each) if isinstance(text, TokenIds) else (text, each)
             for text in inputs
             for each in hypotheses
         ]
-        encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        try:
+            encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        except Exception as error:  # noqa: BLE001 (that of the library, where no text would be left)
+            raise InvalidItem(
+                f"keyword labels: one leaves no room for a text in max_length = {self.max_length}"
+                f" tokens ({error})"
+            ) from None
         together = [
             encoded[at : at + len(hypotheses)] for at in range(0, len(pairs), len(hypotheses))
         ]
         # Of an item with wrong sequences, what is wrong with the first of them.
         return [next((one for one in each if isinstance(one, Failed)), each) for each in together]
-
-    def _check_hypotheses(self, hypotheses: Sequence[str]) -> None:
-        """Raises InvalidItem if one is too long, or leaves no room for a text."""
-        for hypothesis in hypotheses:
-            check_text("keyword labels", hypothesis, self.settings.max_chars)
-        if self.max_length is None:
-            return
-        room = self.max_length - self._tokenize.special_tokens_of_pair
-        for hypothesis in hypotheses:
-            length = self._tokenize.count(hypothesis)
-            if length >= room:
-                raise InvalidItem(
-                    f"keyword labels: {length} tokens of {hypothesis!r:.80} leave no room for a"
-                    f" text in max_length = {self.max_length} tokens"
-                )
 
     def tokens(self, prepared: Sequences) -> int:
         """Tokens of all sequences of an item, with the padding that they need themselves."""
@@ -278,15 +273,7 @@ class EntityPipeline(TokenClassificationPipeline):
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
-        mark = getattr(tokenizer.backend_tokenizer.model, "continuing_subword_prefix", None)
-        vocabulary: Any = SimpleNamespace(
-            _tokenizer=SimpleNamespace(model=SimpleNamespace(continuing_subword_prefix=mark)),
-            convert_ids_to_tokens=cache(tokenizer.convert_ids_to_tokens),
-            # Results have the text itself, by its place.
-            convert_tokens_to_string="".join,
-            unk_token_id=tokenizer.unk_token_id,
-        )
-        self.tokenizer = vocabulary
+        self.tokenizer = tokenizer
 
     def group_sub_entities(self, entities: list[dict[str, Any]]) -> dict[str, Any]:
         """As there, without words and NaN, which take most of the time."""

@@ -206,16 +206,6 @@ class TextTokenizer:
             self._tokenizer.truncation_side = side
             yield
 
-    def count(self, text: str) -> int:
-        """Length of a text in tokens, without special ones."""
-        with self._lock:
-            return len(self._ids(text))
-
-    @property
-    def special_tokens_of_pair(self) -> int:
-        """How many special tokens a pair of texts gets."""
-        return int(self._tokenizer.num_special_tokens_to_add(pair=True))
-
     def _texts(self, texts: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
         return self._prepared(*self._columns(texts, cut), cut)
 
