@@ -42,7 +42,7 @@ _MODULES = {
         AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream Progress
         Publisher Snapshot SubmitOptions Summary TaskClient submit_file
     """,
-    "batchery_worker.inprocess.batcher": "Batcher batched",
+    "batchery_worker.inprocess.batcher": "batched",
     "batchery_worker.inprocess.engine": "Engine",
 }
 

@@ -63,7 +63,7 @@ from batchery_producer import (
     TaskClient,
     submit_file,
 )
-from batchery_worker.inprocess.batcher import Batcher, batched
+from batchery_worker.inprocess.batcher import batched
 from batchery_worker.inprocess.engine import Engine
 
 __all__ = [
@@ -74,7 +74,6 @@ __all__ = [
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
-    "Batcher",
     "BatcherClosed",
     "BatcheryError",
     "BrokerRefused",

@@ -27,7 +27,6 @@ ENGINE_KINDS = {
 #: Settings that an ONNX file decides: the values that they may have, and what to do instead.
 DECIDED_BY_FILE = {
     "dtype": (("auto",), "the file has its number format; set onnx_file to another one"),
-    "quantize": (("none",), "set onnx_file to a quantized one"),
     "forward": (("auto", "padded"), "it cannot be packed"),
 }
 
@@ -76,9 +75,6 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Number format; auto is bf16 where the device is fast at it, else fp32."
     )
-    quantize: Literal["none", "int8", "float8"] = Field(
-        "none", description="Weights of 8 bits, by torchao: less memory, a little less exact."
-    )
     forward: Literal["auto", "padded", "packed"] = Field(
         "auto", description="Forward pass; auto is packed, without padding, where that is right."
     )
@@ -88,11 +84,6 @@ class ModelSettings(BaseModel):
     )
     cuda_graphs: Literal["auto", "never"] = Field(
         "auto", description="Small forward passes, and most steps of texts, as CUDA graphs."
-    )
-    cuda_stream: Literal["shared", "own"] = Field(
-        "shared",
-        description="Whether a card runs the passes of all models in the order in which they"
-        " were launched, or this model's beside those of others.",
     )
     max_length: PositiveInt | None = Field(
         None, description="Maximum tokens of a text; the model's own limit if unset."

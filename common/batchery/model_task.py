@@ -24,7 +24,7 @@ class ModelTask(BatchTask):
 
     #: See `BatchTask`; and what makes the loop of a model that runs in slots.
     Runner = "batchery_worker.serving.model_runner:ModelRunner"
-    SlotLoop = "batchery_worker.serving.slot_loop:load_slot_loop"
+    SlotLoop = "batchery_worker.serving.slot_loop:SlotLoop"
 
     #: Characters of a result in logs and events: enough to tell vectors apart, not to read them.
     resultrepr_maxsize = 128

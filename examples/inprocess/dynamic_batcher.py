@@ -18,7 +18,6 @@ class Service:
         target_latency_ms=200,
         classes={"live": 80, "bulk": 20},
         max_waiting=500,
-        when_full="refuse",
     )
     def process(self, requests: list[str]) -> list[str]:
         """Computes a batch."""

@@ -97,20 +97,3 @@ def test_passes_that_overlap_give_what_single_ones_give(forward: str) -> None:
         alone: list[Any] = model.postprocess(model.forward([prepared[place]]))
         cosine = float(np.dot(to_numpy(outcomes[place]), to_numpy(alone[0])))
         assert cosine > 0.999
-
-
-def test_models_with_streams_of_their_own_give_what_they_give_on_one() -> None:
-    models = []
-    for how in ("shared", "own", "own"):
-        settings = {"kind": "embedding", "model": MINILM, "dtype": "bf16", "cuda_stream": how}
-        models.append(EmbeddingModel(ModelSettings.model_validate(settings)))
-        models[-1].load("cuda:0")
-    usual, *beside = models
-    batches = [usual.preprocess([f"number {number} " * 20] * 16) for number in range(50)]
-    expected = [usual.postprocess(usual.forward(batch)) for batch in batches]
-    # Passes of both are under way at a time.
-    passes = [(model, model.forward(batch)) for batch in batches for model in beside]
-    found = [model.postprocess(outputs) for model, outputs in passes]
-    for place, results in enumerate(found):
-        for result, other in zip(results, expected[place // 2], strict=True):
-            assert float(np.dot(to_numpy(result), to_numpy(other))) > 0.999

@@ -83,7 +83,6 @@ def test_the_server_gets_its_options_its_gpu_and_nothing_that_leads_to_our_packa
     [
         ({}, "engine_python = None: there is no such program"),
         ({"engine_python": "/nowhere/bin/python"}, "'/nowhere/bin/python': there is no such"),
-        ({"quantize": "int8"}, "quantize is not for the engine vllm; set engine_options.quant"),
         ({"cache_tokens": 128}, "cache_tokens is not for the engine vllm; set engine_options.kv"),
         ({"model": "no/such/folder"}, "there is no such folder"),
     ],

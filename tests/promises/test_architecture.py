@@ -15,7 +15,7 @@ HEAVY = {"numpy", "torch", "transformers", "batchery_worker"}
 
 # Without a broker: neither Celery nor Redis.
 USE_BATCHED = """
-from batchery import Batcher, Failed, batched
+from batchery import Failed, batched
 assert batched(lambda items: items)(["a"]) == ["a"]
 """
 BROKER = {"celery", "kombu", "redis", "pydantic", "batchery_producer"}

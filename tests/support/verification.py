@@ -1,7 +1,7 @@
 """Whether batches give what single texts give.
 
-The reference is the model in fp32 on the same device, one text at a time: without padding, packing,
-half precision or quantized weights.
+The reference is the model in fp32 on the same device, one text at a time: without padding, packing
+or half precision.
 """
 
 import random
@@ -55,10 +55,6 @@ TOLERANCE = {
     torch.bfloat16: Tolerance(5e-2, 0.995),
 }
 
-#: For weights of eight bits, in any number format: int8 keeps 8 bits of a number, float8 only 4.
-#: MiniLM has 1e-2 and 0.997, and 2e-2 and 0.996.
-QUANTIZED_TOLERANCE = {"int8": Tolerance(5e-2, 0.99), "float8": Tolerance(1e-1, 0.98)}
-
 
 class Comparison(NamedTuple):
     """One forward pass against the reference.
@@ -93,7 +89,7 @@ def verify(
         By forward pass, `padded` and `packed`; without the latter if the model is not packed.
     """
     use_device(device)
-    plain = {"engine": "transformers", "dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
+    plain = {"engine": "transformers", "dtype": "fp32", "cuda_graphs": "never"}
     single = _load(settings, device, forward="padded", **plain)
     items = [single.sample_item(text) for text in texts or sample_texts()]
     prepared = single.preprocess(items, **single.sample_keywords)
@@ -106,7 +102,7 @@ def verify(
         wanted = "auto" if forward == "packed" != settings.forward else forward
         model = _load(settings, device, forward=wanted)
         if forward == "padded" or not model.pads:
-            tolerance = QUANTIZED_TOLERANCE.get(settings.quantize, TOLERANCE[model.model.dtype])
+            tolerance = TOLERANCE[model.model.dtype]
             found[forward] = _compare(_compute(model, fit), reference, tolerance)
         del model
     return found

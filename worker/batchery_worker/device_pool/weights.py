@@ -29,8 +29,7 @@ MAX_TABLE_BYTES = 100_000_000
 def estimate_bytes(settings: ModelSettings | None, device: str) -> int | None:
     """Estimates the memory of a model's weights before any of it is loaded.
 
-    Quantized weights count in full: while they are loaded, they take as much. The weights of an
-    ONNX file are in memory as they are in the file.
+    The weights of an ONNX file are in memory as they are in the file.
 
     Args:
         settings: Of the model; None if it has none.

@@ -89,14 +89,13 @@ class BatchRunner:
         self.name = name
         self.options = options
         #: Makes arrays of items, and items of the arrays that the function returns.
-        self.collator = Collator(options) if options.has_arrays else None
+        self.collator = None if options.pad is None else Collator(options)
         self.stats = BatcherStats()
         #: Whether the function runs, so that a call of its own would wait for itself.
         self.is_computing = False
         self._is_sorted = bool(options.length or options.pad)
-        device_type = (options.device or "cpu").partition(":")[0]
-        self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cpu"])
-        self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
+        usual = Costs(token_ms=1.0, item_ms=0.0, pass_ms=PASS_TOKENS["cpu"])
+        self._cost_model = CostModel(usual)
         self._event_loop: asyncio.Runner | None = None
 
     def cut(self, items: Sequence[Item]) -> list[Sequence[Item]]:
@@ -106,7 +105,7 @@ class BatchRunner:
         """
         if not self._is_sorted or len(items) == 1:
             return [items]
-        costs, pass_tokens = self._cost_model.costs, self._pass_tokens
+        costs, pass_tokens = self._cost_model.costs, PASS_TOKENS["cpu"]
         if costs is not None and costs.token_ms > 0:
             pass_tokens = max(1, min(ANY_TOKENS, round(costs.pass_ms / costs.token_ms)))
         max_tokens = self.options.max_batch_tokens or ANY_TOKENS

@@ -1,4 +1,4 @@
-"""`batched` and `Batcher`: what users see of the batcher without a broker."""
+"""`batched`: what users see of the batcher without a broker."""
 
 import asyncio
 import functools
@@ -71,17 +71,19 @@ class BatchedCall(Generic[T, R]):
             BatchArgumentError: There is more than one positional argument, or keywords are no plain
                 data, or the batch function itself calls.
             NoResult: None came within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
         future: Future[Any] = Future()
         self._send(future, item, isinstance(item, list), others, keywords, is_blocking=True)
+        timeout_s = self._call_options.timeout_s
         try:
-            return future.result(self._timeout_s)
+            return future.result(None if timeout_s is None else min(timeout_s, TIMEOUT_MAX))
         except TimeoutError:
-            self._give_up(future)
+            if future.cancel():
+                raise self._no_result() from None
             return future.result()
         finally:
             # The thread may have been interrupted.
@@ -96,7 +98,7 @@ class BatchedCall(Generic[T, R]):
 
         Raises:
             NoResult: None came within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
@@ -116,34 +118,24 @@ class BatchedCall(Generic[T, R]):
         """The future result of one item. If it is cancelled before its batch, it never runs.
 
         Raises:
-            NoResult: There was no space within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
-        return self._submit(item, False, others, keywords)
+        future: Future[Any] = Future()
+        self._send(future, item, False, others, keywords)
+        return future
 
     def submit_many(self, items: Iterable[T], /, **keywords: Any) -> "Future[list[R]]":
         """The future results of many items, in their order; the items may be lists themselves.
 
         Raises:
-            NoResult: There was no space within `timeout_s`.
-            QueueFull: `max_waiting` items wait already, and callers are refused.
+            QueueFull: `max_waiting` items wait already.
             InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
-        return self._submit(list(items), True, (), keywords)
-
-    def _submit(
-        self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> "Future[Any]":
         future: Future[Any] = Future()
-        entrance = self._send(future, item, many, others, keywords).entrance
-        if entrance is not None:
-            try:
-                entrance.result(self._timeout_s)
-            except TimeoutError:
-                self._give_up(future)
+        self._send(future, list(items), True, (), keywords)
         return future
 
     def options(self, **options: Any) -> "BatchedCall[T, R]":
@@ -226,16 +218,6 @@ class BatchedCall(Generic[T, R]):
             settle([call])
         return call
 
-    @property
-    def _timeout_s(self) -> float | None:
-        timeout_s = self._call_options.timeout_s
-        return None if timeout_s is None else min(timeout_s, TIMEOUT_MAX)
-
-    def _give_up(self, future: "Future[Any]") -> None:
-        """Drops a call whose time is up, unless it is done by now. Raises NoResult."""
-        if future.cancel():
-            raise self._no_result()
-
     def _no_result(self) -> NoResult:
         return NoResult(
             f"{self._thread.name}: no result within {self._call_options.timeout_s:g} s;"
@@ -286,48 +268,6 @@ class BatchedFunction(BatchedCall[T, R]):
         weakref.finalize(instance, self._threads.pop, key, None).atexit = False
         # Of several threads that come here at once, each gets the same.
         return self._threads.setdefault(key, made)
-
-
-class Batcher(BatchedCall[Any, Any]):
-    """A batcher with a state of its own: subclass it, and define `infer`.
-
-    ```python
-    class Embedder(Batcher):
-        def load(self):
-            self.model = SentenceTransformer("all-MiniLM-L6-v2")
-
-        def infer(self, texts):
-            return list(self.model.encode(texts))
-
-    with Embedder(max_batch_size=32) as embed:
-        embed("a text")
-    ```
-    """
-
-    def __init__(self, **options: Any) -> None:
-        """Loads nothing before the first call.
-
-        Args:
-            options: Those of `batched`.
-
-        Raises:
-            BatchArgumentError: There is no such option, or its value is impossible.
-        """
-        name = type(self).__name__
-        chosen = choose(name, options)
-        thread = make_thread(self, BatchRunner(type(self).infer, name, chosen))
-        super().__init__(thread, self)
-        # The thread must not keep the batcher alive; a call does, and there is one when it loads.
-        load = weakref.WeakMethod(self.load)
-        thread.load = lambda: (own := load()) and own()
-
-    def load(self) -> None:
-        """Called once before the first batch, on the thread of the batches."""
-
-    # Any arguments, so that a subclass may name its own.
-    def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes one batch of items; plain or `async def`. One outcome per item, in order."""
-        raise NotImplementedError(f"{type(self).__name__} needs infer(self, items)")
 
 
 class _Decorator(Protocol):

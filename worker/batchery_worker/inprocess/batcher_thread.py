@@ -7,7 +7,6 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -67,9 +66,8 @@ class BatcherThread:
         self._running: Sequence[Job[Item]] = ()
         #: Calls; futures of those who wait for `load` alone; then the end.
         self._incoming: SimpleQueue[Call | Future[None] | None] = SimpleQueue()
-        #: How many items wait, but for those of the calls for which there is no space yet.
+        #: How many items wait.
         self._waiting = 0
-        self._outside: deque[Call] = deque()
         #: For all that callers change. Reentrant, as whatever ends with its anchor is closed by the
         #: garbage collector, in the middle of anything.
         self._lock = threading.RLock()
@@ -86,7 +84,7 @@ class BatcherThread:
     def stats(self) -> BatcherStats:
         """What the batches looked like so far."""
         with self._lock:
-            return replace(self.runner.stats, waiting=self._count_waiting())
+            return replace(self.runner.stats, waiting=self._waiting)
 
     def check(self, *, is_blocking: bool) -> None:
         """Makes sure that a call would be answered.
@@ -108,26 +106,22 @@ class BatcherThread:
             )
 
     def send(self, call: Call) -> None:
-        """Queues a call. Where its caller waits for space alone, its entrance opens.
+        """Queues a call.
 
         Raises:
-            QueueFull: There is no space, and callers are refused.
+            QueueFull: There is no space for it.
             BatcherClosed: It is closed.
         """
         with self._lock:
             if self._problem is not None:
                 raise self._closed()
-            call.sent_s = monotonic()
-            if not self._outside and self._fits(call):
-                self._waiting += call.left
-                self._put(call)
-            elif self.options.when_full == "refuse":
+            # One that is larger than all of the space goes in alone.
+            maximum = self.options.max_waiting
+            if maximum is not None and 0 < self._waiting > maximum - call.left:
                 raise self._full()
-            else:
-                # A callback of a future must not wait: it runs on the thread that makes space.
-                if isinstance(call.future, Future) and not self._is_own_thread():
-                    call.entrance = Future()
-                self._outside.append(call)
+            call.sent_s = monotonic()
+            self._waiting += call.left
+            self._put(call)
 
     def start(self) -> "Future[None]":
         """Loads now; the future is done when that is."""
@@ -159,15 +153,10 @@ class BatcherThread:
             problem: Why, for those who call later.
         """
         with self._lock:
-            thread, refused = self._thread, self._outside
-            self._outside = deque()
+            thread = self._thread
             if self._problem is None:
                 self._problem = problem
                 self._incoming.put(END)
-        for call in refused:
-            call.fail(self._closed())
-            if call.entrance is not None:
-                call.entrance.set_result(None)
         if wait and thread is not None and not self._is_own_thread():
             thread.join()
 
@@ -182,17 +171,8 @@ class BatcherThread:
     def _is_own_thread(self) -> bool:
         return self._ident == threading.get_ident()
 
-    def _fits(self, call: Call) -> bool:
-        """Whether there is space for a call; one that is larger than all of it goes in alone."""
-        maximum = self.options.max_waiting
-        return maximum is None or not 0 < self._waiting > maximum - call.left
-
-    def _count_waiting(self) -> int:
-        """How many items wait, for space too; the lock must be held."""
-        return self._waiting + sum([call.left for call in self._outside])
-
     def _put(self, call: "Call | Future[None]") -> None:
-        """Queues what has space; the lock must be held."""
+        """Queues a call, or a load; the lock must be held."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._main, name=f"batchery-{self.name}", daemon=True
@@ -343,15 +323,9 @@ class BatcherThread:
         self._answer([job.payload for job in jobs], [outcome] * len(jobs))
 
     def _let_go(self, jobs: Sequence[Job[Item]]) -> None:
-        """Notes that jobs wait no longer, and lets those in for which there is space now."""
+        """Notes that jobs wait no longer."""
         with self._lock:
             self._waiting -= len(jobs)
-            while self._outside and self._fits(self._outside[0]):
-                call = self._outside.popleft()
-                self._waiting += call.left
-                self._put(call)
-                if call.entrance is not None:
-                    call.entrance.set_result(None)
 
     def _fail_all(self, error: BaseException) -> None:
         """Fails every call that was taken in, or that the batch under way has not answered."""
@@ -366,7 +340,7 @@ class BatcherThread:
                 call.fail(error)
 
     def _full(self) -> QueueFull:
-        stats, waiting = self.runner.stats, self._count_waiting()
+        stats, waiting = self.runner.stats, self._waiting
         error = QueueFull(
             f"{self.name}: {waiting} items wait, and max_waiting is"
             f" {self.options.max_waiting}; try again later"

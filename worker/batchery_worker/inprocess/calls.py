@@ -37,8 +37,6 @@ class Call:
     options: CallOptions
     #: The number of tokens of each item; None where they are not counted.
     lengths: Sequence[int] | None = None
-    #: Where its caller waits for space alone, it is done when there is some.
-    entrance: "Future[None] | None" = None
     sent_s: float = 0.0
     outcomes: list[Any] = field(init=False)
     #: How many items are not answered yet.

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from kombu.utils.imports import symbol_by_name
 
@@ -14,6 +15,8 @@ from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings, Settings
+from batchery_worker.device.start import check_device, find_memory
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.inprocess.batch_runner import BatchRunner
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.options import (
@@ -23,8 +26,9 @@ from batchery_worker.inprocess.options import (
     check_names,
     check_number,
 )
-from batchery_worker.serving.loading import EngineModel
+from batchery_worker.serving.loading import serve_model
 from batchery_worker.serving.served_model import LoadedModel
+from batchery_worker.work import Work
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms")
@@ -133,7 +137,7 @@ class Engine(EngineCall):
                 " none; run a worker: celery -A batchery.app worker"
             )
         chosen = _options(name, settings, own, options)
-        served = EngineModel(
+        self._device = _Device(
             name,
             make_model,
             settings.devices if device is None else [_checked(device)],
@@ -141,7 +145,6 @@ class Engine(EngineCall):
             max_batch_tokens or (own and own.max_batch_tokens) or settings.max_batch_tokens,
             settings.memory_fraction,
         )
-        self._device = _Device(served)
         thread = make_thread(self, BatchRunner(_run, name, chosen))
         # The thread must not keep the engine alive.
         thread.load, thread.unload = self._device.load, self._device.close
@@ -180,20 +183,42 @@ class Engine(EngineCall):
         return self
 
 
+@dataclass
 class _Device:
-    """Computes on the calling thread, always the same one: CUDA knows a device per thread."""
+    """Computes on the calling thread, always the same one: CUDA knows a device per thread.
 
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
-        self._served: LoadedModel | None = None
-        #: Why it computes nothing any more, until it is closed; empty while it does.
-        self.problem = ""
-        #: The batch that comes next: its items as they were given, and prepared.
-        self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
+    Attributes:
+        name: That of the model in errors.
+        make_model: Makes the model, not loaded.
+        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
+        max_batch_size: Maximum items of a forward pass.
+        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
+        memory_fraction: Share of a CUDA device's memory that may be used.
+        problem: Why it computes nothing any more, until it is closed; empty while it does.
+    """
+
+    name: str
+    make_model: Callable[[], Model]
+    devices: Literal["auto"] | Sequence[str]
+    max_batch_size: int
+    max_batch_tokens: int | None
+    memory_fraction: float
+    problem: str = ""
+    _served: LoadedModel | None = None
+    #: The batch that comes next: its items as they were given, and prepared.
+    _ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
     def load(self) -> None:
         """Loads the model and warms it up."""
-        _, self._served = self._model.serve()
+        device = choose_devices(self.devices)[0]
+        check_device(device)
+        memory = find_memory(device, self.memory_fraction)
+        self._served = serve_model(self.name, self.make_model, device, memory, gives_json=False)
+        self._served.limit(self.max_batch_tokens)
+
+    def _work(self, keywords: Mapping[str, Any]) -> Work:
+        """A batch as `LoadedModel` knows it."""
+        return Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
     def run(
         self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
@@ -222,11 +247,10 @@ class _Device:
                     return
                 self._ahead = (*following, prepare(served.model, *following))
             _, coming, ready = self._ahead
-            served.start(ready, self._model.work(coming))
+            served.start(ready, self._work(coming))
 
-        work = self._model.work(keywords)
         try:
-            return served.compute(prepared, work, nullcontext, start_next)
+            return served.compute(prepared, self._work(keywords), nullcontext, start_next)
         except DeviceDied as error:
             self.problem = f"{error}; only a new process can use this device"
             return self._refuse(items)

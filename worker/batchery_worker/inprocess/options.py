@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from batchery.errors import BatchArgumentError
 
@@ -12,7 +12,7 @@ from batchery.errors import BatchArgumentError
 USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
 
 #: Options for items that are dicts of arrays.
-ARRAY_OPTIONS = ("pad", "mask", "trim", "device")
+ARRAY_OPTIONS = ("pad", "mask", "trim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,11 @@ class BatcherOptions:
         classes: Share of each priority class, above 0, highest class first. Calls that name no
             class are of the first one.
         shed_late: Whether calls fail with `DeadlineExceeded` that cannot make their deadline.
-        max_waiting: Maximum number of items that wait; None for no limit. A single call with more
-            items than that goes in when nothing else waits.
-        when_full: What a call does that finds no space: wait for it, or raise `QueueFull`.
+        max_waiting: Maximum number of items that wait; None for no limit. Calls beyond it raise
+            `QueueFull`. A single call with more items than that goes in when nothing else waits.
         pad: Of items that are dicts of arrays; see `Collator`, as for the others.
         mask: The same.
         trim: The same.
-        device: The same.
     """
 
     max_batch_size: int = 64
@@ -50,16 +48,9 @@ class BatcherOptions:
     classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
     shed_late: bool = False
     max_waiting: int | None = None
-    when_full: Literal["wait", "refuse"] = "wait"
     pad: Mapping[str, float] | None = None
     mask: str | None = None
     trim: bool = False
-    device: str | None = None
-
-    @property
-    def has_arrays(self) -> bool:
-        """Whether items are dicts of arrays."""
-        return self.pad is not None or self.device is not None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
@@ -70,18 +61,13 @@ class BatcherOptions:
         pad, mask = {} if self.pad is None else self.pad, self.mask
         has_classes = isinstance(self.classes, Mapping) and bool(self.classes)
         is_pad = isinstance(pad, Mapping) and all(isinstance(n, int | float) for n in pad.values())
-        counts, both = bool(self.length or pad), self.length and self.has_arrays
+        counts, both = bool(self.length or pad), self.length and self.pad is not None
         for is_right, problem in (
-            (
-                self.when_full in ("wait", "refuse"),
-                f"when_full={self.when_full!r}: give 'wait' or 'refuse'",
-            ),
             (has_classes, f"classes={self.classes!r}: give the share of each"),
             (callable(self.length or len), f"length={self.length!r}: give a function"),
             (is_pad, f'pad={pad!r}: give a number per feature, such as {{"input_ids": 0}}'),
             (isinstance(mask, str | None), f"mask={mask!r}: name a feature"),
             (is_pad and not pad.get(str(mask or ""), 0), f"mask={mask!r}: it is padded with 0"),
-            (isinstance(self.device, str | None), f'device={self.device!r}: such as "cuda:0"'),
             (not both, "length: items that are dicts of arrays are counted"),
             (pad or not (mask or self.trim), "mask and trim need pad, which says what has tokens"),
             (counts or not self.max_batch_tokens, "max_batch_tokens needs length, or pad"),

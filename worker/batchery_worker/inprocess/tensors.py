@@ -7,13 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import is_not, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from batchery.errors import DeviceUnavailable, InvalidItem, WrongLength
+from batchery.errors import InvalidItem, WrongLength
 from batchery_worker.inprocess.options import BatcherOptions
-
-if TYPE_CHECKING:
-    from batchery_worker.models.hardware.transfers import HostToDevice
 
 #: Kinds of numpy's dtypes that are numbers: bool, integers, floats, complex numbers.
 NUMBER_KINDS = "biufc"
@@ -70,9 +67,6 @@ class Collator:
       not bring it. Where they do, it is padded with 0, and keeps its dtype.
     - `trim`: whether the second dimension of every output is tokens: then each row is cut back to
       the tokens of its item.
-    - `device`: where the function wants its tensors, such as "cuda:0". Numpy arrays become tensors.
-      Copies to CUDA run on a stream of their own, from pinned memory, and the current stream waits
-      for them. By default, everything stays where it is.
     """
 
     def __init__(self, options: BatcherOptions) -> None:
@@ -82,8 +76,6 @@ class Collator:
         self._mask = options.mask
         self._fill = self._padded | ({} if self._mask is None else {self._mask: 0})
         self._trim = options.trim
-        self._device = options.device
-        self._to_device: HostToDevice | None = None
         self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._spell)
 
     def features(self, item: Any) -> Features:
@@ -124,9 +116,6 @@ class Collator:
 
         Args:
             items: At least one; all have the same key.
-
-        Raises:
-            DeviceUnavailable: There is no such device.
         """
         lengths = [each.length for each in items]
         fills = self._fill if min(lengths) < max(lengths) else {}
@@ -137,7 +126,7 @@ class Collator:
         if self._mask is not None and self._mask not in stacked:
             like = next(stacked[name] for name in self._padded if name in stacked)
             stacked[self._mask] = _build_mask(lengths, like)
-        return stacked if self._device is None else self._send(stacked, self._device)
+        return stacked
 
     def rows(self, answer: Any, lengths: Sequence[int], name: str) -> Any:
         """One outcome per item.
@@ -161,27 +150,6 @@ class Collator:
             if not _holds(dtype, fill := self._fill.get(name, 0)):
                 raise InvalidItem(f"feature {name} is {dtype}, and cannot be padded with {fill}")
         return repr([(name, str(kind), str(dtype), own) for name, kind, dtype, own in signature])
-
-    def _send(self, stacked: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """The same on the device, without waiting for the end of the copies."""
-        if self._to_device is None:
-            from batchery_worker.models.hardware.transfers import HostToDevice
-
-            torch = sys.modules["torch"]
-            try:
-                device = torch.device(name)
-            except RuntimeError as error:
-                raise DeviceUnavailable(f"device={name!r}: {error}") from None
-            if device.type == "cuda" and not torch.cuda.is_available():
-                raise DeviceUnavailable(f"device={name!r}: torch finds no CUDA device")
-            self._to_device = HostToDevice(device)
-        return {
-            # Items that are on a device have no part in pinned memory.
-            feature: each.to(name)
-            if is_tensor(each) and each.device.type != "cpu"
-            else self._to_device.send(each)
-            for feature, each in stacked.items()
-        }
 
 
 def _array(name: Any, value: Any) -> Any:

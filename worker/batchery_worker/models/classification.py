@@ -6,8 +6,6 @@ sentence-transformers.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,17 +67,12 @@ class ClassificationModel(TextModel):
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
             raise ValueError("two labels of id2label have the same name; rename one")
+        self._width = config.num_labels
         self.multi_label = self.settings.multi_label
         self._is_regression = self.multi_label is None and config.problem_type == "regression"
         if self.multi_label is None:
             is_single = config.num_labels == 1
             self.multi_label = is_single or config.problem_type == "multi_label_classification"
-
-    def _find_problem(self, values: Tensor) -> str:
-        shape, labels = tuple(values.shape[1:]), len(self.labels)
-        if shape == (labels,):
-            return ""
-        return f"gives {shape} scores for {labels} labels; it is not a text classification model"
 
     def _cut(self, options: Any) -> Cut:
         return super()._cut(options)._replace(max_length=options.max_length)
@@ -129,6 +122,8 @@ class RerankModel(SentenceModel):
 
     trained_part = ("classification head", "reranking")
 
+    _width = 1
+
     def _finish_load(self) -> None:
         labels = self.library.num_labels
         if labels != 1:
@@ -136,10 +131,6 @@ class RerankModel(SentenceModel):
                 f"has {labels} labels, and a reranker has one; kind = 'classification' takes pairs"
                 " of texts, too"
             )
-
-    def _find_problem(self, values: Tensor) -> str:
-        shape = tuple(values.shape[1:])
-        return "" if shape == (1,) else f"gives {shape} scores; it is not a reranker"
 
     def sample_item(self, text: str) -> dict[str, str]:
         """An item that has this text, to check, warm up or measure the model with."""
@@ -153,10 +144,6 @@ class RerankModel(SentenceModel):
         """The model's outputs, (B, 1)."""
         scores: Tensor = features["scores"].float()
         return scores.reshape(-1, 1)
-
-    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (`_results` does)
-        """The model's outputs, (B, 1)."""
-        return values
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
@@ -192,6 +179,8 @@ class ZeroShotModel(TextModel):
 
     trained_part = ("classification head", "natural language inference")
 
+    _width = 2
+
     def _finish_load(self) -> None:
         config = self.model.config
         places = [at for name, at in config.label2id.items() if name.lower().startswith("entail")]
@@ -203,12 +192,6 @@ class ZeroShotModel(TextModel):
         # As the pipeline: the opposite is the first label, or the last one.
         self._entailment = places[0]
         self._contradiction = 0 if self._entailment else -1
-
-    def _find_problem(self, values: Tensor) -> str:
-        shape = tuple(values.shape[1:])
-        if shape == (len(self.sample_keywords["labels"]),):
-            return ""
-        return f"gives {shape} scores; it is not a text classification model"
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
         options: ZeroShotKeywords = super()._read_keywords(keywords)
@@ -223,34 +206,31 @@ class ZeroShotModel(TextModel):
         return options
 
     def _encode(self, inputs: Sequence[Any], options: Any) -> list[Any]:
-        hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
-        self._check_hypotheses(hypotheses)
+        hypotheses = [
+            check_text(
+                "keyword labels",
+                options.hypothesis_template.replace(PLACE, label),
+                self.settings.max_chars,
+            )
+            for label in options.labels
+        ]
         pairs: list[Input] = [
             TokenIds(text.ids, pair=each) if isinstance(text, TokenIds) else (text, each)
             for text in inputs
             for each in hypotheses
         ]
-        encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        try:
+            encoded = self._tokenize(pairs, self._cut(options)._replace(only_first=True))
+        except Exception as error:  # noqa: BLE001 (that of the library, where no text would be left)
+            raise InvalidItem(
+                f"keyword labels: one leaves no room for a text in max_length = {self.max_length}"
+                f" tokens ({error})"
+            ) from None
         together = [
             encoded[at : at + len(hypotheses)] for at in range(0, len(pairs), len(hypotheses))
         ]
         # Of an item with wrong sequences, what is wrong with the first of them.
         return [next((one for one in each if isinstance(one, Failed)), each) for each in together]
-
-    def _check_hypotheses(self, hypotheses: Sequence[str]) -> None:
-        """Raises InvalidItem if one is too long, or leaves no room for a text."""
-        for hypothesis in hypotheses:
-            check_text("keyword labels", hypothesis, self.settings.max_chars)
-        if self.max_length is None:
-            return
-        room = self.max_length - self._tokenize.special_tokens_of_pair
-        for hypothesis in hypotheses:
-            length = self._tokenize.count(hypothesis)
-            if length >= room:
-                raise InvalidItem(
-                    f"keyword labels: {length} tokens of {hypothesis!r:.80} leave no room for a"
-                    f" text in max_length = {self.max_length} tokens"
-                )
 
     def tokens(self, prepared: Sequences) -> int:
         """Tokens of all sequences of an item, with the padding that they need themselves."""
@@ -293,15 +273,7 @@ class EntityPipeline(TokenClassificationPipeline):
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
-        mark = getattr(tokenizer.backend_tokenizer.model, "continuing_subword_prefix", None)
-        vocabulary: Any = SimpleNamespace(
-            _tokenizer=SimpleNamespace(model=SimpleNamespace(continuing_subword_prefix=mark)),
-            convert_ids_to_tokens=cache(tokenizer.convert_ids_to_tokens),
-            # Results have the text itself, by its place.
-            convert_tokens_to_string="".join,
-            unk_token_id=tokenizer.unk_token_id,
-        )
-        self.tokenizer = vocabulary
+        self.tokenizer = tokenizer
 
     def group_sub_entities(self, entities: list[dict[str, Any]]) -> dict[str, Any]:
         """As there, without words and NaN, which take most of the time."""
@@ -335,18 +307,10 @@ class TokenClassificationModel(TextModel):
             raise ValueError(
                 "its tokenizer does not say where tokens stand in a text; it needs a tokenizer.json"
             )
+        self._width = self.model.config.num_labels
         self._pipeline = EntityPipeline(self.model, self.tokenizer)
         # It says so for each token of a vocabulary without marks.
         warnings.filterwarnings("ignore", "Tokenizer does not support real words")
-
-    def _find_problem(self, values: Tensor) -> str:
-        shape, labels = tuple(values.shape[1:]), self.model.config.num_labels
-        if shape == (labels,):
-            return ""
-        return (
-            f"gives {shape} scores of a token for {labels} labels; it is not a token"
-            " classification model"
-        )
 
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)
@@ -363,10 +327,6 @@ class TokenClassificationModel(TextModel):
 
     def _sequences(self, batch: Sequence[Located]) -> Sequence[Prepared]:
         return [located.tokens for located in batch]
-
-    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (they are for spans)
-        """The model's outputs, (T, C)."""
-        return values
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

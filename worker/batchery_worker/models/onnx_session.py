@@ -1,9 +1,8 @@
-"""ONNX Runtime in the place of torch: a session computes what a model of transformers would.
+"""ONNX Runtime in the place of torch, on CPUs: it computes what a model of transformers would.
 
 Everything around the pass is shared: padding, pooling, scores, the copy to the host.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,12 +18,6 @@ from batchery_worker.device_pool.weights import ONNX_FILES, find_onnx_files, sum
 from batchery_worker.models.forward import RandomTexts
 from batchery_worker.models.source import ModelSource, reason
 from batchery_worker.models.tokenizer import Prepared
-
-#: ONNX Runtime's part for a kind of device, and the package that has it.
-PROVIDERS = {
-    "cpu": ("CPUExecutionProvider", "'batchery[onnx]'"),
-    "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
-}
 
 #: Number formats that a session takes and gives.
 INPUTS = {"tensor(int64)": torch.int64, "tensor(int32)": torch.int32}
@@ -61,14 +54,13 @@ class OnnxSession:
             source: The model.
             file: The setting `onnx_file`.
             field: What to read of a pass, a key of `SYNONYMS`.
-            device: Of torch, CPU or CUDA.
-            threads: Threads of one pass on a CPU, at least 1.
+            device: Of torch; a CPU.
+            threads: Threads of one pass, at least 1.
 
         Raises:
             ValueError: ONNX Runtime or the file is missing, or the file cannot be read or does not
                 suit. Whoever loads the model says which one it is.
         """
-        self._device = device
         self._field = field
         self.paths = _find_files(source, file)
         self.held_bytes = sum_file_bytes(self.paths)
@@ -84,26 +76,16 @@ class OnnxSession:
         self.dtype = OUTPUTS[given[self._output].type]
 
     def __call__(self, **inputs: Tensor) -> SimpleNamespace:
-        """Computes a padded batch; the inputs are (B, L), on the device."""
+        """Computes a padded batch; the inputs are (B, L)."""
         binding = self._session.io_binding()
-        kind, index = self._device.type, self._device.index or 0
         # It reads and writes the memory of these tensors, so they must live as long as the pass.
         kept = {name: inputs[name].to(dtype).contiguous() for name, dtype in self._types.items()}
         for name, tensor in kept.items():
             number = str(tensor.dtype).removeprefix("torch.")
-            binding.bind_input(name, kind, index, number, tuple(tensor.shape), tensor.data_ptr())
-        binding.bind_output(self._output, kind, index)
-        if kind == "cuda":
-            # The session has a stream of its own, which knows nothing of copies on torch's.
-            torch.cuda.current_stream(self._device).synchronize()
+            binding.bind_input(name, "cpu", 0, number, tuple(tensor.shape), tensor.data_ptr())
+        binding.bind_output(self._output, "cpu", 0)
         self._session.run_with_iobinding(binding)
         return SimpleNamespace(**{self._field: from_dlpack(binding.get_outputs()[0])})
-
-    def check_inputs(self, made: Collection[str]) -> None:
-        """Makes sure that all inputs are made. Raises ValueError: names those that are not."""
-        if others := [*({*self.inputs} - {*made, "attention_mask"})]:
-            name = self.paths[0].name
-            raise ValueError(f"{name} takes {others}, which its tokenizer does not make")
 
     def check_longest(
         self,
@@ -130,14 +112,6 @@ class OnnxSession:
                 f" what it was exported for, or export it anew: {reason(error)}"
             ) from error
 
-    def identity(self) -> str:
-        """The content of its files, and the version of ONNX Runtime."""
-        whole = hashlib.blake2b(digest_size=16)
-        for path in self.paths:
-            with path.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "blake2b").digest())
-        return f"{whole.hexdigest()} by {import_module('onnxruntime').__version__}"
-
 
 def _find_files(source: ModelSource, file: str | None) -> Sequence[Path]:
     if paths := find_onnx_files(file, source.path):
@@ -150,13 +124,12 @@ def _find_files(source: ModelSource, file: str | None) -> Sequence[Path]:
 
 
 def _open(path: Path, device: torch.device, threads: int) -> Any:
-    if device.type not in PROVIDERS:
-        raise ValueError(f"engine = 'onnx' runs on cpu and cuda, not on {device}")
-    provider, package = PROVIDERS[device.type]
+    if device.type != "cpu":
+        raise ValueError(f"engine = 'onnx' runs on cpu, not on {device}")
     # It is an extra.
-    runtime = import_module("onnxruntime") if find_spec("onnxruntime") else None
-    if runtime is None or provider not in runtime.get_available_providers():
-        raise ValueError(f"engine = 'onnx' on {device} needs: pip install {package}")
+    if find_spec("onnxruntime") is None:
+        raise ValueError("engine = 'onnx' needs: pip install 'batchery[onnx]'")
+    runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = SILENT
@@ -164,31 +137,14 @@ def _open(path: Path, device: torch.device, threads: int) -> Any:
     options.enable_mem_pattern = False
     # Threads that spin between passes take time from those that tokenize and store results.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    limits = _limit_memory(device) if device.type == "cuda" else {}
     try:
-        session = runtime.InferenceSession(path, options, providers=[(provider, limits)])
+        return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         # It seldom names the file of the weights, if that is at fault.
         raise ValueError(
             f"{path.name} cannot be loaded; copy it again with its weights, or export it anew:"
             f" {reason(error)}"
         ) from error
-    if session.get_providers()[0] != provider:
-        # It goes on with a CPU, and says so in its log alone.
-        raise ValueError(f"{package} cannot use {device}: its version of CUDA or cuDNN is not here")
-    return session
-
-
-def _limit_memory(device: torch.device) -> dict[str, Any]:
-    """Options of the CUDA provider: the setting `memory_fraction` is for its memory as well."""
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return {
-        "device_id": device.index,
-        "gpu_mem_limit": int(share * total_bytes),
-        # Otherwise it doubles what it holds each time, also for a single large pass.
-        "arena_extend_strategy": "kSameAsRequested",
-    }
 
 
 def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
@@ -198,11 +154,6 @@ def _find_problem(taken: Mapping[str, Any], output: Any) -> str:
     for name in ("input_ids", "attention_mask"):
         if name not in taken:
             return f"takes {{taken}}, and no {name}; export it with inputs of these names"
-    for name, each in taken.items():
-        if each.type not in INPUTS:
-            return f"takes {name} as {each.type}, not as integers; export it anew"
-        if any(isinstance(size, int) for size in each.shape):
-            return f"takes {name} of the fixed shape {each.shape}; export it with dynamic axes"
     if output.type not in OUTPUTS:
         return f"gives {output.type}, not float or float16; export it anew"
     return ""

@@ -24,7 +24,7 @@ from batchery_worker.models.forward import Forward, worst_difference
 from batchery_worker.models.forward.selection import TOLERANCE
 from batchery_worker.models.hardware.devices import dtype_for
 from batchery_worker.models.inputs import PromptKeywords, TextKeywords
-from batchery_worker.models.source import ModelSource, reason, watch_loading
+from batchery_worker.models.source import reason, watch_loading
 from batchery_worker.models.text_model import Outputs, TextModel
 from batchery_worker.models.tokenizer import (
     NO_LIMIT_TOKENS,
@@ -36,39 +36,23 @@ from batchery_worker.models.tokenizer import (
 )
 from batchery_worker.plain_values import Encoded
 
-logger = logging.getLogger(__name__)
-
 #: Tasks of transformers whose last token is read, wherever the padding is.
 LEFT_PADDED = ("text-generation", "any-to-any")
 
 #: Names of prompts that are also what the text is for, which modules may ask for.
 TASKS = ("query", "document")
 
-#: The file of what holds for all modules, and what sentence-transformers and PyLate know there.
-GENERAL = "config_sentence_transformers.json"
-GENERAL_FIELDS = {
-    *("model_type", "__version__", "requirements", "prompts", "default_prompt_name"),
-    *("similarity_fn_name", "truncate_dim", "max_active_dims"),
-    *("activation_fn", "keep_in_fp32_modules"),
-    *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
-    *("query_expansion", "do_query_expansion"),
-    *("attend_to_expansion_tokens", "attend_to_mask_tokens"),
-}
-
 #: orjson reads float32 as they are, and writes the fewest digits that are read back as the same.
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
-#: Places of the texts whose values are compared; others are compared by their tokens.
-COMPUTED_PROBES = (0, 1)
+#: So many of the texts have their values compared; others are compared by their tokens.
+COMPUTED_PROBES = 2
 
 #: Longest text whose tokens are compared.
 LONGEST_PROBE_TOKENS = 10_000
 
 #: What sentence-transformers logs when it leaves out what a file asks for.
 LEFT_OUT = re.compile(r"^(Ignoring|Unknown keys|Could not parse)|is not trusted")
-
-#: How it says that a file has a field of which it knows nothing.
-UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 class LibraryText(NamedTuple):
@@ -96,8 +80,6 @@ class SentenceModel(TextModel):
     #: The class of sentence-transformers that loads it.
     library_class: ClassVar[str]
 
-    takes_adapter = True
-
     #: The model of sentence-transformers.
     library: Any
 
@@ -112,12 +94,6 @@ class SentenceModel(TextModel):
         if not self._split.is_whole:
             config = AutoConfig.from_pretrained(source.name, **source.options)
             self._split.begin(self, config)
-        unknown = sorted(set(source.json(GENERAL) or ()) - GENERAL_FIELDS)
-        if unknown and not self.settings.trust_remote_code:
-            raise ValueError(
-                f"{GENERAL} has {unknown[0]}, which sentence-transformers does not know; choose"
-                " another model"
-            )
         is_onnx = self.settings.engine == "onnx"
         options = {
             "dtype": dtype_for(self.settings.dtype, self._device),
@@ -131,7 +107,7 @@ class SentenceModel(TextModel):
         import sentence_transformers
 
         make = getattr(sentence_transformers, self.library_class)
-        with _warnings_of_library(source), watch_loading(weightless=is_onnx) as missing:
+        with _nothing_left_out(), watch_loading(weightless=is_onnx) as missing:
             self.library = make(
                 source.name,
                 device=None if "device_map" in options else "cpu",
@@ -226,16 +202,9 @@ class SentenceModel(TextModel):
             # Padded on the right, a text keeps its positions in the library's batches, too.
             self.tokenizer.padding_side = self._padding_side
         self._own_code: dict[str | None, str] = {}
-        # Elsewhere, what a text is for can change no more than its tokens.
-        has_tasks = "task" in self.library.get_model_kwargs()
-        differences: dict[tuple[str, str | None], str] = {}
         choices = self.prompts if issubclass(self.keywords, PromptKeywords) else ()
         for name in (self.default_prompt, *choices):
-            way = self.prompts.get(name or "", ""), self._task(name) if has_tasks else None
-            computed = () if way in differences or self._session else COMPUTED_PROBES
-            difference = self._find_difference(name, computed) or differences.get(way, "")
-            differences.setdefault(way, difference)
-            if difference:
+            if difference := self._find_difference(name):
                 self._own_code[name] = difference
         if not self._own_code:
             return
@@ -247,13 +216,8 @@ class SentenceModel(TextModel):
             )
         self.why_padded = f"since sentence-transformers' own code runs for prompt {names}: {first}"
 
-    def _find_difference(self, name: str | None, computed: Collection[int]) -> str:
-        """How texts with a prompt differ from those of sentence-transformers; empty if not.
-
-        Args:
-            name: Of the prompt.
-            computed: Of which texts values are compared, too, not just tokens.
-        """
+    def _find_difference(self, name: str | None) -> str:
+        """How texts with this prompt differ from those of sentence-transformers; empty if not."""
         keywords = dict(self.sample_keywords)
         if name != self.default_prompt:
             keywords["prompt"] = name
@@ -272,7 +236,7 @@ class SentenceModel(TextModel):
                     found = self._prepare_by_library([text])["input_ids"][0]
                     if found.tolist() != text.tokens[0].tolist():
                         return "its tokens are not those of its tokenizer alone"
-                    if place not in computed:
+                    if place >= COMPUTED_PROBES or self._session is not None:
                         continue
                     expected = self._values(self._pass, [text])
                     values = self._values(self._pass, [text.tokens]).reshape(expected.shape)
@@ -369,33 +333,20 @@ def encode_results(heads: Sequence[dict[str, Any]], **columns: Iterable[Any]) ->
 
 
 @contextmanager
-def _warnings_of_library(source: ModelSource) -> Iterator[None]:
+def _nothing_left_out() -> Iterator[None]:
     """Refuses a model of whose files sentence-transformers leaves something out.
 
     Raises:
-        ValueError: It has warned of that, or does not know a field.
+        ValueError: It has warned of that.
     """
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     library = logging.getLogger("sentence_transformers")
-    propagates, library.propagate = library.propagate, False
     library.addHandler(handler)
     try:
         yield
-    except TypeError as error:
-        if (unknown := UNKNOWN_FIELD.search(str(error))) is None:
-            raise
-        module, field = unknown.groups()
-        file = "sentence_bert_config.json" if module.endswith("Transformer") else "config.json"
-        raise ValueError(
-            f"{file} of its module {module} has {field}, which sentence-transformers does not know;"
-            " choose another model, or install a later version"
-        ) from error
     finally:
         library.removeHandler(handler)
-        library.propagate = propagates
-    for message in found:
-        if LEFT_OUT.search(message):
-            raise ValueError(f"{reason(ValueError(message))}")
-        logger.info("model %s: %s", source.name, message)
+    for message in filter(LEFT_OUT.search, found):
+        raise ValueError(message)

@@ -3,11 +3,10 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError, StartError
@@ -50,37 +48,29 @@ class ModelSource:
         name: What transformers loads: the folder, or the id on the hub.
         folder: The folder; None for a model of the hub.
         options: Keyword arguments that every `from_pretrained` needs.
+        others: Files in the folder that count, though those of their format are never loaded
+            otherwise.
 
     Raises:
         ValueError: The setting is a path, and there is no folder with a model.
     """
 
-    def __init__(
-        self, settings: ModelSettings, *, takes_gguf: bool = False, takes_adapter: bool = False
-    ) -> None:
+    others: Sequence[Path] = ()
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
         folder = Path(settings.model).expanduser()
-        self.folder: Path | None
-        self.options: dict[str, Any]
-        if takes_gguf and folder.suffix == ".gguf" and folder.is_file():
-            if find_spec("gguf") is None:
-                raise ValueError("a file of this format needs: pip install gguf")
-            self.folder = folder.parent
-            self.name = str(folder.parent)
-            self.options = {"gguf_file": folder.name}
-            return
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
             raise ValueError("there is no such folder")
         if self.folder is not None:
-            _check_folder(self.folder)
-            if settings.engine != "onnx":
-                _check_files(self.folder)
+            _check_folder(self.folder, needs_weights=settings.engine != "onnx")
         self.name = settings.model if self.folder is None else str(folder)
-        self.options = {
+        self.options: dict[str, Any] = {
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
-        if not takes_adapter and self.path("adapter_config.json") is not None:
+        if self.path("adapter_config.json") is not None:
             raise ValueError(
                 "adapter_config.json is of an adapter, which is not applied; merge it into the"
                 " weights (peft: merge_and_unload), or take it away"
@@ -88,9 +78,8 @@ class ModelSource:
 
     @property
     def is_here(self) -> bool:
-        """Whether the hub need not be asked, or must not; an adapter may need its base model."""
-        has_all = self.folder is not None and self.path("adapter_config.json") is None
-        return has_all or bool(hub_constants.HF_HUB_OFFLINE)
+        """Whether the hub need not be asked, or must not."""
+        return self.folder is not None or bool(hub_constants.HF_HUB_OFFLINE)
 
     def path(self, name: str) -> Path | None:
         """Finds a file, and downloads it if necessary.
@@ -135,8 +124,76 @@ class ModelSource:
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}") from None
 
+    def identity(self, model: Any, run: Mapping[str, str]) -> str:
+        """A text that changes whenever results may change.
 
-def _check_folder(folder: Path) -> None:
+        Args:
+            model: The model of transformers.
+            run: How it is run, besides its number format.
+
+        Raises:
+            OSError: The model's files cannot be read.
+        """
+        if self.folder is not None:
+            files = self._digest(self.folder)
+        else:
+            files = f"{self.name}@{getattr(model.config, '_commit_hash', None) or self._commit()}"
+        known = {
+            "files": files,
+            "settings": self._settings.model_dump(mode="json", exclude=NEUTRAL),
+            "run": {"dtype": str(model.dtype), **run},
+            "versions": {name: version(name) for name in PACKAGES},
+        }
+        return json.dumps(known, sort_keys=True)
+
+    def version(self) -> str:
+        """A short name that changes with a model's files, by their sizes and times, or its options.
+
+        It reads no file. A model of the hub is known by its commit.
+        """
+        files: Any
+        try:
+            if self.folder is None:
+                files = self._commit()
+            else:
+                stats = [(each.name, each.stat()) for each in self._list_files(self.folder)]
+                files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
+        except OSError:
+            return ""
+        options = self._settings.model_dump(mode="json", exclude=NEUTRAL)
+        known = json.dumps([self.name, self._settings.revision, files, options], sort_keys=True)
+        return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
+
+    def _commit(self) -> str:
+        """The name of the folder of the hub's cache with the files of one commit."""
+        for config in map(self.path, CONFIGS):
+            if config is not None:
+                return config.parent.name
+        raise FileNotFoundError(f"model {self.name!r}: its files are not found any more")
+
+    def _list_files(self, folder: Path) -> list[Path]:
+        """The files that count, in order: no hidden ones, and no weights that are never loaded."""
+        found = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.suffix not in NEVER_LOADED
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+            and path.is_file()
+        ]
+        return [*found, *self.others]
+
+    def _digest(self, folder: Path) -> str:
+        """A digest of the files, which changes with every byte; it reads a gigabyte per second."""
+        whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for path in self._list_files(folder):
+            name = path.relative_to(folder)
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "blake2b").hexdigest()
+            whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))
+        return whole.hexdigest()
+
+
+def _check_folder(folder: Path, *, needs_weights: bool) -> None:
     """Finds common mistakes that transformers explains in many lines or not at all."""
     if not folder.is_dir():
         raise ValueError("is a file; name the folder that it is in")
@@ -144,24 +201,11 @@ def _check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError("the folder has no config.json; name one that save_pretrained wrote")
 
-
-def _check_files(folder: Path) -> None:
-    weights = sorted(folder.rglob("*.safetensors"))
-    if not weights:
+    if needs_weights and not any(folder.rglob("*.safetensors")):
         raise ValueError(
             "the folder has no weights in safetensors, the only format that is loaded; load the"
             " model with transformers once and save it with save_pretrained"
         )
-    for path in weights:
-        try:
-            # It reads the table of contents, and compares it with the file's size.
-            with safe_open(path, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path.name} is damaged, or not all of it is there: {error}; copy or download it"
-                " again"
-            ) from None
 
 
 def check_weights(missing: Sequence[str], name: str, task: str) -> None:
@@ -281,88 +325,3 @@ def loading(name: str) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def identity(settings: ModelSettings, source: ModelSource, model: Any, run: dict[str, str]) -> str:
-    """A text that changes whenever results may change.
-
-    Args:
-        settings: The model's settings.
-        source: Where the model comes from.
-        model: The model of transformers.
-        run: How it is run, besides its number format.
-
-    Raises:
-        OSError: The model's files cannot be read.
-    """
-    commit = getattr(model.config, "_commit_hash", None)
-    if source.folder is not None:
-        files = folder_digest(source.folder)
-    elif commit:
-        files = f"{source.name}@{commit}"
-    else:
-        files = folder_digest(_snapshot(source))
-    packages = PACKAGES if settings.quantize == "none" else (*PACKAGES, "torchao")
-    known = {
-        "files": files,
-        "settings": settings.model_dump(mode="json", exclude=NEUTRAL),
-        "run": {"dtype": str(model.dtype), **run},
-        "versions": {name: version(name) for name in packages},
-    }
-    return json.dumps(known, sort_keys=True)
-
-
-def name_version(settings: ModelSettings, source: ModelSource, others: Iterable[Path] = ()) -> str:
-    """A short name that changes with a model's files, by their sizes and times, or its options.
-
-    It reads no file. A model of the hub is known by its commit. `others` are files that count,
-    though those of their format are never loaded otherwise.
-    """
-    files: list[Any]
-    try:
-        if source.folder is None:
-            files = [_snapshot(source).name]
-        else:
-            gguf = source.options.get("gguf_file")
-            paths = sorted(source.folder.rglob("*"))
-            found = [path for path in paths if path.name == gguf or _is_loaded(path, source.folder)]
-            stats = [(path.name, path.stat()) for path in (*found, *others)]
-            files = [(name, each.st_size, each.st_mtime_ns) for name, each in stats]
-    except OSError:
-        return ""
-    options = settings.model_dump(mode="json", exclude=NEUTRAL)
-    known = json.dumps([source.name, settings.revision, files, options], sort_keys=True)
-    return hashlib.blake2b(known.encode(), digest_size=VERSION_BYTES).hexdigest()
-
-
-def _is_loaded(path: Path, folder: Path) -> bool:
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not is_hidden and path.suffix not in NEVER_LOADED and path.is_file()
-
-
-def folder_digest(folder: Path) -> str:
-    """A digest of a model's files, which changes with every byte.
-
-    It reads all files, about a second per gigabyte, except hidden ones and weights that are never
-    loaded.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for path in sorted(folder.rglob("*")):
-        if not _is_loaded(path, folder):
-            continue
-        name = path.relative_to(folder)
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "blake2b").hexdigest()
-        whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()
-
-
-def _snapshot(source: ModelSource) -> Path:
-    """The folder of the hub's cache with the files of one commit."""
-    for config in map(source.path, CONFIGS):
-        if config is not None:
-            return config.parent
-    raise FileNotFoundError(f"model {source.name!r}: its files are not found any more")

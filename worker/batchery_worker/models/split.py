@@ -46,7 +46,7 @@ class Whole:
         device: Where its inputs go, and its results come from.
         stages: Number of parts that compute different passes at the same time.
         options: Keyword arguments of `from_pretrained`.
-        is_whole: Whether it may be moved, quantized and captured as on a device of its own.
+        is_whole: Whether it may be moved and captured as on a device of its own.
     """
 
     stages = 1
@@ -338,10 +338,6 @@ def open_split(device: str, settings: ModelSettings) -> Whole:
     """
     if "+" not in device:
         return Whole(device)
-    if settings.quantize != "none":
-        raise ValueError(
-            f"quantize = {settings.quantize!r} is for one device, not {device}; set it to none"
-        )
     if settings.engine == "onnx":
         raise ValueError(f"engine = 'onnx' is for one device, not {device}")
     if find_spec("accelerate") is None:

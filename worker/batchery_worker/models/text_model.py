@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,8 +29,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose, find_masks
 from batchery_worker.models.hardware.cpu_threads import PassStreams, PendingPass
-from batchery_worker.models.hardware.devices import dtype_for, open_stream, settle_cuda
-from batchery_worker.models.hardware.quantization import quantize
+from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.inputs import (
     TextKeywords,
@@ -42,9 +42,7 @@ from batchery_worker.models.onnx_session import OnnxSession
 from batchery_worker.models.source import (
     ModelSource,
     check_weights,
-    identity,
     loading,
-    name_version,
 )
 from batchery_worker.models.split import build_empty, open_split
 from batchery_worker.models.tokenizer import (
@@ -103,11 +101,11 @@ class TextModel(Model):
     #: What transformers calls the output that is read.
     _field = "logits"
 
+    #: How many numbers a pass makes of a text, or, if `per_token`, of a token.
+    _width: int
+
     #: Whether values have a row per token; otherwise they have one per text.
     per_token: ClassVar[bool] = False
-
-    #: Whether an adapter beside the weights is applied; otherwise it is refused.
-    takes_adapter: ClassVar[bool] = False
 
     #: Keywords of the passes that check, warm up or measure the model.
     sample_keywords: ClassVar[Mapping[str, Any]] = {}
@@ -148,9 +146,6 @@ class TextModel(Model):
         self._device = self._split.device
         self._to_host = DeviceToHost(self._device)
         self._streams: PassStreams | None = None
-        # The model is loaded there as well, so that its first pass finds its weights.
-        has_own = self.settings.cuda_stream == "own" and self._split.is_whole
-        self._own_stream = open_stream(self._device) if has_own else None
         if self._device.type == "cuda":
             settle_cuda()
             self.passes_ahead = 1
@@ -159,9 +154,8 @@ class TextModel(Model):
         if self._split.stages > 1:
             # One pass more than there are stages, so that the first stage never waits for one.
             self._open_streams(self._split.stages, extra=1)
-        with torch.cuda.stream(self._own_stream):
-            self._source = ModelSource(self.settings, takes_adapter=self.takes_adapter)
-            self._load()
+        self._source = ModelSource(self.settings)
+        self._load()
 
     def _open_streams(self, streams: int, extra: int = 0) -> None:
         self.pass_streams = streams
@@ -190,8 +184,6 @@ class TextModel(Model):
             max_length=self.max_length,
             truncate=self.settings.overflow == "truncate",
         )
-        if self._session is not None:
-            self._session.check_inputs(self._tokenize.names)
         padding = {name: self._padding[name] for name in self._tokenize.names}
         computing = self._session or self.model
         padded = Padded(computing, self._device, padding=padding, side=self._padding_side)
@@ -251,10 +243,10 @@ class TextModel(Model):
             self._session = OnnxSession(
                 self._source, self.settings.onnx_file, self._field, self._device, threads
             )
+            self._source.others = self._session.paths
             self.memory_bytes = self._session.held_bytes
             self.model.to(self._session.dtype)
             return self._session.inputs
-        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         return inspect.signature(self.model.forward).parameters
@@ -275,7 +267,7 @@ class TextModel(Model):
         for module in self.model.modules():
             # It looks for padding on the device, and the host waits. Our padding is always masked.
             if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-                module.warn_if_padding_and_no_attention_mask = _nothing
+                module.warn_if_padding_and_no_attention_mask = lambda *_: None
         # Nothing is generated, so keys and values need not be kept.
         config.use_cache = False
         self._padding = {
@@ -316,7 +308,11 @@ class TextModel(Model):
 
     def _find_problem(self, values: Tensor) -> str:
         """Why the values of one text are none of this kind; empty if they are."""
-        raise NotImplementedError
+        shape = tuple(values.shape[1:])
+        if shape == (self._width,):
+            return ""
+        kind = self.settings.kind
+        return f"gives {shape} numbers, not {self._width}; it is no model of the kind {kind}"
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         """What a forward pass makes of a batch, before keywords have a say.
@@ -377,14 +373,13 @@ class TextModel(Model):
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        onnx = {} if self._session is None else {"onnx": self._session.identity()}
-        run = {"device": self._device.type, "forward": self._pass.name, **onnx}
-        return identity(self.settings, self._source, self.model, run)
+        engine = "" if self._session is None else version("onnxruntime")
+        run = {"device": self._device.type, "forward": self._pass.name, "onnx": engine}
+        return self._source.identity(self.model, run)
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        others = () if self._session is None else self._session.paths
-        return name_version(self.settings, self._source, others)
+        return self._source.version()
 
     def unload(self) -> None:
         """Ends the threads that compute passes side by side."""
@@ -446,9 +441,9 @@ class TextModel(Model):
         """What goes through the model of the prepared items of a batch."""
         return batch
 
-    def _finish(self, values: Tensor, options: Any) -> Tensor:
+    def _finish(self, values: Tensor, options: Any) -> Tensor:  # noqa: ARG002 (for kinds with some)
         """What keywords make of the values of a pass, on the device."""
-        raise NotImplementedError
+        return values
 
     def forward(self, batch: Sequence[Any], **keywords: Any) -> Outputs:
         """Starts a pass over a micro-batch, and the copy of its values to the CPU."""
@@ -463,7 +458,7 @@ class TextModel(Model):
             take = self._streams.run_now if self.is_urgent else self._streams.submit
             return Outputs(heads, take(partial(self._split.run, compute)), batch=batch)
         started_s = time.perf_counter()
-        with torch.inference_mode(), torch.cuda.stream(self._own_stream):
+        with torch.inference_mode():
             pending = self._to_host.start(compute())
         return Outputs(heads, pending, time.perf_counter() - started_s, batch)
 
@@ -495,7 +490,3 @@ class TextModel(Model):
             return [bool(each.all()) for each in self.by_text(rows, lengths)]
         finite: list[bool] = rows.tolist()
         return finite
-
-
-def _nothing(*_: Any) -> None:
-    """Stands in for a warning."""

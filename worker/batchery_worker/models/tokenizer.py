@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoTokenizer
-from transformers.tokenization_utils_base import TruncationStrategy
-from transformers.utils.generic import PaddingStrategy
 
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
@@ -72,9 +70,7 @@ class Cut(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        """The same, as transformers calls it."""
-        if not self.truncate:
-            return "do_not_truncate"
+        """How pairs are cut, as transformers calls it."""
         return "only_first" if self.only_first else "longest_first"
 
     def within(self, max_length: int | None) -> "Cut":
@@ -210,16 +206,6 @@ class TextTokenizer:
             self._tokenizer.truncation_side = side
             yield
 
-    def count(self, text: str) -> int:
-        """Length of a text in tokens, without special ones."""
-        with self._lock:
-            return len(self._ids(text))
-
-    @property
-    def special_tokens_of_pair(self) -> int:
-        """How many special tokens a pair of texts gets."""
-        return int(self._tokenizer.num_special_tokens_to_add(pair=True))
-
     def _texts(self, texts: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
         return self._prepared(*self._columns(texts, cut), cut)
 
@@ -242,17 +228,11 @@ class TextTokenizer:
         if self._numbers is None:
             unknown = "token ids: it is unknown where special tokens go; send a text"
             return [Failed(InvalidItem(unknown)) for _ in inputs]
-        if cut.truncate and cut.max_length is not None:
-            self._numbers.enable_truncation(
-                cut.max_length, strategy=cut.strategy, direction=cut.side
-            )
-        else:
-            self._numbers.no_truncation()
         texts: list[str | tuple[str, str]] = []
         for each in inputs:
             first = _spell(self._ids(each.before) + each.ids)
             texts.append(first if each.pair is None else (first, _spell(self._ids(each.pair))))
-        return self._prepared(*self._read(self._numbers.encode_batch_fast(texts)), cut)
+        return self._prepared(*self._encode(self._numbers, texts, cut), cut)
 
     @cached_property
     def _numbers(self) -> Any:
@@ -322,20 +302,16 @@ class TextTokenizer:
 
     def _fast(self, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
         """`_usual`, but without the offsets of tokens, which are five sixths of the work."""
-        # Other calls of the tokenizer leave their own limits behind.
-        self._tokenizer.truncation_side = cut.side
-        strategy = "do_not_truncate" if cut.max_length is None else cut.strategy
-        self._tokenizer.set_truncation_and_padding(
-            padding_strategy=PaddingStrategy.DO_NOT_PAD,
-            truncation_strategy=TruncationStrategy(strategy),
-            max_length=cut.max_length,
-            stride=0,
-            pad_to_multiple_of=None,
-            padding_side=None,
-        )
-        return self._read(self._tokenizer.backend_tokenizer.encode_batch_fast(texts))
+        return self._encode(self._tokenizer.backend_tokenizer, texts, cut)
 
-    def _read(self, encodings: Sequence[Any]) -> tuple[Columns, IsCut]:
+    def _encode(self, library: Any, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
+        # Other calls of the tokenizer leave their own limits behind.
+        library.no_padding()
+        if cut.truncate and cut.max_length is not None:
+            library.enable_truncation(cut.max_length, strategy=cut.strategy, direction=cut.side)
+        else:
+            library.no_truncation()
+        encodings = library.encode_batch_fast(texts)
         columns = [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
         return columns, lambda place: bool(encodings[place].overflowing)
 
@@ -371,8 +347,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"has no tokenizer, so it cannot take texts: {reason(error)}") from error
-    if "gguf_file" not in source.options:  # It is in the same file.
-        check_tokenizer(source, tokenizer)
+    check_tokenizer(source, tokenizer)
     return tokenizer
 
 

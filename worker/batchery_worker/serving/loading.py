@@ -3,11 +3,9 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from batchery.errors import ModelLoadError, StartError
 from batchery.execution.batch import compute, prepare
@@ -16,23 +14,11 @@ from batchery.model import Model, StepModel
 from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.device.start import check_device, find_memory
-from batchery_worker.device_pool.startup import choose_devices
+from batchery_worker.device.start import check_device
 from batchery_worker.memory import Memory
 from batchery_worker.serving.served_model import LoadedModel
-from batchery_worker.work import Work
 
 logger = logging.getLogger("batchery.device")
-
-#: Logger -> how lines begin that libraries write when transformers is imported beside torchao. They
-#: are about kernels that no model here uses, and about calls between these libraries. accelerate
-#: says again where layers are.
-USELESS_ADVICE = {
-    "accelerate.big_modeling": "Some parameters are on the meta device",
-    "torchao": "Failed to load ",
-    "torchao.kernel.intmm": "Warning: Detected no triton",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
-}
 
 
 def load_model(task: ModelTask, device: str, settings: ModelSettings | None = None) -> Model:
@@ -97,43 +83,9 @@ def weigh_model(model: Model) -> int | None:
     if model.memory_bytes is not None or "torch" not in sys.modules:
         return model.memory_bytes
     # It imports torch, and this model may be of another library.
-    from batchery_worker.models.hardware.quantization import sum_cpu_bytes
+    from batchery_worker.models.hardware.devices import sum_cpu_bytes
 
     return sum_cpu_bytes(vars(model).values())
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    """A model of an engine, to be loaded, and its limits.
-
-    Attributes:
-        name: Its name in errors.
-        make_model: Makes the model, not loaded.
-        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
-        max_batch_size: Maximum items of a forward pass.
-        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
-        memory_fraction: Share of a CUDA device's memory that may be used.
-    """
-
-    name: str
-    make_model: Callable[[], Model]
-    devices: Literal["auto"] | Sequence[str]
-    max_batch_size: int
-    max_batch_tokens: int | None
-    memory_fraction: float
-
-    def serve(self) -> tuple[Memory, LoadedModel]:
-        """Loads the model and warms it up, on this thread's device; returns its memory, too."""
-        device = choose_devices(self.devices)[0]
-        check_device(device)
-        memory = find_memory(device, self.memory_fraction)
-        served = serve_model(self.name, self.make_model, device, memory, gives_json=False)
-        served.limit(self.max_batch_tokens)
-        return memory, served
-
-    def work(self, keywords: Mapping[str, Any]) -> Work:
-        """A batch as `LoadedModel` knows it."""
-        return Work(0, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
 
 def _load(
@@ -148,10 +100,9 @@ def _load(
     started_s = time.monotonic()
     logger.info("loading model %s on %s", name, device)
     try:
-        with _without_useless_advice():
-            model = make_model()
-            check_kind(name, model, kind)
-            model.load(device)
+        model = make_model()
+        check_kind(name, model, kind)
+        model.load(device)
         give_json = getattr(model, "give_json", None)
         if gives_json and give_json is not None:
             give_json()
@@ -179,22 +130,6 @@ def _warm_up(model: Model, items: Sequence[Any]) -> list[Any]:
     return compute(model, prepared, keywords, lambda _: [range(len(items))])[0]
 
 
-@contextmanager
-def _without_useless_advice() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in USELESS_ADVICE]
-    for each in loggers:
-        each.addFilter(_is_useful)
-    try:
-        yield
-    finally:
-        for each in loggers:
-            each.removeFilter(_is_useful)
-
-
-def _is_useful(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(USELESS_ADVICE[record.name])
-
-
 def sample_items(model: Model, texts: Sequence[Any]) -> Sequence[Any]:
     """Items that are made of texts: some built-in kinds take more than a text."""
     make = getattr(model, "sample_item", None)
@@ -205,13 +140,6 @@ def sample_keywords(model: Model) -> Mapping[str, Any]:
     """Keywords of items that nobody sent: some built-in kinds need a few."""
     keywords: Mapping[str, Any] = getattr(model, "sample_keywords", {})
     return keywords
-
-
-def read_version(model: Model) -> str:
-    """The model's name for what it has loaded; empty if it has none."""
-    # A class that is older than this method may have an attribute of that name.
-    version: object = model.version
-    return str(version() if callable(version) else version)
 
 
 def build_identity(task: ModelTask, model: Model) -> str:

@@ -52,8 +52,8 @@ class ModelPool:
         self,
         load: Callable[[str], LoadedModel],
         estimate: Callable[[str], int | None],
-        setup: Setup | None = None,
-        memory: Memory | None = None,
+        setup: Setup,
+        memory: Memory,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Loads nothing yet.
@@ -61,23 +61,23 @@ class ModelPool:
         Args:
             load: Loads a model by the name of its task; raises `ModelLoadError`.
             estimate: Says how many bytes it will take; None if that is not known.
-            setup: Of the device; None for one that serves nothing by itself.
+            setup: Of the device.
             memory: Of the device.
             clock: Seconds, on the scale of the models.
         """
         #: The models that are ready for a batch.
         self.loaded: dict[str, LoadedModel] = {}
-        self._device = "" if setup is None else setup.device
-        self._why = {} if setup is None else setup.models
-        self._pinned = frozenset() if setup is None else setup.pinned
+        self._device = setup.device
+        self._why = setup.models
+        self._pinned = setup.pinned
         #: What is known of each model that was loaded, or may be.
         self.records: dict[str, ModelRecord] = {name: ModelRecord() for name in self._why}
-        self._memory = memory or Memory()
+        self._memory = memory
         self._load = load
         self._estimate = estimate
         self._clock = clock
         #: Maximum memory of the models; None for no limit.
-        self.limit_bytes = (setup and setup.model_memory_bytes) or self._memory.model_bytes()
+        self.limit_bytes = setup.model_memory_bytes or memory.model_bytes()
 
     def load_first(self, names: Iterable[str]) -> None:
         """Loads the pinned models, and of the others those for which there is memory."""
@@ -117,6 +117,10 @@ class ModelPool:
     def find_dimensions(self, name: str) -> int | None:
         """Of the vectors that callers have of a model, loaded now or not; None without any."""
         return self.records.get(name, ModelRecord()).dimensions
+
+    def report(self) -> dict[str, Any]:
+        """The figures of all models, and of the memory that they share."""
+        return {"models": self.figures(), "memory": self._memory.figures()}
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What `batchery stats` shows of each model."""

@@ -15,7 +15,7 @@ from batchery_worker.device.runner import Between, RunnerContext
 from batchery_worker.device.start import find_task
 from batchery_worker.device_pool.weights import estimate_bytes
 from batchery_worker.ipc.messages import Loaded, Loads, Reload
-from batchery_worker.serving.loading import build_identity, read_version, serve_model
+from batchery_worker.serving.loading import build_identity, serve_model
 from batchery_worker.serving.model_pool import ModelPool
 from batchery_worker.serving.reload import Reloader
 from batchery_worker.serving.served_model import LoadedModel
@@ -30,15 +30,7 @@ class ModelRunner:
         #: By name of a task: the settings of its model, where they are not those of the app.
         self._versions: dict[str, ModelSettings] = dict(context.setup.versions)
         self._pool = ModelPool(self._load, self._estimate, context.setup, context.memory)
-        self._reloader = Reloader(
-            self._pool.find_dimensions,
-            self._load_version,
-            self._swap,
-            context.memory.release,
-            lambda reply: context.tell(reply._replace(figures=self._report())),
-            context.turn,
-            context.unanswered,
-        )
+        self._reloader = Reloader(context, self._pool, self._load_version, self._versions)
 
     def start(self) -> None:
         """Loads the models that must be there, and of the others those for which there is room.
@@ -87,7 +79,7 @@ class ModelRunner:
             return self._pool.serve(name, self._context.find_wanted())
         finally:
             batch.load_s = time.monotonic() - began_s
-            tell(Loaded(batch.work.id, self._report()))
+            tell(Loaded(batch.work.id, self._pool.report()))
 
     def may_interrupt(self, batch: DeviceBatch) -> bool:
         """Whether its model is loaded: another one might have to go for that."""
@@ -117,9 +109,6 @@ class ModelRunner:
         """Of each model, loaded or not."""
         return self._pool.figures()
 
-    def _report(self) -> dict[str, Any]:
-        return {"models": self.figures(), "memory": self._context.memory.figures()}
-
     def _load(self, name: str) -> LoadedModel:
         served = self._load_version(name, None)
         self._reloader.note_threads()
@@ -135,17 +124,8 @@ class ModelRunner:
         own = get_installation(context.app).settings.max_batch_tokens
         served.limit(task.max_batch_tokens or own)
         served.identity = build_identity(task, served.model)
-        served.version = read_version(served.model)
+        served.version = served.model.version()
         return served
-
-    def _swap(
-        self, new: LoadedModel, settings: ModelSettings | None, load_s: float
-    ) -> LoadedModel | None:
-        """Puts another version into the place of a model; while no batch runs."""
-        old = self._pool.replace(new, load_s)
-        if settings is not None:
-            self._versions[new.name] = settings
-        return old
 
     def _estimate(self, name: str) -> int | None:
         task = cast(ModelTask, self._context.app.tasks[name])

@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from batchery.errors import BatcheryError, ModelLoadError
 from batchery.execution.bisect_failures import has_run_out
 from batchery.settings import ModelSettings
-from batchery_worker.device.runner import PassTurn
+from batchery_worker.device.runner import PassTurn, RunnerContext
 from batchery_worker.ipc.messages import Reload, Reloaded
+from batchery_worker.serving.model_pool import ModelPool
 from batchery_worker.serving.served_model import LoadedModel
 
 #: How often the thread looks whether batches of the old version are answered, in seconds.
@@ -25,41 +26,29 @@ LOOK_S = 0.01
 #: Loads the model of a task, by its name, with other settings than its own unless they are None.
 LoadVersion = Callable[[str, ModelSettings | None], LoadedModel]
 
-#: Takes the new version, its settings, and how long it took to load, in seconds.
-SwapVersion = Callable[[LoadedModel, ModelSettings | None, float], LoadedModel | None]
-
 
 class Reloader:
     """Swaps the models of a device."""
 
     def __init__(
         self,
-        find_dimensions: Callable[[str], int | None],
+        context: RunnerContext,
+        pool: ModelPool,
         load: LoadVersion,
-        swap: SwapVersion,
-        release_memory: Callable[[], None],
-        tell: Callable[[Reloaded], None],
-        turn: PassTurn,
-        unanswered: set[int],
+        versions: dict[str, ModelSettings],
     ) -> None:
         """Starts no thread yet.
 
         Args:
-            find_dimensions: Finds the dimensions of the vectors that a task's callers have.
+            context: Of the device.
+            pool: Its models.
             load: Loads a version.
-            swap: Puts it into the place of the other one, and returns that; called between batches.
-            release_memory: Gives back memory of the device that nothing holds.
-            tell: Sends a message to the worker.
-            turn: That of the thread that computes.
-            unanswered: As of `RunnerContext`.
+            versions: By name of a task, the settings of its model; gets those of a version.
         """
-        self._find_dimensions = find_dimensions
+        self._context = context
+        self._pool = pool
         self._load = load
-        self._swap = swap
-        self._release_memory = release_memory
-        self._tell = tell
-        self._turn = turn
-        self._unanswered = unanswered
+        self._versions = versions
         self._threads: int | None = None
 
     def note_threads(self) -> None:
@@ -82,13 +71,16 @@ class Reloader:
             sys.modules["torch"].set_num_threads(self._threads)
         old = None
         try:
-            with _in_turn(self._turn):
+            with _in_turn(self._context.turn):
                 new = self._load(order.task, order.settings)
             if not order.force:
-                check_dimensions(self._find_dimensions(order.task), new)
+                check_dimensions(self._pool.find_dimensions(order.task), new)
             load_s = time.monotonic() - started_s
-            with self._turn:
-                old = self._swap(new, order.settings, load_s)
+            # While no batch runs.
+            with self._context.turn:
+                old = self._pool.replace(new, load_s)
+                if order.settings is not None:
+                    self._versions[order.task] = order.settings
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent waits
             answer = Reloaded(order.task, "", 0.0, describe(error))
             # What was loaded until then may refer to itself. It holds up all threads for a moment.
@@ -99,14 +91,14 @@ class Reloader:
                 self._retire(old)
         # Nothing else refers to them any more.
         old = new = None  # type: ignore[assignment]
-        self._release_memory()
+        self._context.memory.release()
         with suppress(OSError):  # The parent is gone.
-            self._tell(answer)
+            self._context.tell(answer._replace(figures=self._pool.report()))
 
     def _retire(self, old: LoadedModel) -> None:
         """Waits for the last batch of a version."""
-        held = set(self._unanswered)
-        while held & self._unanswered:
+        held = set(self._context.unanswered)
+        while held & self._context.unanswered:
             time.sleep(LOOK_S)
         old.unload()
 

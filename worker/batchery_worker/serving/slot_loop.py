@@ -23,10 +23,9 @@ from batchery.model_task import ModelTask
 from batchery.outcomes import Failed
 from batchery_worker.batch import DeviceBatch, TextTimes
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.runner import RunnerContext
-from batchery_worker.ipc.messages import Reply, Setup, Stepped
-from batchery_worker.serving.loading import load_model, read_version
+from batchery_worker.ipc.messages import Stepped
+from batchery_worker.serving.loading import load_model
 from batchery_worker.work import Cancel, Work
 
 #: How often the worker is told that there are steps, in seconds.
@@ -40,24 +39,6 @@ ItemId = tuple[int, int]
 
 #: What is known of a job whose time is over: its failure, or that nobody wants it any more.
 Verdict = Failed | CommitStatus
-
-
-def load_slot_loop(
-    context: RunnerContext,
-    finish: Callable[[DeviceBatch, bool], None],
-    free_slot: Callable[[int], None],
-) -> "SlotLoop":
-    """Loads the model of a device with slots; arguments are as of `SlotLoop`.
-
-    Raises:
-        ModelLoadError: It cannot be loaded.
-    """
-    setup = context.setup
-    task = cast(ModelTask, context.app.tasks[setup.task])
-    model = load_model(task, setup.device, setup.versions.get(task.name))
-    version = read_version(model)
-    told = finish, free_slot, context.tell, context.pieces
-    return SlotLoop(cast(StepModel, model), setup, *told, version)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,36 +64,33 @@ class SlotLoop:
 
     def __init__(
         self,
-        model: StepModel,
-        setup: Setup,
+        context: RunnerContext,
         finish: Callable[[DeviceBatch, bool], None],
         free_slot: Callable[[int], None],
-        tell: Callable[[Reply], None],
-        pieces: PieceWriter,
-        version: str = "",
     ) -> None:
-        """Has no jobs.
+        """Loads the model; has no jobs.
 
         Args:
-            model: Loaded and warmed up.
-            setup: Of the device.
+            context: Of the device.
             finish: Answers a job that has left its slots; is told whether no other one goes on.
             free_slot: Called with the id of a batch of which an item has left, and others go on.
-            tell: Sends a message to the worker.
-            pieces: Writes partial results.
-            version: That of the model.
+
+        Raises:
+            ModelLoadError: The model cannot be loaded.
         """
-        self._version = version
-        self._model = model
+        self._setup = setup = context.setup
+        task = cast(ModelTask, context.app.tasks[setup.task])
+        loaded = load_model(task, setup.device, setup.versions.get(task.name))
+        self._model = model = cast(StepModel, loaded)
+        self._version = model.version()
         #: Whether a job may make room for another one; see `StepModel.resumes`.
         self.resumes = bool(model.resumes)
-        self._setup = setup
         self._slots: Slots[ItemId] = Slots(model, setup.slots)
         self._finish = finish
         self._free_slot = free_slot
-        self._tell = tell
+        self._tell = context.tell
+        self._pieces = context.pieces
         self._jobs: dict[int, SlotJob] = {}
-        self._pieces = pieces
         self._steps = 0
         self._steps_s = 0.0
         self._told_s = -inf

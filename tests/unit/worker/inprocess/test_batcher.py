@@ -1,4 +1,4 @@
-"""`batched` and `Batcher`: calls from threads and event loops, each with its own result."""
+"""`batched`: calls from threads and event loops, each with its own result."""
 
 import asyncio
 import copy
@@ -7,14 +7,12 @@ import pickle
 import threading
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from batchery import (
     BatchArgumentError,
-    Batcher,
     DeadlineExceeded,
     Failed,
     ItemFailed,
@@ -303,46 +301,6 @@ def test_a_batcher_ends_with_its_instance_so_that_must_have_weak_references() ->
         Slimmer().embed("a")
 
 
-@dataclass
-class Loaded(Batcher):
-    """Comes from a proxy with `load` and `infer`."""
-
-    attempts: int = 0
-    fails: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__(max_batch_size=2)
-
-    def load(self) -> None:
-        self.attempts += 1
-        self.thread = threading.current_thread()
-        if self.attempts <= self.fails:
-            raise OSError("no such model")
-
-    def infer(self, items: list[str], /, **_: Any) -> list[str]:
-        assert threading.current_thread() is self.thread
-        return [item.upper() for item in items]
-
-
-def test_a_subclass_loads_once_on_the_thread_of_its_batches() -> None:
-    with Loaded() as loaded:
-        assert (loaded("a"), loaded(["b", "c", "d"])) == ("A", ["B", "C", "D"])
-        assert loaded.attempts == 1
-    assert not loaded.thread.is_alive()
-
-
-def test_a_load_that_fails_fails_the_calls_and_is_tried_again() -> None:
-    with Loaded(fails=1) as loaded:
-        with pytest.raises(OSError, match="no such model"):
-            loaded("a")
-        assert loaded("a") == "A"
-
-
-def test_a_subclass_without_infer_says_so() -> None:
-    with Batcher() as batcher, pytest.raises(NotImplementedError, match="needs infer"):
-        batcher("a")
-
-
 def test_a_function_that_calls_its_own_batcher_is_told() -> None:
     @batched
     def deep(items: list[int]) -> list[int]:
@@ -397,15 +355,12 @@ def test_a_generator_may_yield_partial_results_which_nobody_reads() -> None:
         ({"length": len, "pad": {}}, "length: items that are dicts of arrays"),
         ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
-        ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
         ({"batch_size": 2}, "there is no option batch_size; there are max_batch_size, "),
     ],
 )
 def test_a_wrong_option_is_found_where_it_is_written(options: dict[str, Any], text: str) -> None:
     with pytest.raises(BatchArgumentError, match=text):
         batched(**options)
-    with pytest.raises(BatchArgumentError, match=text):
-        Batcher(**options)
 
 
 @pytest.mark.parametrize("what", [3, "embed", Embedder, staticmethod(len), classmethod(print)])

@@ -131,7 +131,7 @@ def test_a_call_whose_event_loop_has_ended_hurts_nobody(gate: Gate) -> None:
 
 
 def test_a_full_queue_refuses(gate: Gate) -> None:
-    function = batched(gate, max_waiting=2, when_full="refuse")
+    function = batched(gate, max_waiting=2)
     gate.hold(function)
     futures = [function.submit(number) for number in range(2)]
     with pytest.raises(QueueFull, match="2 items wait, and max_waiting is 2") as caught:
@@ -140,85 +140,6 @@ def test_a_full_queue_refuses(gate: Gate) -> None:
     gate.opened.set()
     assert [each.result(WAIT_S) for each in futures] == ["0!", "1!"]
     assert function(["more", "than", "fits"]) == ["more!", "than!", "fits!"]
-
-
-def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
-    function = batched(gate, max_batch_size=1, max_waiting=1)
-    gate.hold(function)
-    first = function.submit("first")
-    with pytest.raises(NoResult):
-        function.options(timeout_s=0.05)("late")
-    results: list[str] = []
-
-    def call(name: str) -> None:
-        results.append(function(name))
-
-    threads = [threading.Thread(target=call, args=(name,)) for name in ("a", "b")]
-
-    async def main() -> Any:
-        leaver = asyncio.create_task(function.acall("leaver"))
-        stayer = asyncio.create_task(function.acall("stayer"))
-        await asyncio.sleep(0)
-        leaver.cancel()
-        for thread in threads:
-            thread.start()
-        gate.opened.set()
-        return await stayer
-
-    assert asyncio.run(main()) == "stayer!"
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert (first.result(WAIT_S), sorted(results)) == ("first!", ["a!", "b!"])
-    assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
-
-
-def test_callers_who_wait_for_space_are_refused_when_it_is_closed(gate: Gate) -> None:
-    function = batched(gate, max_waiting=1, max_batch_size=1)
-    held, waiting = gate.hold(function), function.submit("waiting")
-    refused: list[bool] = []
-
-    def call() -> None:
-        with pytest.raises(BatcherClosed):
-            function("no space")
-        refused.append(True)
-
-    async def acall() -> None:
-        with pytest.raises(BatcherClosed):
-            await function.acall("no space")
-        refused.append(True)
-
-    threads = [threading.Thread(target=call) for _ in range(5)]
-    threads += [threading.Thread(target=asyncio.run, args=(acall(),)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: function.stats.waiting == 11, "all wait for space")
-    closing = threading.Thread(target=function.close)
-    closing.start()
-    wait_for(lambda: _is_closed(function), "it takes no more")
-    gate.opened.set()
-    for thread in (*threads, closing):
-        thread.join(WAIT_S)
-    assert len(refused) == 10
-    assert (held.result(WAIT_S), waiting.result(WAIT_S)) == ("held!", "waiting!")
-
-
-def test_space_is_not_given_to_an_event_loop_that_stands_still(gate: Gate) -> None:
-    function = batched(gate, max_waiting=1, max_batch_size=1)
-    gate.hold(function)
-    function.submit("waiting")
-    loop = asyncio.new_event_loop()
-
-    async def begin() -> "asyncio.Task[str]":
-        call = asyncio.create_task(function.acall("paused"))
-        await asyncio.sleep(0)
-        return call
-
-    paused = loop.run_until_complete(begin())
-    gate.opened.set()
-    assert function.options(timeout_s=WAIT_S)("other") == "other!"
-    # It may go on later, and gets its turn then.
-    assert loop.run_until_complete(paused) == "paused!"
-    loop.close()
 
 
 def test_a_callback_of_a_future_that_exits_hurts_no_neighbour(

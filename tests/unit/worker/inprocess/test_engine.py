@@ -27,9 +27,9 @@ from batchery import (
     OutOfMemory,
     SettingsError,
 )
+from batchery_worker.inprocess import engine as engine_module
 from batchery_worker.memory import Memory
 from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.serving import loading
 from support.gate import WAIT_S, batcher_threads
 from support.harness import wait_for
 from support.tiny_models import run, save_model
@@ -377,7 +377,7 @@ def test_an_engine_whose_device_is_dead_closes_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, model = DeadContext(), Doubling()
-    monkeypatch.setattr(loading, "find_memory", lambda *_: memory)
+    monkeypatch.setattr(engine_module, "find_memory", lambda *_: memory)
     with Engine(model, device="cpu") as engine:
         assert engine.call([1, 2]) == [2, 4]
         memory.is_dead = True

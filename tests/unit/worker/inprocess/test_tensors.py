@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
+from batchery.errors import BatchArgumentError, InvalidItem, WrongLength
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batcher import BatchedFunction, batched
 from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator
 from batchery_worker.models.hardware import transfers  # noqa: F401 - before CUDA is a fake
-from support import fake_cuda
-from support.fake_cuda import FakeCuda
 
 #: How an item's numbers become an array of each kind.
 KINDS: dict[str, Callable[..., Any]] = {"numpy": np.array, "torch": torch.tensor}
@@ -296,7 +293,6 @@ def test_others_of_a_list_run_where_exceptions_are_returned() -> None:
         ({"pad": {"ids": 0, "mask": 1}, "mask": "mask"}, "mask='mask'"),
         ({"mask": "mask"}, "need pad"),
         ({"trim": True}, "need pad"),
-        ({"pad": {}, "device": 0}, "device=0"),
         ({"pad": {}, "max_batch_tokens": 10}, "max_batch_tokens needs length"),
     ],
 )
@@ -345,49 +341,3 @@ def test_padding_is_counted() -> None:
     with batching(lambda batch: batch["ids"], pad={"ids": 0}) as function:
         function([{"ids": [1, 2, 3]}, {"ids": [1]}])
         assert function.stats.padding_waste == pytest.approx(2 / 6)
-
-
-# Devices.
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("cuda", "torch finds no CUDA device"), ("cude", "cude")]
-)
-def test_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceUnavailable, match=text):
-        stacked(Collator(BatcherOptions(device=name)), {"x": [1]})
-
-
-@pytest.mark.parametrize("first", ["compute", "copies"])
-def test_copies_to_a_device_are_whole_whichever_stream_is_ahead(
-    monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    cuda: FakeCuda = fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    collator = Collator(BatcherOptions(pad={"ids": 0}, device="cuda:0"))
-    seen = []
-    for number in range(1, 4):
-        sent = stacked(collator, {"ids": [number] * 3}, {"ids": [number]})["ids"]
-        found = torch.zeros(2, 3, dtype=torch.int64)
-        cuda.current.launch(partial(found.add_, sent.detach().view_as(sent)))
-        seen.append(found)
-        del sent
-    cuda.first = next(stream for stream in cuda.streams if stream.name == first)
-    cuda.finish()
-    assert [each.tolist() for each in seen] == [[[n, n, n], [n, 0, 0]] for n in range(1, 4)]
-    assert cuda.waits == 0
-
-
-def calls_of_mixed_lengths(**options: Any) -> int:
-    """How often a function is called for two short and two long items, at first."""
-    with batched(lambda batch: [0] * len(batch["ids"]), pad={"ids": 0}, **options) as function:
-        function([{"ids": [1] * length} for length in (1, 200, 1, 200)])
-        return function.stats.calls_of_function
-
-
-def test_a_gpu_pads_rather_than_being_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls_of_mixed_lengths() == 2
-    fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert calls_of_mixed_lengths(device="cuda:0") == 1

@@ -184,7 +184,7 @@ def test_a_bad_item_fails_alone(
         ("zero_shot", {"labels": ["cats", "cats"]}, "keyword labels: two of them are the same"),
         ("zero_shot", {"hypothesis_template": "This is."}, "needs {} once"),
         ("zero_shot", {"hypothesis_template": "{0.__class__}"}, "needs {} once"),
-        ("zero_shot", {"labels": ["cat " * 90]}, "leave no room for a text in max_length = 80"),
+        ("zero_shot", {"labels": ["cat " * 90]}, "leaves no room for a text in max_length = 80"),
         ("zero_shot", {"labels": ["x" * 5001]}, "keyword labels: 5018 characters are more than"),
         ("zero_shot", {"labels": ["half \ud83d"]}, "keyword labels"),
     ],

@@ -196,7 +196,6 @@ def test_layers_are_shared_by_their_weights() -> None:
         ("bert", FOUR, {}, "is 4 parts, and a bert has 2 layers"),
         ("bart", "cpu:0+cpu:1", {}, "a bart has two; set split = 'layers'"),
         ("bert", "cpu:0+cpu:1", {"layer_memory_bytes": 9}, r"0.00 of 0.00 GiB on cpu:0.*\+cpu"),
-        ("bert", "cpu:0+cpu:1", {"quantize": "int8"}, "is for one device"),
     ],
 )
 def test_what_has_no_pipeline_is_refused_by_name(

@@ -77,9 +77,7 @@ def test_damaged_weights_are_refused(build: Build, copied: Copy, embedder: Load)
     whole = weights.read_bytes()
     for content in (b"not safetensors at all", b"", whole[: len(whole) // 2]):
         weights.write_bytes(content)
-        message = refusal(embedder, folder)
-        assert str(folder) in message
-        assert "model.safetensors is damaged" in message
+        assert str(folder) in refusal(embedder, folder)
 
 
 def test_a_classifier_embeds_without_its_head(build: Build, embedder: Load) -> None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from batchery import ModelSettings
-from batchery_worker.models.source import NEUTRAL, ModelSource, name_version
+from batchery_worker.models.source import NEUTRAL, ModelSource
 from support.tiny_models import Build, Copy, Load
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
@@ -93,7 +93,7 @@ def test_a_version_changes_with_files_and_options_and_with_nothing_else(tmp_path
 
     def version(**options: Any) -> str:
         settings = ModelSettings(kind="embedding", model=str(folder), **options)
-        return name_version(settings, ModelSource(settings))
+        return ModelSource(settings).version()
 
     first = version()
     assert len(first) == 12

@@ -1,6 +1,7 @@
 """Texts in, tokens out: the fast way gives what the tokenizer gives, or is not taken."""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,22 +100,29 @@ def test_a_tokenizer_may_drop_all_of_a_text() -> None:
 def test_two_threads_do_not_change_the_limits_of_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer = make_tokenizer()
-    texts = made(tokenizer)
+    texts = made(make_tokenizer())
     sides = ("left", "right")
     expected = {side: texts(TEXTS, Cut(True, side)) for side in sides}
-    set_limits = tokenizer.set_truncation_and_padding
+    encode = TextTokenizer._encode
     others: list[Future[Any]] = []
 
     with ThreadPoolExecutor(1) as other:
 
-        def set_and_be_interrupted(**limits: Any) -> None:
-            set_limits(**limits)
-            if not others:
-                others.append(other.submit(texts, TEXTS, Cut(True, "right")))
-                wait(others, 0.1)  # It ends only if nothing keeps it from this tokenizer.
+        def be_interrupted(self: TextTokenizer, library: Any, *arguments: Any) -> Any:
+            def meet(batch: Any) -> Any:
+                if not others:
+                    others.append(other.submit(texts, TEXTS, Cut(True, "right")))
+                    wait(others, 0.1)  # It ends only if nothing keeps it from this tokenizer.
+                return library.encode_batch_fast(batch)
 
-        monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_and_be_interrupted)
+            watched = SimpleNamespace(
+                no_padding=library.no_padding,
+                enable_truncation=library.enable_truncation,
+                encode_batch_fast=meet,
+            )
+            return encode(self, watched, *arguments)
+
+        monkeypatch.setattr(TextTokenizer, "_encode", be_interrupted)
         found = {"left": texts(TEXTS, Cut(True, "left")), "right": others[0].result()}
     for side in sides:
         for one, other_one in zip(found[side], expected[side], strict=True):

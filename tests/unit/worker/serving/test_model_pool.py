@@ -46,7 +46,7 @@ class Pool(ModelPool):
             pinned=frozenset(pinned),
             model_memory_bytes=None if limit is None else int(limit * MIB),
         )
-        super().__init__(self.load, self.estimate, setup, clock=self.clock)
+        super().__init__(self.load, self.estimate, setup, Memory(), self.clock)
 
     def clock(self) -> float:
         return self.now_s

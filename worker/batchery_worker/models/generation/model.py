@@ -2,11 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,11 +33,9 @@ from batchery_worker.models.generation.sampling import (
 )
 from batchery_worker.models.generation.texts import REPLACEMENT, Prompt, SlotText, TextJob
 from batchery_worker.models.generation.trial import Candidate, choose_batch, generated_logits
-from batchery_worker.models.hardware.cpu_threads import StepThreads
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
-from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.inputs import GenerationKeywords, read_each, read_item, read_keywords
-from batchery_worker.models.source import ModelSource, identity, loading, name_version
+from batchery_worker.models.source import ModelSource, loading
 from batchery_worker.models.split import open_split
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -77,9 +73,6 @@ class GenerationModel(StepModel):
     model: Any
     tokenizer: Any
 
-    #: Around what a step computes.
-    _computing: Callable[[], AbstractContextManager[object]] = nullcontext
-
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.slots = settings.slots or self.slots
@@ -98,14 +91,12 @@ class GenerationModel(StepModel):
         with loading(self.settings.model):
             self._split = open_split(device, self.settings)
             self._device = self._split.device
-            self._source = ModelSource(self.settings, takes_gguf=True)
+            self._source = ModelSource(self.settings)
             self._load(self._source)
 
     def _load(self, source: ModelSource) -> None:
         if self._device.type == "cuda":
             settle_cuda()
-        elif self._device.type == "cpu" and self._split.is_whole:
-            self._computing = StepThreads(torch.get_num_threads()).step
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
         self._split.begin(self, config)
@@ -117,7 +108,6 @@ class GenerationModel(StepModel):
                 f"its checkpoint lacks {len(missing)} weights ({', '.join(missing[:2])}); name a"
                 " model that was trained to write texts"
             )
-        quantize(self.settings, self.model, self._device)
         self._split.place(self.model)
         self.model.eval()
         self._rules = Rules(self.model, source)
@@ -169,11 +159,11 @@ class GenerationModel(StepModel):
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        return name_version(self.settings, self._source)
+        return self._source.version()
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
-        return identity(self.settings, self._source, self.model, {"device": self._device.type})
+        return self._source.identity(self.model, {"device": self._device.type})
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
         """Reads items and keywords.
@@ -253,10 +243,9 @@ class GenerationModel(StepModel):
         # Those that came with all their pieces, but without their results.
         advances = [self._end(job) for job in list(self._jobs.values()) if job.has_ended]
         try:
-            with self._computing():
-                names, logits = self._batch.forward()
-                texts = [self._texts[name] for name in names]
-                tokens = self._choose(texts, logits) if texts else []
+            names, logits = self._batch.forward()
+            texts = [self._texts[name] for name in names]
+            tokens = self._choose(texts, logits) if texts else []
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

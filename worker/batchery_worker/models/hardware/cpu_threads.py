@@ -1,33 +1,18 @@
-"""Threads of torch: forward passes side by side, each with its own; and how many a step has.
+"""Forward passes side by side, each with its own threads of torch.
 
 On a CPU, a single pass with all threads waits at the end of each operation for the slowest thread,
-and whatever else the machine does makes one thread slow. So do a limit that torch does not see, and
-operations too small to be shared. docs/benchmarks.md has the difference. On cards, the stages of a
-pipeline are the streams.
+and whatever else the machine does makes one thread slow. docs/benchmarks.md
+has the difference. On cards, the stages of a pipeline are the streams.
 """
 
 import threading
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
-
-#: Steps before the first trial or after a change, and between two trials.
-FIRST_STEPS, STEPS_BETWEEN = 32, 1000
-
-#: Steps of a trial. Both numbers of threads take turns; the first step of a turn, which wakes
-#: threads, is not counted.
-TRIAL_STEPS, TURN_STEPS = 32, 4
-
-#: How long steps may last, as a part of what they last now, for fewer threads to be taken, which
-#: leave cores to others; and for more.
-FEWER, MORE = 1.05, 0.9
 
 
 class PassStreams:
@@ -137,58 +122,6 @@ class PendingPass:
             return self._result.result()
         finally:
             self._streams.settle()
-
-
-class StepThreads:
-    """Tries half and twice as many threads now and then, and keeps what is better; one thread's.
-
-    Attributes:
-        count: How many threads steps have, but for some of a trial.
-    """
-
-    def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Begins with all threads.
-
-        Args:
-            most: Maximum number of threads, at least 1.
-            clock: Seconds, on any scale.
-        """
-        self.count = self._most = most
-        self._tried = max(most // 2, 1)
-        self._clock = clock
-        #: Steps of the trial; below 0, those until it begins.
-        self._at = -FIRST_STEPS
-        #: How long its steps lasted, by their threads.
-        self._lasted_s = defaultdict[int, list[float]](list)
-
-    @contextmanager
-    def step(self) -> Iterator[int]:
-        """Gives a step its threads of torch until the end of the block; says how many."""
-        turn, at = divmod(self._at, TURN_STEPS)
-        threads = self._tried if self._at >= 0 and turn % 2 else self.count
-        torch.set_num_threads(threads)
-        began_s = self._clock()
-        try:
-            yield threads
-        finally:
-            torch.set_num_threads(self._most)
-        if self._at >= 0 and at:
-            self._lasted_s[threads].append(self._clock() - began_s)
-        self._at += 1
-        if self._at == TRIAL_STEPS:
-            self._end_trial()
-
-    def _end_trial(self) -> None:
-        lasted_s = {threads: median(each) for threads, each in self._lasted_s.items()}
-        goes_up = self._tried > self.count
-        is_better = lasted_s[self._tried] <= (MORE if goes_up else FEWER) * lasted_s[self.count]
-        self.count = self._tried if is_better else self.count
-        # It goes on in this direction if that helped, and otherwise turns.
-        others = [min(2 * self.count, self._most), max(self.count // 2, 1)]
-        wanted, other = others if goes_up == is_better else reversed(others)
-        self._tried = other if wanted == self.count else wanted
-        self._at = -(FIRST_STEPS if is_better else STEPS_BETWEEN)
-        self._lasted_s.clear()
 
 
 def _settle_threads(settle: Callable[[], None]) -> None:

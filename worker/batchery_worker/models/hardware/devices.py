@@ -1,5 +1,6 @@
 """Which devices there are, which number format suits one, and the memory of a CUDA device."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -91,6 +92,18 @@ def dtype_for(setting: str, device: torch.device) -> torch.dtype:
         # Emulated bf16 would be slower than fp32.
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if fast else torch.float32
+
+
+def sum_cpu_bytes(parts: Iterable[Any]) -> int:
+    """Main memory of the weights and buffers of those parts that are modules."""
+    tensors = {
+        id(tensor): tensor.nbytes
+        for part in parts
+        if isinstance(part, torch.nn.Module)
+        for tensor in (*part.parameters(), *part.buffers())
+        if tensor.device.type == "cpu"
+    }
+    return sum(tensors.values())
 
 
 #: Share of the memory for models; the rest is for passes.

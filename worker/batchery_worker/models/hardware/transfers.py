@@ -30,7 +30,7 @@ class HostToDevice:
         # A stream of its own: behind the last pass, the copy would come too late.
         self._stream = open_stream(device)
 
-    def send(self, numbers: NDArray[Any] | Tensor) -> Tensor:
+    def send(self, numbers: NDArray[Any]) -> Tensor:
         """Copies numbers to the device, without waiting for the end of the copy.
 
         Args:
@@ -40,7 +40,7 @@ class HostToDevice:
         Returns:
             The same on the device, ready for what is queued on its current stream from now on.
         """
-        there = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
+        there = torch.from_numpy(numbers)
         if self._stream is None:
             return there.to(self._device)
         pinned = there.pin_memory()

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from batchery.model import Advance
 from batchery.settings import ModelSettings
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.models.openai_server.model import OpenAIServerModel, ServerKeywords
-from batchery_worker.models.source import ModelSource, loading, name_version
+from batchery_worker.models.source import ModelSource, loading
 
 logger = logging.getLogger("batchery.vllm")
 
@@ -32,12 +33,6 @@ ADDRESS = "http://vllm/v1"
 #: vLLM's names of number formats.
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-#: Settings that vLLM has under other names.
-INSTEAD = {
-    "quantize": "engine_options.quantization",
-    "cache_tokens": "engine_options.kv_cache_memory_bytes",
-}
-
 #: What requests ask for unless jobs say something else; vLLM would take the model's own.
 DEFAULTS = {"top_p": 1.0, "top_k": 0}
 
@@ -49,9 +44,6 @@ VARIABLES = {"VLLM_NO_USAGE_STATS": "1"}
 
 #: Options by which vLLM spreads over several GPUs.
 SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
-#: The level of a line of vLLM's log.
-LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 #: A line that says what went wrong, and those that only point to it.
 CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|error): .+)")
@@ -86,9 +78,9 @@ class VllmModel(OpenAIServerModel):
 
     def _start(self, device: str) -> None:
         settings = self.settings
-        for name, instead in INSTEAD.items():
-            if name in settings.model_fields_set:
-                raise ValueError(f"{name} is not for the engine vllm; set {instead}")
+        if settings.cache_tokens is not None:
+            instead = "engine_options.kv_cache_memory_bytes"
+            raise ValueError(f"cache_tokens is not for the engine vllm; set {instead}")
         python = Path(settings.engine_python or "").expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
             raise ValueError(
@@ -106,7 +98,7 @@ class VllmModel(OpenAIServerModel):
             ],
             env=make_environment(device, settings.engine_options),
             remove=folder,
-            on_line=log_line,
+            on_line=partial(logger.info, "%s"),
         )
         # It listens when its engine is ready. The parent ends this wait if it takes too long.
         while not listens(path):
@@ -118,7 +110,7 @@ class VllmModel(OpenAIServerModel):
 
     def version(self) -> str:
         """Changes with the model's files and options."""
-        return name_version(self.settings, self._source)
+        return self._source.version()
 
     def step(self) -> Sequence[Advance]:
         """Collects what the server has written.
@@ -192,10 +184,3 @@ def make_environment(device: str, options: Mapping[str, Any]) -> dict[str, str]:
         has_name = number < len(there) and there[number]
         fixed["CUDA_VISIBLE_DEVICES"] = there[number] if has_name else str(number)
     return {**VARIABLES, **ours, **fixed}
-
-
-def log_line(line: str) -> None:
-    """Writes a line of vLLM's log to ours, at its level."""
-    found = LEVEL.search(line[:80])
-    levels = logging.getLevelNamesMapping()
-    logger.log(levels[found[1]] if found else logging.INFO, "%s", line)
