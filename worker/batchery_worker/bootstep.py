@@ -26,8 +26,8 @@ from batchery.settings import (
 )
 from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
-from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.devices_step import failing_in_one_line
+from batchery_worker.memory import resident_kib
 from batchery_worker.queue_plan import (
     comes_by_any,
     find_queue,

@@ -18,9 +18,10 @@ from celery.worker.strategy import default
 
 from batchery.transport.leases import Deaths
 from batchery_worker.device_pool.fleet import Fleet
-from batchery_worker.device_pool.process import DeviceProcess, State, WatchedBatch
+from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.device_pool.watched import WatchedBatch
 from batchery_worker.forwarding import read_raw
-from batchery_worker.ipc.messages import Fate, Forget, Handed, Settled
+from batchery_worker.ipc.messages import Fate, Forget, Handed, Ready, Reply, Settled
 
 logger = logging.getLogger("batchery.pool")
 
@@ -78,7 +79,7 @@ class HandedJob:
 
 
 class HandedJobs:
-    """The messages that the devices of a worker have; all on the thread of the fleet."""
+    """The messages that the devices of a worker have; for whoever has the lock of the fleet."""
 
     #: As of `HolderBeats`: there is nothing to keep alive.
     recovered = 0
@@ -88,9 +89,6 @@ class HandedJobs:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._supervisor = fleet.supervisor
-        self._supervisor.on_ready = self._assign_waiting
-        self._supervisor.handlers[Settled] = self._on_settled
         self._jobs: dict[str, HandedJob] = {}
         self._held = Counter[str]()
         #: Attempts that were settled lately: the broker may deliver them again.
@@ -115,7 +113,14 @@ class HandedJobs:
         """Takes a message."""
         self._fleet.call(partial(self._take, job))
 
-    # On the fleet's thread
+    # For whoever has the lock of the fleet
+
+    def handle(self, _: DeviceProcess, reply: Reply) -> None:
+        """Hears what a device says."""
+        if isinstance(reply, Ready):
+            self._assign_waiting()
+        elif isinstance(reply, Settled):
+            self._on_settled(reply)
 
     def _take(self, job: HandedJob) -> None:
         if (job.message.delivery_info or {}).get("redelivered"):
@@ -136,11 +141,11 @@ class HandedJobs:
 
     def _assign(self, job: HandedJob) -> None:
         """Hands a message to the device that has fewest, among those that are ready."""
-        kinds = {each.setup.task for each in self._supervisor.devices}
+        kinds = {each.setup.task for each in self._fleet.devices}
         own = job.task.name if job.task.slots and job.task.name in kinds else ""
         ready = [
             each
-            for each in self._supervisor.devices
+            for each in self._fleet.devices
             if each.state is State.READY
             if each.setup.task == own or own not in kinds
             if each.serves(job.task.name)
@@ -149,14 +154,14 @@ class HandedJobs:
         if job.device is not None:
             self._held[job.device.name] += 1
             handed = Handed(job.token, read_raw(job.message), job.deaths, job.expired_s)
-            self._supervisor.order(job.device, handed)
+            job.device.tell(handed)
 
     def _assign_waiting(self) -> None:
         for job in [*self._jobs.values()]:
             if job.device is None:
                 self._assign(job)
 
-    def _on_settled(self, _: DeviceProcess, reply: Settled) -> None:
+    def _on_settled(self, reply: Settled) -> None:
         job = self._jobs.get(reply.token)
         if job is None:
             return
@@ -183,8 +188,8 @@ class HandedJobs:
             job.is_stale = True
             if job.device is None:
                 del self._jobs[job.token]
-        for device in self._supervisor.devices:
-            self._supervisor.order(device, Forget())
+        for device in self._fleet.devices:
+            device.tell(Forget())
 
     def leave(self, name: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
         """Hands on what a device had whose process has ended; see `HolderBeats.leave`."""

@@ -1,21 +1,15 @@
-"""The jobs in flight: Celery was told that they have begun, and they are not settled yet.
-
-After a broken connection the broker redelivers every message that was not acknowledged, also those
-of jobs that a device is computing. Such a job must not run twice. Its new message replaces the
-earlier one, which can no longer be acknowledged, and the job goes on.
-"""
+"""The jobs in flight: Celery was told that they have begun, and they are not settled yet."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from celery.worker import state as worker_state
-
 from batchery.protocol.headers import Form
 from batchery_worker.request import BatchRequest, LeaseHandle
+
+logger = logging.getLogger("batchery.pool")
 
 
 @dataclass(slots=True)
@@ -79,7 +73,10 @@ class TaskCall:
 
     def accept(self, pid: int) -> None:
         """Tells Celery that it begins in a process."""
-        _accept(self, pid)
+        try:
+            self.accept_callback(pid, monotonic())
+        except Exception:
+            logger.exception("%s[%s] cannot be accepted", self.task_name, self.task_id)
 
     @property
     def lease(self) -> LeaseHandle | None:
@@ -93,9 +90,6 @@ class TaskCall:
             return None
         tag: str | None = self.request.message.properties.get("publish_tag")
         return tag
-
-
-logger = logging.getLogger("batchery.pool")
 
 
 class InFlight:
@@ -143,60 +137,3 @@ class InFlight:
         # Its message may have been redelivered meanwhile, as another call.
         if self._calls.get(call.task_id) is call:
             del self._calls[call.task_id]
-
-    def takes(self, newer: TaskCall) -> bool:
-        """Whether a redelivered message belongs to a job that runs here, or has succeeded.
-
-        Such a message needs no run of its own: it is settled together with the job, or at once.
-        """
-        request = newer.request
-        if request is None or not request.delivery_info.get("redelivered"):
-            return False
-        if request.id in worker_state.successful_requests:
-            # The result is stored; only the acknowledgement was lost with the connection.
-            logger.info(
-                "%s[%s] was redelivered but is done already", newer.task_name, newer.task_id
-            )
-            worker_state.task_ready(request, successful=True)
-            request.acknowledge()
-            return True
-        older = self._calls.get(newer.task_id)
-        if older is None or not _is_same_run(older, newer):
-            return False
-        lease = older.lease
-        if lease is not None and not lease.store.holds(lease.token):
-            # Its result will be refused.
-            return False
-        logger.info(
-            "%s[%s] was redelivered while it runs, and goes on", newer.task_name, newer.task_id
-        )
-        _replace(older, newer, request)
-        return True
-
-
-def _is_same_run(older: TaskCall, newer: TaskCall) -> bool:
-    """Whether two messages with one id are the same attempt; a retry keeps the id of its job."""
-    if older.request is None or older.request.discarded:
-        return False
-    return bool(older.message.get("retries") == newer.message.get("retries"))
-
-
-def _replace(call: TaskCall, newer: TaskCall, request: BatchRequest) -> None:
-    """Makes a job in flight settle the newer message."""
-    before = call.request
-    assert before is not None
-    # Celery counts requests, not ids. Nobody will settle the older request, so it must go.
-    worker_state.active_requests.discard(before)
-    worker_state.reserved_requests.discard(before)
-    call.request = request
-    call.callback = newer.callback
-    call.accept_callback = newer.accept_callback
-    call.error_callback = newer.error_callback
-    _accept(call, before.worker_pid or os.getpid())
-
-
-def _accept(call: TaskCall, pid: int) -> None:
-    try:
-        call.accept_callback(pid, monotonic())
-    except Exception:
-        logger.exception("%s[%s] cannot be accepted", call.task_name, call.task_id)

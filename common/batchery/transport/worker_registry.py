@@ -146,25 +146,3 @@ def warn_of_eviction(info: Mapping[str, Any]) -> None:
             " set it to noeviction",
             policy,
         )
-
-
-#: What is raised by reading a worker's entry that is none.
-ODD_ENTRY = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-
-
-def read_expiry(about: bytes | None) -> float | None:
-    """The expiry that a worker has registered, in seconds; None if there is none."""
-    try:
-        expiry_s = json.loads(about or b"{}")["expiry_s"]
-        return float(expiry_s) if expiry_s > 0 else None
-    except ODD_ENTRY:
-        return None
-
-
-def read_text(about: bytes | None, field: str) -> str | None:
-    """A text that a worker has registered; None if there is none, as from older versions."""
-    try:
-        text = json.loads(about or b"{}")[field]
-    except ODD_ENTRY:
-        return None
-    return text if isinstance(text, str) else None

@@ -34,7 +34,6 @@ from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, StockConsumer
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import Fate, JobsSetup, Joined, Reply, Setup
 from batchery_worker.work import Cancel
@@ -46,6 +45,10 @@ LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
 HELD_S = 0.1
+
+#: Maximum number of events in one message. They are sent once a turn; by default Celery also sends
+#: them after every 24, which is eight messages for a batch of 64 jobs.
+MAX_EVENTS = 1000
 
 #: How often other workers may be told of what this device holds, in seconds.
 DESCRIBE_S = 1.0
@@ -238,10 +241,9 @@ class Feed:
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, jobs: JobsSetup) -> Any:
-        use_batch_events(self._app)
         self._flushes = False
         events: Any = self._app.events
-        return events.Dispatcher(
+        eventer = events.Dispatcher(
             self._app.connection_for_write(),
             hostname=jobs.hostname,
             # As Celery's own: remote control adds the other group.
@@ -249,6 +251,8 @@ class Feed:
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
+        eventer.buffer_limit = MAX_EVENTS
+        return eventer
 
     def _flush_events_soon(self) -> None:
         if not self._flushes:

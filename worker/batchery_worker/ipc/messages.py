@@ -9,10 +9,8 @@ import marshal
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-import batchery.errors
-from batchery.errors import StartError
 from batchery.settings import ModelSettings
 from batchery.transport.leases import Deaths
 
@@ -167,20 +165,12 @@ class Ready(NamedTuple):
     load_s: float
     #: Figures of the device's models and memory.
     figures: Mapping[str, Any] | None = None
-    #: Whether jobs may make room for others in its slots; see `StepModel.resumes`.
-    resumes: bool = True
 
 
 class NotReady(NamedTuple):
     """The device cannot start, and its process ends; or it has started, and its broker is none."""
 
-    error: str
     text: str
-
-    def exception(self) -> StartError:
-        """The error that the device raised."""
-        error: StartError = getattr(batchery.errors, self.error, StartError)(self.text)
-        return error
 
 
 class ResultsWait(NamedTuple):
@@ -286,33 +276,26 @@ class Answer(NamedTuple):
     value: str
 
 
-_KINDS = (
-    *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Stepped),
-    *(Joined, Parted, Running, Ended, RecycleDue, Answer, Settled),
-)
+Message = Setup | Reload | Stop | Fenced | Order | Handed | Forget
+
+#: What a device says of a batch whose time is limited.
+OfBatch = Running | Began | Loads | Loaded | ResultsWait | Ended
 Reply = (
-    Ready
+    OfBatch
+    | Ready
     | NotReady
     | Reloaded
-    | ResultsWait
-    | Began
-    | Loads
-    | Loaded
     | Stepped
     | Joined
     | Parted
-    | Running
-    | Ended
     | RecycleDue
     | Answer
     | Settled
 )
-_REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
+_REPLIES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Reply)}
 
 
-def dump_message(
-    message: Setup | Reload | Stop | Fenced | Order | Handed | Forget,
-) -> bytes:
+def dump_message(message: Message) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
