@@ -87,16 +87,15 @@ class DevicesStep(_Step):  # type: ignore[misc]
         settings = get_installation(app).settings
         with failing_in_one_line():
             setups = device_setups(
-                *(app, plan.tasks, settings, [*plan.places]),
+                *(app, plan.tasks, settings, plan.places),
                 in_process=plan.in_process,
-                places=plan.places,
-                plan_jobs=plan.setup,
+                jobs=plan.jobs,
             )
         start: StartProcess = start_process
         if plan.in_process:
             start = partial(symbol_by_name(DEVICE_THREAD), app)
-        devices = [DeviceProcess(setup, start) for setup in setups]
-        make_holding: Any = HandedJobs if plan.is_handed else partial(HolderBeats, app)
+        devices = [DeviceProcess(each.with_queues(plan.sizes), start) for each in setups]
+        make_holding: Any = HandedJobs if plan.jobs.is_handed else partial(HolderBeats, app)
         self.fleet = parent.fleet = Fleet(settings, devices, make_holding, _on_lost)
         parent.reloads = Reloads(app, self.fleet)
         self._has_other_work = plan.has_other_work
@@ -170,7 +169,7 @@ def extend_commands(fleet: Fleet, plan: QueuePlan) -> None:
         _extend(name, partial(_changed, fleet, name))
     _extend("query_task", partial(_queried, fleet))
     _extend("pool_restart", partial(_restart, fleet, plan))
-    if not plan.is_handed:
+    if not plan.jobs.is_handed:
         _extend("active_queues", partial(_with_queues, fleet))
         _extend("add_consumer", partial(_add_consumer, fleet, plan))
         _extend("cancel_consumer", partial(_cancel_consumer, fleet, plan))

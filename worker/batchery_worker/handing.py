@@ -17,7 +17,7 @@ from celery.worker import state as worker_state
 from celery.worker.strategy import default
 
 from batchery.transport.leases import Deaths
-from batchery_worker.device_pool.fleet import Fleet
+from batchery_worker.device_pool.fleet import Fleet, Holding
 from batchery_worker.device_pool.process import DeviceProcess, State
 from batchery_worker.device_pool.watched import WatchedBatch
 from batchery_worker.forwarding import read_raw
@@ -78,14 +78,11 @@ class HandedJob:
             logger.warning("a message cannot be acknowledged any more: %r", error)
 
 
-class HandedJobs:
-    """The messages that the devices of a worker have; for whoever has the lock of the fleet."""
+class HandedJobs(Holding):
+    """The messages that the devices of a worker have; for whoever has the lock of the fleet.
 
-    #: As of `HolderBeats`: there is nothing to keep alive.
-    recovered = 0
-    expiry_s = 5.0
-    beat_s: float | None = None
-    is_silent = False
+    The broker gives back what was not settled.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -94,12 +91,6 @@ class HandedJobs:
         #: Attempts that were settled lately: the broker may deliver them again.
         self._settled = LimitedSet(maxlen=worker_state.SUCCESSFUL_MAX)
         self._connection: Any = None
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing: the broker gives back what was not settled."""
 
     # What Celery's consumer says, on its thread
 
@@ -115,8 +106,8 @@ class HandedJobs:
 
     # For whoever has the lock of the fleet
 
-    def handle(self, _: DeviceProcess, reply: Reply) -> None:
-        """Hears what a device says."""
+    def handle(self, device: DeviceProcess, reply: Reply) -> None:  # noqa: ARG002
+        """Hears what a device says: that it is ready, or done with a job."""
         if isinstance(reply, Ready):
             self._assign_waiting()
         elif isinstance(reply, Settled):
@@ -141,15 +132,10 @@ class HandedJobs:
 
     def _assign(self, job: HandedJob) -> None:
         """Hands a message to the device that has fewest, among those that are ready."""
-        kinds = {each.setup.task for each in self._fleet.devices}
-        own = job.task.name if job.task.slots and job.task.name in kinds else ""
-        ready = [
-            each
-            for each in self._fleet.devices
-            if each.state is State.READY
-            if each.setup.task == own or own not in kinds
-            if each.serves(job.task.name)
-        ]
+        devices = self._fleet.devices
+        # Any refuses what none of them serves.
+        able = [each for each in devices if each.setup.serves(job.task.name)] or devices
+        ready = [each for each in able if each.state is State.READY]
         job.device = min(ready, key=lambda each: self._held[each.name], default=None)
         if job.device is not None:
             self._held[job.device.name] += 1
@@ -191,9 +177,9 @@ class HandedJobs:
         for device in self._fleet.devices:
             device.tell(Forget())
 
-    def leave(self, name: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Hands on what a device had whose process has ended; see `HolderBeats.leave`."""
-        jobs = [job for job in self._jobs.values() if job.device and job.device.name == name]
+    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
+        """Hands on what a device had."""
+        jobs = [job for job in self._jobs.values() if job.device and job.device.name == device]
         if is_death:
             self._blame(jobs, batches)
         for job in jobs:

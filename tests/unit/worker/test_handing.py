@@ -46,14 +46,12 @@ class Fleet:
         )
 
     def _make(self, name: str) -> Any:
-        setup = SimpleNamespace(task="")
+        setup = SimpleNamespace(serves=lambda _: True)
 
         def tell(message: Any) -> None:
             self.sent.append((name, message))
 
-        return SimpleNamespace(
-            name=name, setup=setup, state=State.READY, serves=lambda _: True, tell=tell
-        )
+        return SimpleNamespace(name=name, setup=setup, state=State.READY, tell=tell)
 
     def call(self, function: Any) -> None:
         function()

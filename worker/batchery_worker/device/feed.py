@@ -179,8 +179,7 @@ class Feed:
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
-            name = task.name
-            is_its = name == setup.task if task.slots else name not in setup.elsewhere
+            is_its = setup.task == task.name if task.slots else setup.serves(task.name)
             return is_its or jobs.is_handed
 
         pool = CallPool(app, self.dispatcher.admit, self._cancel, jobs.limits)
@@ -193,8 +192,9 @@ class Feed:
         if jobs.is_handed:
             self.source = HandedSource(tell, self._deliver)
         else:
+            levels = sorted(each.level for each in settings.classes.values())
             self.source = RedisSource(
-                *(app, list(jobs.queues), jobs.levels, jobs.hostname),
+                *(app, list(jobs.sizes), levels, jobs.hostname),
                 *(self._deliver, self._find_running),
             )
             self.source.on_joined = self._on_joined
@@ -229,8 +229,8 @@ class Feed:
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
-        self._serve(self._jobs.with_queues(sizes))
-        self.source.select_queues(self._jobs.queues)
+        self._serve(self._setup.with_queues(sizes).jobs)
+        self.source.select_queues([*self._jobs.sizes])
         self._wake()
 
     def _describe(self) -> None:

@@ -17,7 +17,7 @@ from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDete
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import build_expired_field, encode_id
 from batchery_worker.brokers import list_brokers, open_channel
-from batchery_worker.device_pool.fleet import Fleet
+from batchery_worker.device_pool.fleet import Fleet, Holding
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.watched import WatchedBatch
 from batchery_worker.ipc.messages import Joined, Parted, Reply
@@ -25,7 +25,7 @@ from batchery_worker.ipc.messages import Joined, Parted, Reply
 logger = logging.getLogger("batchery.pool")
 
 
-class HolderBeats:
+class HolderBeats(Holding):
     """Renews the leases of devices, and recovers those of dead holders, with each broker."""
 
     def __init__(self, app: Celery, fleet: Fleet) -> None:
@@ -51,13 +51,7 @@ class HolderBeats:
                 each.holders.pop(reply.holder, None)
 
     def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Gives back what a device held whose process has ended.
-
-        Args:
-            device: Its name.
-            batches: Those of which it has told, and which had not ended.
-            is_death: Whether what it ran may have killed it.
-        """
+        """Gives back what a device held."""
         expired = {
             each.told.job_ids[0]: each.told.hard_limit_s or 0.0
             for each in batches
@@ -82,23 +76,9 @@ class HolderBeats:
         return sum(each.recovered for each in self._brokers)
 
     @property
-    def _serving(self) -> "BrokerBeats":
+    def serving(self) -> "BrokerBeats":
+        """The heartbeat with the broker in use."""
         return next((each for each in self._brokers if each.holders), self._brokers[0])
-
-    @property
-    def expiry_s(self) -> float:
-        """After how long a silence others take the leases of devices, in seconds."""
-        return self._serving.expiry_s
-
-    @property
-    def beat_s(self) -> float | None:
-        """When the last heartbeat was answered; None before the first one."""
-        return self._serving.beat_s
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the last one was not answered."""
-        return self._serving.is_silent
 
 
 class BrokerBeats:
@@ -121,8 +101,11 @@ class BrokerBeats:
         #: Holders whose jobs this user may not give back, which the log has once.
         self._left: set[str] = set()
         self.recovered = 0
+        #: After how long a silence others take the leases, in seconds.
         self.expiry_s = 5.0
+        #: When the last heartbeat was answered; None before the first one.
         self.beat_s: float | None = None
+        #: Whether the last one was not answered.
         self.is_silent = False
         self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
 
@@ -136,7 +119,7 @@ class BrokerBeats:
         Args:
             holder: Its id.
             expired: Id of a job that has reached its hard time limit -> that limit, in seconds.
-            is_death: As of `HolderBeats.leave`.
+            is_death: As of `Holding.leave`.
         """
         self.holders.pop(holder, None)
         self._ended.append((holder, expired, is_death))

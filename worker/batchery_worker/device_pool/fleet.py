@@ -17,7 +17,7 @@ from functools import partial
 from math import inf
 from time import monotonic, sleep
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from celery.worker import state as worker_state
 
@@ -88,24 +88,18 @@ class BusyDevices:
         """Nothing: devices tell of their jobs."""
 
 
-class Holding(Protocol):
+class Holding:
     """What knows the jobs that devices have: leases of them, or messages of Celery's consumer."""
 
     @property
     def recovered(self) -> int:
         """How many messages of dead holders are back in their queues."""
+        return 0
 
     @property
-    def expiry_s(self) -> float:
-        """After how long a silence others take the leases of devices, in seconds."""
-
-    @property
-    def beat_s(self) -> float | None:
-        """When the last heartbeat was answered; None before the first one."""
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the last one was not answered."""
+    def serving(self) -> Any:
+        """The heartbeat of leases: `expiry_s`, `beat_s` and `is_silent`; None if there is none."""
+        return None
 
     def start(self) -> None:
         """Begins to keep them."""
@@ -114,7 +108,13 @@ class Holding(Protocol):
         """Hears what a device says, after the fleet."""
 
     def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Gives back what a device had; see `HolderBeats.leave`."""
+        """Gives back what a device had whose process has ended.
+
+        Args:
+            device: Its name.
+            batches: Those of which it has told, and which had not ended.
+            is_death: Whether what it ran may have killed it.
+        """
 
     def stop(self) -> None:
         """Gives back what is left."""
@@ -511,14 +511,13 @@ class Fleet:
         """Has all devices take from these queues, each with the tasks whose jobs come by it."""
         with self.changed:
             for device in self.devices:
-                jobs = device.setup.jobs.with_queues(sizes)
-                device.setup = replace(device.setup, jobs=jobs)
+                device.setup = device.setup.with_queues(sizes)
         self.ask("batchery_queues", {"sizes": sizes})
 
     @property
     def queues(self) -> Sequence[str]:
         """Names of the queues that devices take from."""
-        return sorted({find_own(name) for each in self.devices for name in each.setup.jobs.queues})
+        return sorted({find_own(name) for each in self.devices for name in each.setup.jobs.sizes})
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows, and how many jobs of each task there were."""

@@ -152,10 +152,6 @@ class DeviceProcess:
         models = self.reported.get("models", {})
         return {task: figures.get("version", "") for task, figures in models.items()}
 
-    def serves(self, task: str) -> bool:
-        """Whether jobs of a task, which has no slots, may come to it."""
-        return task not in self.setup.elsewhere
-
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, or was asked, in seconds; else 0."""
         # Of a copy, as threads look that answer probes.
