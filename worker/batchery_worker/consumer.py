@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import redis
 from celery import signals
-from celery.exceptions import InvalidTaskError, NotRegistered, Reject
+from celery.exceptions import InvalidTaskError, NotRegistered
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import compression as kombu_compression
@@ -30,26 +30,11 @@ from batchery.settings import describe_file, settings_file
 from batchery.transport import dead_letters
 from batchery.transport.dead_letters import as_one_line, read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import get_lease, give_back
+from batchery_worker.request import get_lease
 
 _Consumer: Any = Consumer
 
 logger = logging.getLogger("batchery.worker")
-
-#: Errors of files, processes and mappings: kombu counts every `OSError` and `KeyError` as a lost
-#: connection, and a message whose handling always raised one would make the worker connect anew for
-#: ever.
-NO_CONNECTION = (
-    KeyError,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ChildProcessError,
-    ProcessLookupError,
-)
-
 
 #: Errors that say all of a malformed message; of others the log shows where they were raised.
 MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
@@ -118,9 +103,9 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         """Refuses a message whose handling has raised an error.
 
         Raises:
-            Exception: The error, if it says that the broker's connection is lost.
+            redis.RedisError: The error, if it says that the connection is lost.
         """
-        if isinstance(error, self.connection_errors) and not isinstance(error, NO_CONNECTION):
+        if isinstance(error, redis.ConnectionError | redis.TimeoutError):
             raise error
         state: Any = worker_state
         for request in [*state.reserved_requests, *state.scheduled_requests]:
@@ -197,30 +182,6 @@ def embedded(message: Any) -> Mapping[str, Any]:
         return dict(embed)
     except Exception:  # noqa: BLE001 - a message may be malformed in any way
         return read_embed(message.body)
-
-
-def refuse_what_raises(consumer: Any, process: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Has each job refused that cannot be handed to the pool, also one that has waited before.
-
-    Args:
-        consumer: Has brought the jobs.
-        process: Hands a request to its pool.
-
-    Returns:
-        What to call in the place of `process`.
-    """
-
-    def process_task(request: Any) -> None:
-        try:
-            process(request)
-        except Reject as error:
-            # It has run, and its result found no backend.
-            logger.warning("%s[%s] is given back: %s", request.name, request.id, error)
-            give_back(request)
-        except Exception as error:  # noqa: BLE001 - it would end worker after worker
-            consumer.end_unhandled(request.message, error)
-
-    return process_task
 
 
 def bound_decompression() -> None:

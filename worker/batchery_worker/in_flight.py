@@ -20,11 +20,7 @@ class TaskCall:
     target: Callable[..., tuple[int, Any, float]]
     #: Arguments of the tracer: task name, task id, headers of the message, and more.
     args: Sequence[Any]
-    callback: Callable[[tuple[int, Any, float]], None]
-    accept_callback: Callable[[int, float], None]
-    error_callback: Callable[[Any], None]
-    #: The request whose methods the callbacks are; None for a caller that is not Celery's worker.
-    request: BatchRequest | None
+    request: BatchRequest
     items: Sequence[Any] = ()
     #: Whether this is a multi-item job, and of which form.
     is_multi_item: Form = False
@@ -64,30 +60,40 @@ class TaskCall:
     @property
     def embed(self) -> Mapping[str, Any]:
         """Callbacks, and what follows in a chain."""
-        return (self.request.embed if self.request is not None else None) or {}
+        return self.request.embed or {}
 
     @property
     def keywords(self) -> Mapping[str, Any]:
         """Its keyword arguments."""
         return self.message.get("kwargs") or {}
 
+    @property
+    def callback(self) -> Callable[[tuple[int, Any, float]], None]:
+        """Called with the tracer's answer."""
+        function: Callable[[tuple[int, Any, float]], None] = self.request.on_success
+        return function
+
+    @property
+    def error_callback(self) -> Callable[[Any], None]:
+        """Called where the tracer has none."""
+        function: Callable[[Any], None] = self.request.on_failure
+        return function
+
     def accept(self, pid: int) -> None:
         """Tells Celery that it begins in a process."""
         try:
-            self.accept_callback(pid, monotonic())
+            self.request.on_accepted(pid, monotonic())
         except Exception:
             logger.exception("%s[%s] cannot be accepted", self.task_name, self.task_id)
 
     @property
     def lease(self) -> LeaseHandle | None:
         """The lease of its message; None if there is none, or none any more."""
-        return None if self.request is None else self.request.lease
+        return self.request.lease
 
     @property
     def publish_tag(self) -> str | None:
         """Tag of its message, the same at each delivery; None for other transports."""
-        if self.request is None:
-            return None
         tag: str | None = self.request.message.properties.get("publish_tag")
         return tag
 
@@ -115,8 +121,6 @@ class InFlight:
         if call.is_plain and call.is_wanted:
             return True
         request = call.request
-        if request is None:
-            return True
         if call.accepted:
             # A suspect that was revoked while it ran must not kill another device.
             if request.discarded:

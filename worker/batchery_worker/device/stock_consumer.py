@@ -15,6 +15,7 @@ from celery import Celery
 from celery.app.trace import fast_trace_task
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
+from kombu.common import QoS
 from kombu.transport.virtual import Base64
 from kombu.transport.virtual import Message as KombuMessage
 from kombu.utils.imports import symbol_by_name
@@ -22,7 +23,7 @@ from kombu.utils.imports import symbol_by_name
 from batchery.task import BatchTask
 from batchery.transport.codec import Message
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
+from batchery_worker.consumer import GuardedConsumer, bound_decompression
 from batchery_worker.forwarding import forward_lease
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import TimeLimits
@@ -113,7 +114,7 @@ class CallPool:
         task = self._app.tasks[args[0]]
         hard, soft = request.time_limits
         limits = self.choose_limits(task, soft, hard)
-        self._admit(_make_call(target, args, request), task, limits)
+        self._admit(TaskCall(target, args, request), task, limits)
 
     def choose_limits(self, task: Any, soft: float | None, hard: float | None) -> TimeLimits:
         """The soft and the hard limit of a job: its own, its task's, or the command line's."""
@@ -127,7 +128,7 @@ class CallPool:
             *(request._type, request.id, request.request_dict, request.body),
             *(request.content_type, request.content_encoding),
         )
-        return _make_call(fast_trace_task, args, request)
+        return TaskCall(fast_trace_task, args, request)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Ends nothing: a device has jobs of others, too."""
@@ -135,29 +136,6 @@ class CallPool:
     def cancel_job(self, job_id: str) -> None:
         """Ends what a job that was terminated while it runs has for itself."""
         self._cancel(job_id)
-
-
-def _make_call(target: Any, args: Any, request: Any) -> TaskCall:
-    return TaskCall(
-        target=target,
-        args=args,
-        callback=request.on_success,
-        accept_callback=request.on_accepted,
-        error_callback=request.on_failure,
-        request=request,
-    )
-
-
-class NoQos:
-    """Counts nothing: a device takes what it can begin."""
-
-    value = 0
-
-    def increment_eventually(self, n: int = 1) -> None:
-        """Does nothing."""
-
-    def decrement_eventually(self, n: int = 1) -> None:
-        """Does nothing."""
 
 
 class StockConsumer(GuardedConsumer):
@@ -191,7 +169,8 @@ class StockConsumer(GuardedConsumer):
         self.timer = timer
         self.event_dispatcher = eventer
         self.hub = None
-        self.qos = NoQos()
+        # It counts nothing: a device takes what it can begin.
+        self.qos = QoS(lambda **_: None, 0)
         self.controller = SimpleNamespace(
             state=worker_state, semaphore=None, app=app, consumer=self
         )
@@ -206,7 +185,6 @@ class StockConsumer(GuardedConsumer):
         self._pending_operations: deque[Any] = deque()
         self.task_buckets: Mapping[str, Any] = defaultdict(lambda: None)
         self.reset_rate_limits()
-        self.on_task_request = refuse_what_raises(self, self._execute)
         bound_decompression()
         self.update_strategies()
         for name, task in app.tasks.items():
@@ -232,9 +210,13 @@ class StockConsumer(GuardedConsumer):
             utc=self.app.uses_utc_timezone(),
         )
 
-    def _execute(self, request: Any) -> None:
-        with suppress(TaskRevokedError):
-            request.execute_using_pool(self.pool)
+    def on_task_request(self, request: Any) -> None:
+        """Hands a job to the pool, also one that has waited before; refuses it if that raises."""
+        try:
+            with suppress(TaskRevokedError):
+                request.execute_using_pool(self.pool)
+        except Exception as error:  # noqa: BLE001 - it would end worker after worker
+            self.end_unhandled(request.message, error)
 
     def _restore_prefetch_count_after_connection_restart(self, *_: Any) -> None:
         """Does nothing: there is no prefetch count."""

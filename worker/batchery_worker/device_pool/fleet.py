@@ -162,8 +162,6 @@ class Fleet:
         self._numbers = itertools.count(1)
         #: Answers to the orders that somebody waits for; empty until they come.
         self._answers: dict[int, str] = {}
-        #: Called with a device that is ready.
-        self.on_ready: Callable[[DeviceProcess], None] = lambda _: None
         #: The last figures of each device's process, and what all processes before had counted.
         self._known: dict[str, dict[str, Any]] = {}
         self._past: dict[str, Any] | None = None
@@ -377,7 +375,6 @@ class Fleet:
         device.is_hung = False
         device.error = ""
         logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
-        self.on_ready(device)
         self._recycle_next()
         self._note_all_ready()
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from celery.worker import state as worker_state
 
+from batchery.fork_gate import fork_gate
 from batchery_worker.device_pool.watched import WatchedBatch, WatchedBatches
 from batchery_worker.devstack.guarded_process import python_command
 from batchery_worker.ipc.framing import Pipe
@@ -189,13 +190,16 @@ class DeviceProcess:
             OSError: The system cannot start another process or thread.
         """
         self._dying = [process for process in self._dying if process.poll() is None]
-        ours, theirs = socket.socketpair()
-        pipe = Pipe(ours, on_frame, on_end)
-        try:
-            self._process = self.start(theirs)
-        except OSError:
-            pipe.close()
-            raise
+        # A child of Celery's pool that were forked now would hold the other end open, too: then
+        # nobody would see the end of this process.
+        with fork_gate.working():
+            ours, theirs = socket.socketpair()
+            pipe = Pipe(ours, on_frame, on_end)
+            try:
+                self._process = self.start(theirs)
+            except OSError:
+                pipe.close()
+                raise
         self.pipe, self.pid, self.state = pipe, self._process.pid, State.STARTING
         self.spawned_s = monotonic()
         self.reported = {}

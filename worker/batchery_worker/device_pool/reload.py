@@ -70,12 +70,9 @@ class Reloads:
     def __init__(self, app: Celery, fleet: Fleet) -> None:
         self._app = app
         self._fleet = fleet
-        fleet.on_ready = self._warn_of_differences
         self._orders: dict[str, ReloadOrder] = {}
         #: Held by the order that is carried out.
         self._turn = threading.Lock()
-        #: Differences between devices that the log has.
-        self._told: set[frozenset[str]] = set()
 
     @property
     def _devices(self) -> dict[str, DeviceProcess]:
@@ -217,22 +214,6 @@ class Reloads:
         else:
             version = device.versions.get(order.task, "")
             _succeed(step, order, device, version, device.load_s)
-
-    def _warn_of_differences(self, device: DeviceProcess) -> None:
-        """Warns where a device that is ready serves another version than the others."""
-        if any(not order.is_over for order in self._orders.values()):
-            return
-        for task, version in device.versions.items():
-            for other in self._fleet.devices:
-                theirs = other.versions.get(task, version)
-                pair = frozenset((task, version, theirs))
-                if theirs != version and pair not in self._told:
-                    self._told.add(pair)
-                    logger.warning(
-                        "model %s: device %s serves version %s, and device %s version %s, as files"
-                        " or settings have changed meanwhile; run `batchery reload %s`",
-                        *(task, other.name, theirs, device.name, version, task),
-                    )
 
 
 def _own_settings(app: Celery, task: str) -> ModelSettings | None:

@@ -62,8 +62,5 @@ def test_worker_registers_what_is_known_of_it() -> None:
     assert about["expiry_s"] == 5.0
     assert about["version"] == version("batchery")
     assert not {"queues", "name"} & set(about)
-    about = json.loads(registration.info(["q"], "w1@host"))
+    about = json.loads(registration.info(queues=["q"], name="w1@host"))
     assert (about["queues"], about["name"]) == (["q"], "w1@host")
-    assert json.loads(registration.info([]))["queues"] == []
-    about = json.loads(registration.info(["q"], "w1@host", {"q": 3}, 1))
-    assert (about["leased"], about["scheduled"]) == ({"q": 3}, 1)

@@ -1,6 +1,5 @@
 """What a device is told, so that it may commit: for which jobs, and how little."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,8 +53,7 @@ lease_store: Any = LeaseStore()
 def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -> Job[TaskCall]:
     message = {"id": "t1", "task": "plain", "args": ["x"], "kwargs": {}, **headers}
     request: Any = SimpleNamespace(lease=lease, embed=embed or {}, eventer=eventer)
-    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731 - three times the same
-    call = TaskCall(nothing, ("plain", "t1", message), nothing, nothing, nothing, request)
+    call = TaskCall(request, ("plain", "t1", message), request)
     return Job("t1", BatchKey("plain", "", (None, None)), Limits(8, 0.0), 1, 10.0, call)
 
 

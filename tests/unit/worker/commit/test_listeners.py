@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ def make_task(base: type = BatchTask, **options: Any) -> Any:
 def call_of(task_id: str = "j1") -> TaskCall:
     message = {"id": task_id, "task": "listened", "args": ["x"], "kwargs": {"n": 1}}
     message["headers"] = {"tenant": "acme"}
-    nothing: Any = print
-    return TaskCall(nothing, ("listened", task_id, message), nothing, nothing, nothing, None)
+    nothing: Any = SimpleNamespace(embed=None, lease=None)
+    return TaskCall(nothing, ("listened", task_id, message), nothing)
 
 
 def before(listeners: Listeners, task: Any, call: TaskCall) -> None:

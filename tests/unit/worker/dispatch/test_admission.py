@@ -1,6 +1,7 @@
 """From calls to jobs, and to refusals that fail one job."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,12 +40,9 @@ def looking(self: BatchTask, items: list[Any]) -> list[Any]:
     return items
 
 
-def nothing(*_: Any) -> Any:
-    return None
-
-
 def call(**message: Any) -> TaskCall:
-    return TaskCall(nothing, (own.name, "id-1", message), nothing, nothing, nothing, None)
+    request: Any = SimpleNamespace(embed=None, lease=None)
+    return TaskCall(request, (own.name, "id-1", message), request)
 
 
 @pytest.fixture
