@@ -91,7 +91,7 @@ class State(Enum):
     #: It was told to finish what it has begun, and to leave.
     LEAVING = auto()
     DEAD = auto()
-    #: It failed to start too often, and has no process until an operator starts it again.
+    #: It failed to start too often, and has no process until its worker is started again.
     GIVEN_UP = auto()
 
 
@@ -278,11 +278,14 @@ class DeviceProcess:
         self.state = State.DEAD
         if pipe is not None:
             pipe.close()
-        if process is None or (code := process.poll()) is not None:
-            return 0 if process is None else code
-        process.kill()
-        self._dying.append(process)
-        return None
+        if process is None:
+            return 0
+        try:
+            return process.wait(REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            self._dying.append(process)
+            return None
 
     def stop(self) -> None:
         """Kills the process, and waits for its end."""

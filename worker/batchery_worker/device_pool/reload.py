@@ -17,7 +17,7 @@ from batchery.model_task import ModelTask
 from batchery.settings import ModelSettings
 from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, State
-from batchery_worker.ipc.messages import Reload
+from batchery_worker.ipc.messages import Reload, Setup
 
 logger = logging.getLogger("batchery.pool")
 
@@ -221,7 +221,7 @@ def _own_settings(app: Celery, task: str) -> ModelSettings | None:
     return cast(ModelTask, app.tasks[task]).model_settings
 
 
-def _with_version(setup: Any, task: str, settings: ModelSettings | None) -> Any:
+def _with_version(setup: Setup, task: str, settings: ModelSettings | None) -> Setup:
     if settings is None:
         return setup
     return replace(setup, versions={**setup.versions, task: settings})
