@@ -60,9 +60,6 @@ class BatchStep(_Step):  # type: ignore[misc]
         logger.info("file of settings: %s", describe_file())
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
-        self._add_batches(worker, settings)
-
-    def _add_batches(self, worker: Any, settings: Settings) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
             check_options(task)

@@ -87,7 +87,6 @@ class HandedJobs(Holding):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._jobs: dict[str, HandedJob] = {}
-        self._held = Counter[str]()
         #: Attempts that were settled lately: the broker may deliver them again.
         self._settled = LimitedSet(maxlen=worker_state.SUCCESSFUL_MAX)
         self._connection: Any = None
@@ -136,9 +135,9 @@ class HandedJobs(Holding):
         # Any refuses what none of them serves.
         able = [each for each in devices if each.setup.serves(job.task.name)] or devices
         ready = [each for each in able if each.state is State.READY]
-        job.device = min(ready, key=lambda each: self._held[each.name], default=None)
+        held = Counter(each.device.name for each in self._jobs.values() if each.device)
+        job.device = min(ready, key=lambda each: held[each.name], default=None)
         if job.device is not None:
-            self._held[job.device.name] += 1
             handed = Handed(job.token, read_raw(job.message), job.deaths, job.expired_s)
             job.device.tell(handed)
 
@@ -151,7 +150,7 @@ class HandedJobs(Holding):
         job = self._jobs.get(reply.token)
         if job is None:
             return
-        self._take_from_device(job)
+        job.device = None
         if reply.fate != Fate.FORGOTTEN:
             del self._jobs[reply.token]
             if reply.fate == Fate.ACKNOWLEDGED:
@@ -163,11 +162,6 @@ class HandedJobs(Holding):
         else:
             # It has come again meanwhile.
             self._assign(job)
-
-    def _take_from_device(self, job: HandedJob) -> None:
-        if job.device is not None:
-            self._held[job.device.name] -= 1
-            job.device = None
 
     def _forget_waiting(self) -> None:
         for job in [*self._jobs.values()]:
@@ -183,7 +177,7 @@ class HandedJobs(Holding):
         if is_death:
             self._blame(jobs, batches)
         for job in jobs:
-            self._take_from_device(job)
+            job.device = None
             if job.is_stale:
                 del self._jobs[job.token]
         self._assign_waiting()

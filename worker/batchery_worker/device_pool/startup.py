@@ -28,6 +28,9 @@ _COUNT = "import torch; print(torch.cuda.device_count())"
 #: Celery's settings that say where messages and results are, and for how long.
 PLACES = ("broker_url", "broker_read_url", "broker_write_url", "result_backend", "result_expires")
 
+#: What to do with what a device process cannot import.
+HINT = "put it into a module and start the worker with `celery -A that_module worker`"
+
 #: Long enough for a cold import of torch from a slow disk, in seconds.
 _COUNT_TIMEOUT_S = 120
 
@@ -52,8 +55,7 @@ def app_path(app: Celery) -> str:
                 in_main = True
     where = "defined in __main__" if in_main else "not an attribute of any module"
     raise AppNotImportable(
-        f"Celery app {app.main!r} is {where}, so a device process cannot import it;"
-        " put it into a module and start the worker with `celery -A that_module worker`"
+        f"Celery app {app.main!r} is {where}, so a device process cannot import it; {HINT}"
     )
 
 
@@ -68,7 +70,7 @@ def task_modules(tasks: Iterable[BatchTask]) -> list[str]:
         if task.__module__ == "__main__":
             raise AppNotImportable(
                 f"task {task.name!r} is defined in __main__, so a device process cannot import it;"
-                " put it into a module and start the worker with `celery -A that_module worker`"
+                f" {HINT}"
             )
         modules.add(task.__module__)
     return sorted(modules)
