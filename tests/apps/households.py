@@ -14,7 +14,6 @@ from celery.result import allow_join_result
 
 from batchery import BatchTask, install
 from batchery_worker.device_pool import process as device_process
-from batchery_worker.device_pool import supervisor
 from support.patience import patient
 
 app = install(Celery("households", set_as_current=False))
@@ -28,8 +27,7 @@ FAREWELL = os.environ.get("FAREWELL", "")
 def wait_for_farewells(**_: Any) -> None:
     """However long a device stands still, it says farewell before it is killed."""
     if FAREWELL != "hang":
-        for module in (device_process, supervisor):
-            vars(module)["LEAVE_TIMEOUT_S"] = patient(30)
+        device_process.LEAVE_TIMEOUT_S = patient(30)
 
 
 def note(*words: object) -> None:

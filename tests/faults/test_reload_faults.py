@@ -96,17 +96,6 @@ def test_a_device_that_is_killed_while_it_loads(start_worker: StartWorker, tmp_p
     assert set(callers.answers) == {"v0", "v1"}
 
 
-def test_devices_with_different_versions_are_reported(
-    start_worker: StartWorker, tmp_path: Path
-) -> None:
-    worker = start(start_worker, tmp_path, "cpu:0,cpu:1")
-    (tmp_path / "version").write_text("v1")
-    worker.devices()[0].kill()
-    wait_for(lambda: "run `batchery reload text`" in worker.log, "it is reported", TIMEOUT_S)
-    assert run(reload, "text").exit_code == 0
-    assert {reloaded.text.delay(n).get(timeout=TIMEOUT_S) for n in range(9)} == {"v1"}
-
-
 def test_workers_that_cannot_answer_hold_nothing_up(
     start_worker: StartWorker, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from batchery.cli.stats import draw
 from batchery.cli.survey import Survey
 from batchery.errors import DatasetError, InvalidItem
 from batchery.protocol import headers
-from batchery.transport import codec, dead_letters, live_workers, suspects, worker_registry
+from batchery.transport import codec, dead_letters, live_workers, suspects
 from batchery_producer import answers, collector
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
@@ -141,9 +141,7 @@ def check_job(value: Any) -> None:
 
 def read_worker(data: bytes) -> None:
     """What workers and gateways read of a worker's entry."""
-    worker_registry.read_expiry(data)
-    worker_registry.read_text(data, "name")
-    live_workers.list_queues(data)
+    live_workers.read_worker(data)
 
 
 def show_figures(value: Any) -> str:

@@ -65,6 +65,7 @@ def test_a_receiver_does_not_keep_its_worker(
 ) -> None:
     worker = start_worker("apps.households", "-c", "1", env={"FAREWELL": farewell})
     (device,) = wait_for(worker.devices, "it has a device")
+    assert households.pid.delay(0).get(timeout=TIMEOUT_S) == device.pid
     started_s = time.monotonic()
     assert worker.stop() == 0, worker.log
     assert time.monotonic() - started_s < LEAVE_TIMEOUT_S + patient(30)

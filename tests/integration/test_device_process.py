@@ -80,21 +80,20 @@ def started(first: Setup) -> Iterator[Process]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "words"),
     [
-        ({"app": "no_such_module:app"}, "AppNotImportable", "no_such_module"),
-        ({"app": "apps.device_app:nothing"}, "AppNotImportable", "nothing"),
-        ({"load": ["broken"]}, "ModelLoadError", "'broken' cannot be loaded on cpu"),
-        ({"load": ["cold"]}, "ModelLoadError", "not even warm-up works"),
+        ({"app": "no_such_module:app"}, "no_such_module"),
+        ({"app": "apps.device_app:nothing"}, "nothing"),
+        ({"load": ["broken"]}, "'broken' cannot be loaded on cpu"),
+        ({"load": ["cold"]}, "not even warm-up works"),
     ],
 )
 def test_a_device_that_cannot_start_says_why_in_one_line(
-    changes: dict[str, Any], error: str, words: str
+    changes: dict[str, Any], words: str
 ) -> None:
     with started(setup(**changes)) as process:
         reply = process.read()
         assert isinstance(reply, NotReady)
-        assert reply.error == error
         assert words in reply.text
         assert "\n" not in reply.text
         assert process.process.wait(patient(30)) == 0

@@ -2,7 +2,7 @@
 
 import logging
 import math
-import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -26,16 +26,13 @@ from batchery.settings import (
 )
 from batchery.task import SIGNED, BatchTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
-from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.devices_step import failing_in_one_line
 from batchery_worker.queue_plan import (
     comes_by_any,
     find_queue,
     list_own_tasks,
     may_lease,
-    plan_handing,
-    plan_leasing,
-    prefetch_jobs,
+    plan_queues,
 )
 
 _Step: Any = bootsteps.Step
@@ -63,9 +60,6 @@ class BatchStep(_Step):  # type: ignore[misc]
         logger.info("file of settings: %s", describe_file())
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
-        self._add_batches(worker, settings)
-
-    def _add_batches(self, worker: Any, settings: Settings) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
             check_options(task)
@@ -73,25 +67,17 @@ class BatchStep(_Step):  # type: ignore[misc]
         tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
             return
-        is_leasing = may_lease(worker)
-        if not is_leasing and worker.app.conf.worker_disable_prefetch:
+        if not may_lease(worker) and worker.app.conf.worker_disable_prefetch:
             raise SettingsError(
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
             )
         for task in tasks:
             check_is_accepted(worker.app, task)
-        warn_of_unread_results(worker.app)
         report_broker_away(worker.app)
-        plan = plan_leasing if is_leasing else plan_handing
-        worker.queue_plan = plan(worker, all_tasks, tasks, settings)
-        if not is_leasing:
-            devices = len(worker.queue_plan.places)
-            _widen_prefetch(worker, prefetch_jobs(tasks, settings, devices), len(settings.classes))
-        if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
-            logger.warning(
-                "device_max_memory_bytes has no effect: only Linux tells what a process holds"
-            )
+        worker.queue_plan = plan = plan_queues(worker, all_tasks, tasks, settings)
+        if plan.jobs.is_handed:
+            _widen_prefetch(worker, tasks, settings, len(plan.places))
 
 
 def report_broker_away(app: Any) -> None:
@@ -207,23 +193,6 @@ def check_is_accepted(app: Any, task: BatchTask) -> None:
     )
 
 
-def warn_of_unread_results(app: Any) -> None:
-    """Warns where callers with this app's settings refuse what it stores, so that `get` fails.
-
-    The worker starts: they may have other settings, or ask for no results.
-    """
-    conf = app.conf
-    accepted = prepare_accept_content(conf.result_accept_content or conf.accept_content)
-    written_in = prepare_accept_content([conf.result_serializer]) or set()
-    if accepted and not written_in <= accepted:
-        logger.warning(
-            "results are written in %s, which callers with these settings refuse: set"
-            " result_accept_content = [%r]",
-            conf.result_serializer,
-            conf.result_serializer,
-        )
-
-
 def _check_cache(task: BatchTask) -> None:
     if not isinstance(task.cache, str) or not task.cache:
         raise SettingsError(
@@ -241,31 +210,30 @@ def _check_cache(task: BatchTask) -> None:
         )
 
 
-def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
+def _widen_prefetch(
+    worker: Any, tasks: Sequence[BatchTask], settings: Settings, devices: int
+) -> None:
     """Raises the prefetch count, which Celery takes as concurrency times multiplier.
 
-    Each class has a part of its own, so that no job waits behind those of another class that were
-    taken in advance. A multiplier of 0 means no limit: then there is nothing to raise.
-
-    Args:
-        worker: Celery's `WorkController`.
-        jobs: How many jobs of each class to hold at least.
-        classes: Number of priority classes.
+    Every task may have its waiting batches on every device, whichever queue they come from. What
+    runs in slots has no waiting ones. Each class has a part of its own, so that no job waits behind
+    those of another class that were taken in advance. A multiplier of 0 means no limit.
     """
-    multiplier = worker.prefetch_multiplier
-    if not multiplier:
+    if not worker.prefetch_multiplier:
         return
-    # The solo pool has one, whatever the concurrency says.
-    processes = worker.pool.limit or 1
-    needed = max(multiplier, math.ceil(jobs / processes))
-    worker.prefetch_multiplier = needed * classes
+    batches = 1 + settings.prefetch_batches
+    jobs = devices * sum(
+        task.slots or batches * (task.max_batch_size or settings.max_batch_size) for task in tasks
+    )
+    # The solo pool has one process, whatever the concurrency says.
+    needed = math.ceil(jobs / (worker.pool.limit or 1))
+    multiplier = max(worker.prefetch_multiplier, needed) * len(settings.classes)
     if worker.app.conf.worker_eta_task_limit is not None:
         # It is a limit of the whole prefetch, to which the first job with an ETA would lower it.
-        raised = worker.prefetch_multiplier - multiplier
+        raised = multiplier - worker.prefetch_multiplier
         raised *= worker.max_concurrency or worker.concurrency
         worker.app.conf.worker_eta_task_limit += raised
-    if needed > multiplier:
-        logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
+    worker.prefetch_multiplier = multiplier
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:

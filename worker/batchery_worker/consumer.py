@@ -9,48 +9,32 @@ it becomes a dead letter, and its caller gets a FAILURE.
 import bz2
 import logging
 import lzma
-import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import redis
 from celery import signals
-from celery.exceptions import InvalidTaskError, NotRegistered, Reject
+from celery.exceptions import InvalidTaskError, NotRegistered
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import compression as kombu_compression
 from kombu.exceptions import ContentDisallowed, DecodeError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from batchery.errors import InvalidItem
 from batchery.log_pace import LogPace
 from batchery.settings import describe_file, settings_file
-from batchery.task import BatchTask
 from batchery.transport import dead_letters
-from batchery.transport.dead_letters import read_embed
+from batchery.transport.dead_letters import as_one_line, read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import get_lease, give_back
+from batchery_worker.request import get_lease
 
 _Consumer: Any = Consumer
 
 logger = logging.getLogger("batchery.worker")
-
-#: Errors of files, processes and mappings: kombu counts every `OSError` and `KeyError` as a lost
-#: connection, and a message whose handling always raised one would make the worker connect anew for
-#: ever.
-NO_CONNECTION = (
-    KeyError,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ChildProcessError,
-    ProcessLookupError,
-)
-
 
 #: Errors that say all of a malformed message; of others the log shows where they were raised.
 MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
@@ -119,9 +103,9 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         """Refuses a message whose handling has raised an error.
 
         Raises:
-            Exception: The error, if it says that the broker's connection is lost.
+            redis.RedisError: The error, if it says that the connection is lost.
         """
-        if isinstance(error, self.connection_errors) and not isinstance(error, NO_CONNECTION):
+        if isinstance(error, redis.ConnectionError | redis.TimeoutError):
             raise error
         state: Any = worker_state
         for request in [*state.reserved_requests, *state.scheduled_requests]:
@@ -131,21 +115,18 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Refuses a body that cannot be read."""
-        if not self._refuse(message, exc):
-            self._report(
-                message, lambda: super(GuardedConsumer, self).on_decode_error(message, exc)
-            )
+        reason = f"the message is malformed: {type(exc).__name__}: {exc}"
+        headers = message.headers if isinstance(message.headers, Mapping) else {}
+        is_named = all(isinstance(headers.get(name), str) for name in ("id", "task"))
+        told, with_traceback = InvalidItem(reason), not isinstance(exc, MALFORMED)
+        self._refuse(message, reason, headers if is_named else {}, told, with_traceback)
 
-    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002
         """Refuses a message that can be read and is no job."""
-        if self._refuse(message, exc):
-            signals.task_rejected.send(sender=self, message=message, exc=exc)
-        else:
-            self._report(
-                message, lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc)
-            )
+        self.on_decode_error(message, exc)
+        signals.task_rejected.send(sender=self, message=message, exc=exc)
 
-    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002
         """Refuses a job of a task that this worker does not have; its caller hears of it."""
         reason = f"no such task in this worker: {exc}"
         if not settings_file().exists():
@@ -153,60 +134,27 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             reason += f"; if it is a model of the settings, {describe_file()}"
         headers = message.headers if "task" in message.headers else message.payload
         task_id, name = headers["id"], headers["task"]
-        if not self._keep(message, reason, headers, NotRegistered(name)):
-            self._report(
-                message, lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc)
-            )
-            return
+        self._refuse(message, reason, headers, NotRegistered(name))
         if self.event_dispatcher:
             error = f"NotRegistered({name!r})"
             self.event_dispatcher.send("task-failed", uuid=task_id, exception=error)
         signals.task_unknown.send(sender=self, message=message, exc=exc, name=name, id=task_id)
 
-    def on_unknown_message(self, body: Any, message: Any) -> None:
+    def on_unknown_message(self, body: Any, message: Any) -> None:  # noqa: ARG002
         """Refuses a message that is no job of Celery's at all."""
         reason = "the message is no job: neither its headers nor its body name a task"
-        if self._keep(message, reason, {}, InvalidItem(reason)):
-            signals.task_rejected.send(sender=self, message=message, exc=None)
-        else:
-            self._report(
-                message, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
-            )
+        self._refuse(message, reason, {}, InvalidItem(reason))
+        signals.task_rejected.send(sender=self, message=message, exc=None)
 
-    def _report(self, message: Any, report: Callable[[], None]) -> None:
-        """Makes Celery log the message and take it off the queue, whatever it looks like."""
-        try:
-            report()
-        except self.connection_errors:
-            raise
-        except Exception:
-            logger.exception("a malformed message cannot be shown")
-            if not message.acknowledged:
-                message.reject_log_error(logger, self.connection_errors)
-
-    def _refuse(self, message: Any, error: Exception) -> bool:
-        """Keeps a malformed message as a dead letter, if it is leased; returns whether it is."""
-        reason = f"the message is malformed: {type(error).__name__}: {error}"
-        headers = message.headers if isinstance(message.headers, Mapping) else {}
-        task_id, name = headers.get("id"), headers.get("task")
-        is_named = isinstance(task_id, str) and isinstance(name, str)
-        told, with_traceback = InvalidItem(reason), not isinstance(error, MALFORMED)
-        if self._keep(message, reason, headers if is_named else {}, told, with_traceback):
-            return True
-        # An ordinary task's message on another transport is dropped silently, as Celery does.
-        if is_named and isinstance(self.app.tasks.get(name), BatchTask):
-            store_failure(self.app, {**embedded(message), **headers}, told)
-        return False
-
-    def _keep(
+    def _refuse(
         self,
         message: Any,
         reason: str,
         headers: Mapping[str, Any],
         error: Exception,
         with_traceback: bool = False,
-    ) -> bool:
-        """Keeps a message as a dead letter as soon as its caller is told, if it is leased.
+    ) -> None:
+        """Ends a message: a leased one becomes a dead letter, as soon as its caller is told.
 
         Args:
             message: A `kombu.Message`.
@@ -214,19 +162,17 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             headers: What says whom to tell; empty if nothing does.
             error: What the caller is told.
             with_traceback: Whether the log shows where the current exception was raised.
-
-        Returns:
-            Whether it is leased; Celery settles any other.
         """
-        if not dead_letter_on_ack(message, reason, with_traceback=with_traceback):
-            return False
-        lease = get_lease(message)
-        assert lease is not None
+        is_leased = dead_letter_on_ack(message, reason, with_traceback=with_traceback)
+        lease = get_lease(message) if is_leased else None
         if headers:
             store_failure(self.app, {**embedded(message), **headers}, error, lease)
-        else:
+        elif lease is not None:
             lease.store.ack(lease.token)
-        return True
+        if lease is None:
+            logger.error("a message is refused: %s", as_one_line(reason), exc_info=with_traceback)
+            if not message.acknowledged:
+                message.reject_log_error(logger, self.connection_errors)
 
 
 def embedded(message: Any) -> Mapping[str, Any]:
@@ -236,30 +182,6 @@ def embedded(message: Any) -> Mapping[str, Any]:
         return dict(embed)
     except Exception:  # noqa: BLE001 - a message may be malformed in any way
         return read_embed(message.body)
-
-
-def refuse_what_raises(consumer: Any, process: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Has each job refused that cannot be handed to the pool, also one that has waited before.
-
-    Args:
-        consumer: Has brought the jobs.
-        process: Hands a request to its pool.
-
-    Returns:
-        What to call in the place of `process`.
-    """
-
-    def process_task(request: Any) -> None:
-        try:
-            process(request)
-        except Reject as error:
-            # It has run, and its result found no backend.
-            logger.warning("%s[%s] is given back: %s", request.name, request.id, error)
-            give_back(request)
-        except Exception as error:  # noqa: BLE001 - it would end worker after worker
-            consumer.end_unhandled(request.message, error)
-
-    return process_task
 
 
 def bound_decompression() -> None:
@@ -285,6 +207,41 @@ def _decompress(make: Callable[[], Any], body: bytes) -> bytes:
     return decompressed
 
 
+def require_printable(text: str) -> str:
+    """Refuses what would write lines of a log."""
+    if not text.isprintable():
+        raise ValueError("not all of it can be printed")
+    return text
+
+
+Printable = Annotated[str, AfterValidator(require_printable)]
+
+#: Of a job, in seconds; Celery takes 0 for none.
+LimitS = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+
+class Headers(BaseModel, strict=True):
+    """What Celery takes for granted of a message, or reads when it is too late to refuse it."""
+
+    task: Printable
+    id: Printable
+    shadow: Printable | None = None
+    timelimit: Annotated[tuple[LimitS, LimitS], Field(strict=False)] | None = None
+    stamped_headers: list[str] | tuple[str, ...] | None = None
+    stamps: dict[Any, Any] | None = None
+    retries: int | None = None
+    replaced_task_nesting: int | None = None
+
+
+class Embed(BaseModel, strict=True):
+    """What follows a job."""
+
+    callbacks: Sequence[Mapping[Any, Any]] | None = None
+    errbacks: Sequence[Mapping[Any, Any]] | None = None
+    chain: Sequence[Mapping[Any, Any]] | None = None
+    chord: Mapping[Any, Any] | None = None
+
+
 def check(message: Any) -> None:
     """Checks what Celery takes for granted.
 
@@ -304,22 +261,18 @@ def check(message: Any) -> None:
     if known is None:
         # It is no job at all: Celery says so and rejects it.
         return
-    for name in ("task", "id"):
-        value = known.get(name)
-        if not isinstance(value, str):
-            raise InvalidTaskError(f"its {name} is {value!r:.100}, not a text")
-        if not value.isprintable():
-            raise InvalidTaskError(f"its {name} is {value!r:.100}, not all of which can be printed")
-    for name, (kind, is_right, expected) in HEADERS.items():
-        value = known.get(name)
-        if value is None or (isinstance(value, kind) and (is_right is None or is_right(value))):
-            continue
-        raise InvalidTaskError(f"its {name} is {value!r:.100}, not {expected}")
     args, keywords, embed = parts
     if not isinstance(args, list | tuple) or not isinstance(keywords, Mapping):
         raise InvalidTaskError("the body is not a list of arguments, and a mapping of keywords")
-    if embed is not None:
-        _check_embed(embed)
+    if embed is not None and not isinstance(embed, Mapping):
+        raise InvalidTaskError(f"its callbacks are {embed!r:.100}, not in a mapping")
+    try:
+        Headers.model_validate(dict(known))
+        Embed.model_validate({name: each for name, each in (embed or {}).items() if each})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InvalidTaskError(f"its {name} is {first['input']!r:.100}: {first['msg']}") from None
 
 
 def _read(headers: Mapping[str, Any], body: Any) -> tuple[Mapping[str, Any] | None, Any]:
@@ -338,45 +291,3 @@ def _read(headers: Mapping[str, Any], body: Any) -> tuple[Mapping[str, Any] | No
     if not isinstance(body, list | tuple) or len(body) != 3:
         raise InvalidTaskError("the body is not a list of arguments, keywords and callbacks")
     return headers, body
-
-
-def _check_embed(embed: Any) -> None:
-    if not isinstance(embed, Mapping):
-        raise InvalidTaskError(f"its callbacks are {embed!r:.100}, not in a mapping")
-    for name in ("callbacks", "errbacks", "chain"):
-        if (signatures := embed.get(name)) and not _holds_only(signatures, Mapping):
-            raise InvalidTaskError(f"its {name} are {signatures!r:.100}, not a list of signatures")
-    if (chord := embed.get("chord")) and not isinstance(chord, Mapping):
-        raise InvalidTaskError(f"its chord is {chord!r:.100}, not a signature")
-
-
-def _holds_only(value: Any, kind: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
-
-
-#: JSON has whole numbers that are larger than any float.
-MAX_LIMIT_S = sys.float_info.max
-
-
-def _are_limits(value: Any) -> bool:
-    # Most jobs have none, and each job is asked.
-    return value == NO_LIMITS or (len(value) == 2 and all(map(_is_limit, value)))
-
-
-def _is_limit(value: Any) -> bool:
-    # Celery takes 0 for none.
-    return value is None or (isinstance(value, int | float) and 0 <= value <= MAX_LIMIT_S)
-
-
-NO_LIMITS = [None, None]
-
-#: Headers that Celery reads when it is too late to refuse the message, and what they must be: their
-#: type, what their contents must be, and both in words.
-HEADERS: Mapping[str, tuple[Any, Callable[[Any], bool] | None, str]] = {
-    "shadow": (str, str.isprintable, "a text that can be printed"),
-    "timelimit": ((list, tuple), _are_limits, "a hard and a soft time limit in seconds"),
-    "stamped_headers": ((list, tuple), lambda value: _holds_only(value, str), "a list of names"),
-    "stamps": (dict, None, "a mapping"),
-    "retries": (int, None, "a whole number"),
-    "replaced_task_nesting": (int, None, "a whole number"),
-}

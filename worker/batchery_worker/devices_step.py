@@ -24,10 +24,11 @@ from batchery.installation import get_installation
 from batchery.transport import REFUSALS
 from batchery.transport.redis_schema import find_own
 from batchery_worker.commit.eligibility import warn_of_tracer
-from batchery_worker.device_pool.fleet import Fleet, HolderBeats
+from batchery_worker.device_pool.beats import HolderBeats
+from batchery_worker.device_pool.fleet import Fleet
 from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
+from batchery_worker.device_pool.reload import Reloads
 from batchery_worker.device_pool.startup import device_setups, task_modules
-from batchery_worker.event_loop import is_cold_shutdown
 from batchery_worker.handing import HandedJobs
 from batchery_worker.queue_plan import QueuePlan
 
@@ -74,7 +75,7 @@ class DevicesStep(_Step):  # type: ignore[misc]
 
     def __init__(self, parent: Any, **options: Any) -> None:
         super().__init__(parent, **options)
-        parent.fleet = None
+        parent.fleet = parent.reloads = None
 
     def include_if(self, parent: Any) -> bool:
         """Whether the worker has devices."""
@@ -86,17 +87,17 @@ class DevicesStep(_Step):  # type: ignore[misc]
         settings = get_installation(app).settings
         with failing_in_one_line():
             setups = device_setups(
-                *(app, plan.tasks, settings, [*plan.places]),
+                *(app, plan.tasks, settings, plan.places),
                 in_process=plan.in_process,
-                places=plan.places,
-                plan_jobs=plan.setup,
+                jobs=plan.jobs,
             )
         start: StartProcess = start_process
         if plan.in_process:
             start = partial(symbol_by_name(DEVICE_THREAD), app)
-        devices = [DeviceProcess(setup, start) for setup in setups]
-        make_holding: Any = HandedJobs if plan.is_handed else partial(HolderBeats, app)
-        self.fleet = parent.fleet = Fleet(app, settings, devices, make_holding, _on_lost)
+        devices = [DeviceProcess(each.with_queues(plan.sizes), start) for each in setups]
+        make_holding: Any = HandedJobs if plan.jobs.is_handed else partial(HolderBeats, app)
+        self.fleet = parent.fleet = Fleet(settings, devices, make_holding, _on_lost)
+        parent.reloads = Reloads(app, self.fleet)
         self._has_other_work = plan.has_other_work
         if not plan.in_process:
             # Threads have their jobs where Celery's own commands look.
@@ -148,6 +149,13 @@ class RefusalsStep(_Step):  # type: ignore[misc]
             consumer.connection_errors = (*consumer.connection_errors, *REFUSALS)
 
 
+def is_cold_shutdown() -> bool:
+    """Whether the worker was told to end without waiting for anything."""
+    # Celery keeps an exit code here, and 0 is a valid one.
+    exit_code: Any = worker_state.should_terminate
+    return exit_code is not None and exit_code is not False
+
+
 def _on_lost(why: str) -> None:
     logger.critical("%s: the worker stops, its jobs go back to the queue", why)
     setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
@@ -161,7 +169,7 @@ def extend_commands(fleet: Fleet, plan: QueuePlan) -> None:
         _extend(name, partial(_changed, fleet, name))
     _extend("query_task", partial(_queried, fleet))
     _extend("pool_restart", partial(_restart, fleet, plan))
-    if not plan.is_handed:
+    if not plan.jobs.is_handed:
         _extend("active_queues", partial(_with_queues, fleet))
         _extend("add_consumer", partial(_add_consumer, fleet, plan))
         _extend("cancel_consumer", partial(_cancel_consumer, fleet, plan))

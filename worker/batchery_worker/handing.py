@@ -17,10 +17,11 @@ from celery.worker import state as worker_state
 from celery.worker.strategy import default
 
 from batchery.transport.suspects import Deaths
-from batchery_worker.device_pool.fleet import Fleet
-from batchery_worker.device_pool.process import DeviceProcess, State, WatchedBatch
+from batchery_worker.device_pool.fleet import Fleet, Holding
+from batchery_worker.device_pool.process import DeviceProcess, State
+from batchery_worker.device_pool.watched import WatchedBatch
 from batchery_worker.forwarding import read_raw
-from batchery_worker.ipc.messages import Fate, Forget, Handed, Settled
+from batchery_worker.ipc.messages import Fate, Forget, Handed, Ready, Reply, Settled
 
 logger = logging.getLogger("batchery.pool")
 
@@ -77,31 +78,18 @@ class HandedJob:
             logger.warning("a message cannot be acknowledged any more: %r", error)
 
 
-class HandedJobs:
-    """The messages that the devices of a worker have; all on the thread of the fleet."""
+class HandedJobs(Holding):
+    """The messages that the devices of a worker have; for whoever has the lock of the fleet.
 
-    #: As of `HolderBeats`: there is nothing to keep alive.
-    recovered = 0
-    expiry_s = 5.0
-    beat_s: float | None = None
-    is_silent = False
+    The broker gives back what was not settled.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._supervisor = fleet.supervisor
-        self._supervisor.on_ready = self._assign_waiting
-        self._supervisor.handlers[Settled] = self._on_settled
         self._jobs: dict[str, HandedJob] = {}
-        self._held = Counter[str]()
         #: Attempts that were settled lately: the broker may deliver them again.
         self._settled = LimitedSet(maxlen=worker_state.SUCCESSFUL_MAX)
         self._connection: Any = None
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing: the broker gives back what was not settled."""
 
     # What Celery's consumer says, on its thread
 
@@ -115,7 +103,14 @@ class HandedJobs:
         """Takes a message."""
         self._fleet.call(partial(self._take, job))
 
-    # On the fleet's thread
+    # For whoever has the lock of the fleet
+
+    def handle(self, device: DeviceProcess, reply: Reply) -> None:  # noqa: ARG002
+        """Hears what a device says: that it is ready, or done with a job."""
+        if isinstance(reply, Ready):
+            self._assign_waiting()
+        elif isinstance(reply, Settled):
+            self._on_settled(reply)
 
     def _take(self, job: HandedJob) -> None:
         if (job.message.delivery_info or {}).get("redelivered"):
@@ -136,31 +131,26 @@ class HandedJobs:
 
     def _assign(self, job: HandedJob) -> None:
         """Hands a message to the device that has fewest, among those that are ready."""
-        kinds = {each.setup.task for each in self._supervisor.devices}
-        own = job.task.name if job.task.slots and job.task.name in kinds else ""
-        ready = [
-            each
-            for each in self._supervisor.devices
-            if each.state is State.READY
-            if each.setup.task == own or own not in kinds
-            if each.serves(job.task.name)
-        ]
-        job.device = min(ready, key=lambda each: self._held[each.name], default=None)
+        devices = self._fleet.devices
+        # Any refuses what none of them serves.
+        able = [each for each in devices if each.setup.serves(job.task.name)] or devices
+        ready = [each for each in able if each.state is State.READY]
+        held = Counter(each.device.name for each in self._jobs.values() if each.device)
+        job.device = min(ready, key=lambda each: held[each.name], default=None)
         if job.device is not None:
-            self._held[job.device.name] += 1
             handed = Handed(job.token, read_raw(job.message), job.deaths, job.expired_s)
-            self._supervisor.order(job.device, handed)
+            job.device.tell(handed)
 
     def _assign_waiting(self) -> None:
         for job in [*self._jobs.values()]:
             if job.device is None:
                 self._assign(job)
 
-    def _on_settled(self, _: DeviceProcess, reply: Settled) -> None:
+    def _on_settled(self, reply: Settled) -> None:
         job = self._jobs.get(reply.token)
         if job is None:
             return
-        self._take_from_device(job)
+        job.device = None
         if reply.fate != Fate.FORGOTTEN:
             del self._jobs[reply.token]
             if reply.fate == Fate.ACKNOWLEDGED:
@@ -173,26 +163,21 @@ class HandedJobs:
             # It has come again meanwhile.
             self._assign(job)
 
-    def _take_from_device(self, job: HandedJob) -> None:
-        if job.device is not None:
-            self._held[job.device.name] -= 1
-            job.device = None
-
     def _forget_waiting(self) -> None:
         for job in [*self._jobs.values()]:
             job.is_stale = True
             if job.device is None:
                 del self._jobs[job.token]
-        for device in self._supervisor.devices:
-            self._supervisor.order(device, Forget())
+        for device in self._fleet.devices:
+            device.tell(Forget())
 
-    def leave(self, name: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Hands on what a device had whose process has ended; see `HolderBeats.leave`."""
-        jobs = [job for job in self._jobs.values() if job.device and job.device.name == name]
+    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
+        """Hands on what a device had."""
+        jobs = [job for job in self._jobs.values() if job.device and job.device.name == device]
         if is_death:
             self._blame(jobs, batches)
         for job in jobs:
-            self._take_from_device(job)
+            job.device = None
             if job.is_stale:
                 del self._jobs[job.token]
         self._assign_waiting()

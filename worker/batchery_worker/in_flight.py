@@ -1,12 +1,6 @@
-"""The jobs in flight: Celery was told that they have begun, and they are not settled yet.
-
-After a broken connection the broker redelivers every message that was not acknowledged, also those
-of jobs that a device is computing. Such a job must not run twice. Its new message replaces the
-earlier one, which can no longer be acknowledged, and the job goes on.
-"""
+"""The jobs in flight: Celery was told that they have begun, and they are not settled yet."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -126,40 +120,3 @@ class InFlight:
         # Its message may have been redelivered meanwhile, as another call.
         if self._calls.get(call.task_id) is call:
             del self._calls[call.task_id]
-
-    def takes(self, newer: TaskCall) -> bool:
-        """Whether a redelivered message belongs to a job that runs here, or has succeeded.
-
-        Such a message needs no run of its own: it is settled together with the job, or at once.
-        """
-        request = newer.request
-        if not request.delivery_info.get("redelivered"):
-            return False
-        if request.id in worker_state.successful_requests:
-            # The result is stored; only the acknowledgement was lost with the connection.
-            logger.info("%s[%s] was redelivered, and is done", newer.task_name, newer.task_id)
-            worker_state.task_ready(request, successful=True)
-            request.acknowledge()
-            return True
-        older = self._calls.get(newer.task_id)
-        if older is None or not _is_same_run(older, newer):
-            return False
-        lease = older.lease
-        if lease is not None and not lease.store.holds(lease.token):
-            # Its result will be refused.
-            return False
-        logger.info(
-            "%s[%s] was redelivered while it runs, and goes on", newer.task_name, newer.task_id
-        )
-        before, older.request = older.request, request
-        # Celery counts requests, not ids. Nobody will settle the older request, so it must go.
-        worker_state.active_requests.discard(before)
-        worker_state.reserved_requests.discard(before)
-        older.accept(before.worker_pid or os.getpid())
-        return True
-
-
-def _is_same_run(older: TaskCall, newer: TaskCall) -> bool:
-    """Whether two messages with one id are the same attempt; a retry keeps the id of its job."""
-    is_wanted = not older.request.discarded
-    return is_wanted and bool(older.message.get("retries") == newer.message.get("retries"))

@@ -41,8 +41,8 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
 @control_command(name=RELOAD)
 def reload(state: Any, number: str, task: str, **options: Any) -> dict[str, Any]:
     """Loads another version of a model; asked again, it says how far that is."""
-    fleet = getattr(state.consumer.controller, "fleet", None)
-    return NO_DEVICE if fleet is None else dict(fleet.reload(number, task, **options))
+    reloads = getattr(state.consumer.controller, "reloads", None)
+    return NO_DEVICE if reloads is None else dict(reloads.begin(number, task, **options))
 
 
 def _queues(consumer: Any) -> list[str]:

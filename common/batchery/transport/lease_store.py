@@ -119,7 +119,8 @@ class LeaseStore:
         self, queues: Sequence[str], name: str, leased: Mapping[str, int], scheduled: int
     ) -> str:
         """What others want to know of this worker, as JSON; see `Registration.info`."""
-        return self._registration.info(queues, name, leased, scheduled)
+        known = {"queues": queues, "name": name, "leased": leased, "scheduled": scheduled}
+        return self._registration.info(**known)
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of it; from any thread."""

@@ -1,12 +1,14 @@
 """Who consumes the queues of a broker, for those who send: read from Redis, and no worker asked."""
 
-import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import field, replace
+from typing import Annotated, Any, Self
 
 import redis
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -14,7 +16,6 @@ from batchery.redis_scripts import get_database
 from batchery.transport import Transport
 from batchery.transport.channel import DeviceQueueChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT, WORKER_CLIENT, Keys
-from batchery.transport.worker_registry import ODD_ENTRY, read_expiry, read_text
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
@@ -27,14 +28,14 @@ OWN_CLIENTS = (REPLIES_CLIENT.encode(), WORKER_CLIENT.encode())
 MAX_IDLE_S = 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RegisteredWorker:
-    """A worker with leases.
+    """A worker with leases, as it tells others of itself; nothing where that is nonsense.
 
     Attributes:
         expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
-        queues: Names of the queues that it consumes; None if it does not say, as older versions.
-        name: Its node name; None while that is not known. The others are None in older versions.
+        queues: Names of the queues that it consumes; None while that is not known.
+        name: Its node name; the same.
         host: Name of its machine.
         version: That of its Batchery.
         leased: How many messages of each queue it held at its last heartbeat.
@@ -43,8 +44,8 @@ class RegisteredWorker:
             after an outage of Redis all workers were silent.
     """
 
-    expiry_s: float | None
-    queues: Collection[str] | None
+    expiry_s: Annotated[float, Field(gt=0)] | None = None
+    queues: AbstractSet[str] | None = None
     name: str | None = None
     host: str | None = None
     version: str | None = None
@@ -56,6 +57,9 @@ class RegisteredWorker:
     def is_dead(self) -> bool:
         """Whether it was silent for as long as its leases live: others may give back its jobs."""
         return self.silent_s >= (self.expiry_s or DeviceQueueChannel.lease_expiry_s)
+
+
+_READER = TypeAdapter(RegisteredWorker)
 
 
 class LiveWorkers:
@@ -131,37 +135,9 @@ class LiveWorkers:
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
 
 
-def read_worker(about: bytes | None, silent_s: float) -> RegisteredWorker:
+def read_worker(about: bytes | None, silent_s: float = 0.0) -> RegisteredWorker:
     """A worker by its entry in worker-info, and the time since its last heartbeat."""
-    texts = {name: read_text(about, name) for name in ("name", "host", "version")}
-    leased, scheduled = read_held(about)
-    return RegisteredWorker(
-        read_expiry(about),
-        list_queues(about),
-        **texts,
-        leased=leased,
-        scheduled=scheduled,
-        silent_s=silent_s,
-    )
-
-
-def read_held(about: bytes | None) -> tuple[Mapping[str, int], int]:
-    """How many messages of each queue a worker holds, and how many of them wait for their time.
-
-    Args:
-        about: The worker's entry in worker-info; older versions say neither.
-    """
     try:
-        known = json.loads(about or b"{}")
-        leased = {str(queue): int(count) for queue, count in known.get("leased", {}).items()}
-        return leased, int(known.get("scheduled", 0))
-    except (*ODD_ENTRY, AttributeError):
-        return {}, 0
-
-
-def list_queues(about: bytes | None) -> Collection[str] | None:
-    """The queues that a worker consumes, by its entry in worker-info; None if it does not say."""
-    try:
-        return frozenset(json.loads(about or b"{}")["queues"])
-    except ODD_ENTRY:
-        return None
+        return replace(_READER.validate_json(about or b"{}"), silent_s=silent_s)
+    except ValidationError:
+        return RegisteredWorker(silent_s=silent_s)

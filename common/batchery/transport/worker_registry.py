@@ -5,9 +5,8 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -78,30 +77,15 @@ class Registration:
                 " its queues, then start this one"
             )
 
-    def info(
-        self,
-        queues: Sequence[str] | None = None,
-        name: str | None = None,
-        leased: Mapping[str, int] = MappingProxyType({}),
-        scheduled: int = 0,
-    ) -> str:
+    def info(self, **known: Any) -> str:
         """What others want to know of this worker, as JSON; from any thread.
 
         Args:
-            queues: Names of the queues that it consumes; None while that is not known.
-            name: Its node name; the same.
-            leased: How many messages of each queue it holds.
-            scheduled: How many of them wait for their time.
+            known: What is known of it by now, see `RegisteredWorker`.
         """
-        about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
+        about = {"host": platform.node(), "pid": self._pid}
         about |= {"expiry_s": self._expiry_s, "version": self._version}
-        if queues is not None:
-            about["queues"] = queues
-        if name is not None:
-            about["name"] = name
-        if leased:
-            about |= {"leased": leased, "scheduled": scheduled}
-        return json.dumps(about)
+        return json.dumps(about | known)
 
     def unregister(self) -> None:
         """Removes this worker; its leases go back to the queues, in the original order."""
@@ -146,25 +130,3 @@ def warn_of_eviction(info: Mapping[str, Any]) -> None:
             " set it to noeviction",
             policy,
         )
-
-
-#: What is raised by reading a worker's entry that is none.
-ODD_ENTRY = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-
-
-def read_expiry(about: bytes | None) -> float | None:
-    """The expiry that a worker has registered, in seconds; None if there is none."""
-    try:
-        expiry_s = json.loads(about or b"{}")["expiry_s"]
-        return float(expiry_s) if expiry_s > 0 else None
-    except ODD_ENTRY:
-        return None
-
-
-def read_text(about: bytes | None, field: str) -> str | None:
-    """A text that a worker has registered; None if there is none, as from older versions."""
-    try:
-        text = json.loads(about or b"{}")[field]
-    except ODD_ENTRY:
-        return None
-    return text if isinstance(text, str) else None

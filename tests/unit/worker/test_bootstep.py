@@ -9,12 +9,10 @@ from celery import Celery
 from celery.concurrency.thread import TaskPool
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery_worker import bootstep
 from batchery_worker.bootstep import (
     BatchStep,
     check_is_accepted,
     is_served,
-    warn_of_unread_results,
     warn_of_unused_queues,
 )
 
@@ -185,21 +183,6 @@ def test_a_cache_without_redis_ends_the_worker(
         assert text in refused(Worker(app), caplog)
 
 
-def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = make_app(device_max_memory_bytes=10)
-    add_task(app)
-    worker = Worker(app)
-    monkeypatch.setattr(bootstep, "resident_kib", lambda _: 1)
-    prepare(worker)
-    assert not caplog.text
-    monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
-    worker.pool = TaskPool(2, app=app)
-    prepare(worker)
-    assert "device_max_memory_bytes has no effect" in caplog.text
-
-
 def test_worker_that_does_not_accept_the_jobs_of_a_task_is_refused() -> None:
     app = Celery("pickles", set_as_current=False)
 
@@ -230,18 +213,6 @@ def test_worker_whose_task_was_made_before_its_messages_were_to_be_signed_is_ref
     app.conf.update(task_serializer="auth", accept_content=["application/data"])
     with pytest.raises(SettingsError, match="jobs are not signed"):
         check_is_accepted(app, task)
-
-
-def test_results_that_no_caller_would_read_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    app = Celery("unread", set_as_current=False)
-    warn_of_unread_results(app)
-    app.conf.result_accept_content = ["json"]
-    app.conf.accept_content = ["application/data"]
-    warn_of_unread_results(app)
-    assert not caplog.records
-    app.conf.result_accept_content = None
-    warn_of_unread_results(app)
-    assert "result_accept_content = ['json']" in caplog.text
 
 
 def pay() -> None:

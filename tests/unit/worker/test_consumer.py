@@ -1,13 +1,11 @@
 """Which messages are let through to Celery."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import redis
-from celery.exceptions import InvalidTaskError, Reject
+from celery.exceptions import InvalidTaskError
 from kombu import compression
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.message import Message
@@ -18,7 +16,6 @@ from batchery_worker.consumer import (
     OutageLog,
     bound_decompression,
     check,
-    refuse_what_raises,
 )
 
 JSON = "application/json"
@@ -71,7 +68,7 @@ def test_names_that_would_write_lines_of_a_log_are_refused(name: str, value: str
 def test_time_limits_that_are_no_times_are_refused(limits: list[Any]) -> None:
     for allowed in ([None, None], [0, None], [0.5, 1]):
         check(message([["x"], {}, {}], {**HEADERS, "timelimit": allowed}))
-    with pytest.raises(InvalidTaskError, match=r"its timelimit is .*, not a hard and a soft time"):
+    with pytest.raises(InvalidTaskError, match=r"its timelimit\.[01] is "):
         check(message([["x"], {}, {}], {**HEADERS, "timelimit": limits}))
 
 
@@ -126,14 +123,6 @@ def test_what_cannot_be_decoded_is_told_apart_from_what_must_not_be() -> None:
         check(message("not json"))
     with pytest.raises(ContentDisallowed):
         check(message("x", content_type="application/x-python-serialize"))
-
-
-def test_job_that_has_run_where_no_result_could_be_stored_is_given_back_and_not_refused() -> None:
-    process = Mock(side_effect=Reject("Redis was away", requeue=True))
-    worker, request = SimpleNamespace(consumer=Mock()), Mock()
-    refuse_what_raises(worker, process)(request)
-    request.reject.assert_called_once_with(requeue=True)
-    worker.consumer.end_unhandled.assert_not_called()
 
 
 def test_broker_that_is_away_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

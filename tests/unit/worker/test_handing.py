@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from batchery.transport.suspects import Deaths
-from batchery_worker.device_pool.process import State, WatchedBatch
+from batchery_worker.device_pool.process import State
+from batchery_worker.device_pool.watched import WatchedBatch
 from batchery_worker.handing import HandedJob, HandedJobs
-from batchery_worker.ipc.messages import Fate, Forget, Handed, Running, Settled
+from batchery_worker.ipc.messages import Fate, Forget, Handed, Ready, Running, Settled
 
 TASK = SimpleNamespace(name="work", slots=None)
 
@@ -37,7 +38,6 @@ class Fleet:
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
         self.devices = [self._make("cuda:0"), self._make("cuda:1")]
-        self.supervisor: Any = SimpleNamespace(devices=self.devices, handlers={}, order=self._order)
         self.jobs = HandedJobs(self)  # type: ignore[arg-type]
         self.consumer = SimpleNamespace(
             hub=None,
@@ -46,11 +46,12 @@ class Fleet:
         )
 
     def _make(self, name: str) -> Any:
-        setup = SimpleNamespace(task="")
-        return SimpleNamespace(name=name, setup=setup, state=State.READY, serves=lambda _: True)
+        setup = SimpleNamespace(serves=lambda _: True)
 
-    def _order(self, device: Any, message: Any) -> None:
-        self.sent.append((device.name, message))
+        def tell(message: Any) -> None:
+            self.sent.append((name, message))
+
+        return SimpleNamespace(name=name, setup=setup, state=State.READY, tell=tell)
 
     def call(self, function: Any) -> None:
         function()
@@ -68,7 +69,7 @@ class Fleet:
 
     def settle(self, handed: tuple[str, Handed], fate: str) -> None:
         device = next(each for each in self.devices if each.name == handed[0])
-        self.supervisor.handlers[Settled](device, Settled(handed[1].token, fate))
+        self.jobs.handle(device, Settled(handed[1].token, fate))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_messages_wait_for_a_device_that_is_ready(fleet: Fleet) -> None:
     fleet.hand("a")
     assert fleet.handed() == []
     fleet.devices[1].state = State.READY
-    fleet.supervisor.on_ready()
+    fleet.jobs.handle(fleet.devices[1], Ready(pid=1, load_s=0.0))
     assert [name for name, _ in fleet.handed()] == ["cuda:1"]
 
 

@@ -53,6 +53,8 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         if is_ready:
             listen(end, device)
             run_or_die(device.run)
+            # From now on it has no job, and little time to end.
+            end.shutdown(socket.SHUT_RDWR)
         end_process(has_app=is_ready)
 
 

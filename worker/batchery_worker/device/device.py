@@ -139,7 +139,7 @@ class Device:
         self.feed = Feed(self._app, setup, self._prepare, self.tell, self.figures, resumes=resumes)
         source = self.feed.source
         source.on_parted = lambda holder: self.tell(Parted(holder))
-        source.on_refused = lambda error: self.tell(NotReady(type(error).__name__, str(error)))
+        source.on_refused = lambda error: self.tell(NotReady(str(error)))
         return Ready(os.getpid(), time.monotonic() - started_s, self.figures())
 
     def _load(self) -> None:
@@ -386,11 +386,10 @@ def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
         ready = device.start(setup, app)
     except Exception as error:
         logger.debug("start failed", exc_info=True)
-        name, text = type(error).__name__, str(error)
+        text = str(error)
         if not isinstance(error, BatcheryError):
-            text = f"{setup.app or setup.device}: {name}: {error}"
-            name = "AppNotImportable"
-        device.tell(NotReady(name, text))
+            text = f"{setup.app or setup.device}: {type(error).__name__}: {error}"
+        device.tell(NotReady(text))
         return False
     device.tell(ready)
     return True

@@ -33,7 +33,6 @@ from batchery_worker.device.plain_call import PlainReader
 from batchery_worker.device.redis_source import RedisSource
 from batchery_worker.device.stock_consumer import CallPool, StockConsumer
 from batchery_worker.dispatch.dispatcher import Dispatcher
-from batchery_worker.events import use_batch_events
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import Fate, JobsSetup, Joined, Reply, Setup
 from batchery_worker.work import Cancel
@@ -45,6 +44,10 @@ LOOK_S = 1.0
 
 #: How long jobs are held before they may go to another device, in seconds.
 HELD_S = 0.1
+
+#: Maximum number of events in one message. They are sent once a turn; by default Celery also sends
+#: them after every 24, which is eight messages for a batch of 64 jobs.
+MAX_EVENTS = 1000
 
 #: How often other workers may be told of what this device holds, in seconds.
 DESCRIBE_S = 1.0
@@ -175,8 +178,7 @@ class Feed:
         self._accept = prepare_accept_content(app.conf.accept_content)
 
         def is_here(task: BatchTask) -> bool:
-            name = task.name
-            is_its = name == setup.task if task.slots else name not in setup.elsewhere
+            is_its = setup.task == task.name if task.slots else setup.serves(task.name)
             return is_its or jobs.is_handed
 
         pool = CallPool(self.dispatcher.admit, self._cancel, jobs.limits)
@@ -189,8 +191,9 @@ class Feed:
         if jobs.is_handed:
             self.source = HandedSource(tell, self._deliver)
         else:
+            levels = sorted(each.level for each in settings.classes.values())
             self.source = RedisSource(
-                *(app, list(jobs.queues), jobs.levels, jobs.hostname),
+                *(app, list(jobs.sizes), levels, jobs.hostname),
                 *(self._deliver, self._find_running),
             )
             self.source.on_joined = self._on_joined
@@ -223,8 +226,8 @@ class Feed:
 
     def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Takes from other queues from now on."""
-        self._serve(self._jobs.with_queues(sizes))
-        self.source.select_queues(self._jobs.queues)
+        self._serve(self._setup.with_queues(sizes).jobs)
+        self.source.select_queues([*self._jobs.sizes])
         self._tell_news()
 
     def _describe(self) -> None:
@@ -235,10 +238,9 @@ class Feed:
         self._described = self.source.describe(scheduled, self._described)
 
     def _make_eventer(self, jobs: JobsSetup) -> Any:
-        use_batch_events(self._app)
         self._flushes = False
         events: Any = self._app.events
-        return events.Dispatcher(
+        eventer = events.Dispatcher(
             self._app.connection_for_write(),
             hostname=jobs.hostname,
             # As Celery's own: remote control adds the other group.
@@ -246,6 +248,8 @@ class Feed:
             buffer_group=["task"],
             on_send_buffered=self._flush_events_soon,
         )
+        eventer.buffer_limit = MAX_EVENTS
+        return eventer
 
     def _flush_events_soon(self) -> None:
         if not self._flushes:

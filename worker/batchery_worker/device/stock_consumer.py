@@ -14,12 +14,13 @@ import redis
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.worker import state as worker_state
+from kombu.common import QoS
 from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
 
 from batchery.task import BatchTask
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.consumer import GuardedConsumer, bound_decompression, refuse_what_raises
+from batchery_worker.consumer import GuardedConsumer, bound_decompression
 from batchery_worker.forwarding import forward_lease
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import TimeLimits
@@ -122,18 +123,6 @@ class CallPool:
         self._cancel(job_id)
 
 
-class NoQos:
-    """Counts nothing: a device takes what it can begin."""
-
-    value = 0
-
-    def increment_eventually(self, n: int = 1) -> None:
-        """Does nothing."""
-
-    def decrement_eventually(self, n: int = 1) -> None:
-        """Does nothing."""
-
-
 class StockConsumer(GuardedConsumer):
     """Reads messages as Celery's worker does: revoked and expired jobs, ETA, rates, refusals."""
 
@@ -165,7 +154,8 @@ class StockConsumer(GuardedConsumer):
         self.timer = timer
         self.event_dispatcher = eventer
         self.hub = None
-        self.qos = NoQos()
+        # It counts nothing: a device takes what it can begin.
+        self.qos = QoS(lambda **_: None, 0)
         self.controller = SimpleNamespace(
             state=worker_state, semaphore=None, app=app, consumer=self
         )
@@ -180,7 +170,6 @@ class StockConsumer(GuardedConsumer):
         self._pending_operations: deque[Any] = deque()
         self.task_buckets: Mapping[str, Any] = defaultdict(lambda: None)
         self.reset_rate_limits()
-        self.on_task_request = refuse_what_raises(self, self._execute)
         bound_decompression()
         self.update_strategies()
         for name, task in app.tasks.items():
@@ -206,9 +195,13 @@ class StockConsumer(GuardedConsumer):
             utc=self.app.uses_utc_timezone(),
         )
 
-    def _execute(self, request: Any) -> None:
-        with suppress(TaskRevokedError):
-            request.execute_using_pool(self.pool)
+    def on_task_request(self, request: Any) -> None:
+        """Hands a job to the pool, also one that has waited before; refuses it if that raises."""
+        try:
+            with suppress(TaskRevokedError):
+                request.execute_using_pool(self.pool)
+        except Exception as error:  # noqa: BLE001 - it would end worker after worker
+            self.end_unhandled(request.message, error)
 
     def _restore_prefetch_count_after_connection_restart(self, *_: Any) -> None:
         """Does nothing: there is no prefetch count."""

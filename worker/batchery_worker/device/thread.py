@@ -42,11 +42,6 @@ class ThreadedDevice(Device):
         super()._hand_over(batch, at_once=True)
 
 
-def _abandon(device: Device) -> None:
-    """Lets a function that runs go on to its end: nobody can end a thread."""
-    device.feed.abandon()
-
-
 class DeviceThread:
     """The thread of a device, with the methods of `subprocess.Popen` that its worker calls."""
 
@@ -88,7 +83,8 @@ class DeviceThread:
         device = ThreadedDevice(self._end)
         try:
             if begin(device, load_message(read_frame(self._end)), app):
-                listen(self._end, device, _abandon)
+                # Nobody can end a thread: a function that runs goes on to its end.
+                listen(self._end, device, lambda device: device.feed.abandon())
                 device.run()
         except (EOFError, OSError):
             logger.debug("the parent has closed the pipe", exc_info=True)

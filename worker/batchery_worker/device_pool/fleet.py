@@ -1,62 +1,65 @@
-"""The devices of a worker: started, watched, kept alive in Redis, and ordered.
+"""The devices of a worker: started, watched, and told what to do.
 
-Everything of a device is on the thread of one loop, which is idle while devices work: a device
-tells only of batches whose time is limited. Another thread beats for the leases of all devices.
+One thread starts processes, and kills those that take too long. What a process says comes by a
+thread of its own (`ipc/framing.py`), and Celery's threads give orders. They take turns: whoever
+looks at a device, or changes it, holds `Fleet.changed`. Nothing here is asked for a job that Redis
+gives to a device. Another thread beats for the leases of all devices (`beats.py`).
 """
 
 import itertools
 import json
 import logging
 import threading
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic
+from math import inf
+from time import monotonic, sleep
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-import redis
-from celery import Celery
 from celery.worker import state as worker_state
-from kombu.asynchronous import Hub
 
-from batchery.errors import StartError
-from batchery.fork_gate import fork_gate
-from batchery.protocol.figures import (
-    BatchFigures,
-    BatchSums,
-    LeaseFigures,
-    add,
-    read_figures,
-    report,
-)
+from batchery.errors import StartError, counted
 from batchery.settings import Settings
-from batchery.transport.channel import SOCKET_TIMEOUT_S
-from batchery.transport.membership import BEATS_PER_EXPIRY, CAUTION, FailureDetector
-from batchery.transport.redis_schema import Keys, find_own, transport_scripts
-from batchery.transport.suspects import build_expired_field, encode_id
-from batchery.transport.worker_registry import read_expiry, read_text
-from batchery_worker.brokers import list_brokers, open_channel
-from batchery_worker.device_pool.control import DeviceControl
-from batchery_worker.device_pool.process import (
-    LEAVE_TIMEOUT_S,
-    DeviceProcess,
-    State,
-    WatchedBatch,
-)
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery.transport.redis_schema import find_own
+from batchery_worker.device_pool.figures import add_up, merge, without_jobs
+from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, DeviceProcess, State
+from batchery_worker.device_pool.watched import WatchedBatch
+from batchery_worker.ipc.framing import Pipe
 from batchery_worker.ipc.messages import (
+    SIGN,
     Answer,
     Fenced,
-    Joined,
+    NotReady,
+    OfBatch,
     Order,
-    Parted,
     Ready,
-    Stop,
+    RecycleDue,
+    Reloaded,
+    Reply,
+    load_reply,
 )
 
 logger = logging.getLogger("batchery.pool")
+
+#: How often it is looked whether a device must be started or killed, in seconds.
+LOOK_S = 0.05
+
+#: A look that comes later than this, in seconds, was held up with the whole process: what devices
+#: have said meanwhile must be read before it is judged.
+MAX_LATE_S = 0.5
+
+#: Number of failed starts in a row that end the worker while it starts; one may be an accident.
+MAX_FIRST_STARTS = 2
+
+#: Number of failed starts in a row after which a device is given up.
+MAX_FAILED_STARTS = 5
+
+#: How often in a row a device may hang, without a finished batch, before the worker ends: then it
+#: is hardly a job that hangs.
+MAX_HANGS = 5
 
 #: Commands whose effect ends with the process, and what they are about.
 LASTING = {
@@ -85,30 +88,33 @@ class BusyDevices:
         """Nothing: devices tell of their jobs."""
 
 
-class Holding(Protocol):
+class Holding:
     """What knows the jobs that devices have: leases of them, or messages of Celery's consumer."""
 
     @property
     def recovered(self) -> int:
         """How many messages of dead holders are back in their queues."""
+        return 0
 
     @property
-    def expiry_s(self) -> float:
-        """After how long a silence others take the leases of devices, in seconds."""
-
-    @property
-    def beat_s(self) -> float | None:
-        """When the last heartbeat was answered; None before the first one."""
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the last one was not answered."""
+    def serving(self) -> Any:
+        """The heartbeat of leases: `expiry_s`, `beat_s` and `is_silent`; None if there is none."""
+        return None
 
     def start(self) -> None:
         """Begins to keep them."""
 
+    def handle(self, device: DeviceProcess, reply: Reply) -> None:
+        """Hears what a device says, after the fleet."""
+
     def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Gives back what a device had; see `HolderBeats.leave`."""
+        """Gives back what a device had whose process has ended.
+
+        Args:
+            device: Its name.
+            batches: Those of which it has told, and which had not ended.
+            is_death: Whether what it ran may have killed it.
+        """
 
     def stop(self) -> None:
         """Gives back what is left."""
@@ -119,7 +125,6 @@ class Fleet:
 
     def __init__(
         self,
-        app: Celery,
         settings: Settings,
         devices: Sequence[DeviceProcess],
         make_holding: "Callable[[Fleet], Holding]",
@@ -128,34 +133,39 @@ class Fleet:
         """Starts nothing yet.
 
         Args:
-            app: The worker's.
             settings: Of the worker.
             devices: None of them has been started.
             make_holding: Makes what knows the jobs of devices.
             on_lost: Called when the worker must end, with the reason for people.
         """
-        self._settings = settings
-        self._hub: Any = Hub()
-        self.supervisor = DeviceSupervisor(
-            *(devices, settings.max_pass_s),
-            on_end=self._on_end,
-            on_busy=self._note_busy,
-            on_lost=on_lost,
-        )
-        self._take_ready = self.supervisor.handlers[Ready]
-        self.supervisor.handlers |= {Answer: self._on_answer, Ready: self._on_readiness}
+        self._max_pass_s = settings.max_pass_s
+        #: How long a device may take to start, or a load, in seconds.
+        self.start_timeout_s = settings.device_start_timeout_s
+        self._on_lost = on_lost
+        #: Those that were not given up, and those that were: they must still be waited for.
+        self.devices = list(devices)
+        self.given_up: list[DeviceProcess] = []
+        #: Told of each message of a device, and of each end.
+        self.changed = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
+        #: Whether no process is started any more; whether the worker ends; whether that is over.
+        self._is_ending = self._is_leaving = self._is_over = False
+        #: When the first start began; None once all devices have been ready together.
+        self._began_s: float | None = None
+        #: Why the worker cannot start, for people, where somebody waits for that.
+        self._failure = ""
+        self._is_awaited = False
         #: The last of the commands that change a process, by what they are about.
         self._changes: dict[tuple[str, Any], Order] = {}
         self._numbers = itertools.count(1)
-        self._answered = threading.Condition()
+        #: Answers to the orders that somebody waits for; empty until they come.
         self._answers: dict[int, str] = {}
-        self._thread = threading.Thread(target=self._run, name="batchery-devices", daemon=True)
-        self.control = DeviceControl(app, self.supervisor)
-        self._is_leaving = False
         #: The last figures of each device's process, and what all processes before had counted.
         self._known: dict[str, dict[str, Any]] = {}
         self._past: dict[str, Any] | None = None
-        self.restarts = 0
+        self._restarts = 0
         self._busy = BusyDevices()
         self.beats = make_holding(self)
 
@@ -164,530 +174,387 @@ class Fleet:
     def start(self, check: Callable[[], None], *, waits: bool) -> None:
         """Starts the devices; waits for their models, if there is nothing else to do.
 
+        Args:
+            check: Called while it waits; raises if the worker must stop.
+            waits: Whether it waits.
+
         Raises:
             StartError: A device cannot start; says why.
         """
+        self._is_awaited = waits
         self.beats.start()
-        if waits:
-            self._start_and_wait(check)
-        else:
-            self.supervisor.begin(self._settings.device_start_timeout_s)
-            self._thread.start()
-
-    def _start_and_wait(self, check: Callable[[], None]) -> None:
-        failure: list[BaseException] = []
-        is_over = threading.Event()
-        is_interrupted = threading.Event()
-
-        def interrupted() -> None:
-            if is_interrupted.is_set():
-                raise StartError("the worker was told to stop")
-
-        def begin() -> None:
-            # Devices die with the thread that has started them, so it is the one that goes on.
-            try:
-                self.supervisor.start(self._hub, self._settings.device_start_timeout_s, interrupted)
-            except BaseException as error:  # noqa: BLE001 - raised on the other thread
-                failure.append(error)
-            finally:
-                is_over.set()
-
-        self._begin = begin
+        self._began_s = monotonic()
+        models = dict.fromkeys(name for device in self.devices for name in device.setup.load)
+        if models:
+            # At Celery's default level, where silence looks like a fault.
+            names = ", ".join(device.name for device in self.devices)
+            logger.warning("loading %s on %s; their jobs wait", ", ".join(models), names)
+        # Devices die with the thread that has started them.
         self._thread.start()
-        try:
-            while not is_over.wait(0.05):
-                check()
-        except BaseException:
-            is_interrupted.set()
-            raise
-        if failure:
-            raise failure[0]
+        while waits and self._began_s is not None:
+            check()
+            if self._failure:
+                raise StartError(self._failure)
+            with self.changed:
+                self.changed.wait(LOOK_S)
 
-    _begin: Callable[[], None] | None = None
+    def _note_all_ready(self) -> None:
+        """Ends the first start, once all devices are ready."""
+        if self._began_s is None or any(each.state is not State.READY for each in self.devices):
+            return
+        took_s, self._began_s = monotonic() - self._began_s, None
+        if any(device.setup.load for device in self.devices):
+            logger.warning("models are ready after %.1f s", took_s)
+
+    def _lose(self, why: str) -> None:
+        """Ends the worker."""
+        self._is_ending = True
+        if self._is_awaited and self._began_s is not None:
+            self._failure = self._failure or why
+        else:
+            self._on_lost(why)
+
+    # The thread that starts and watches
 
     def _run(self) -> None:
-        self._hub._loop_thread = threading.get_ident()
-        if self._begin is not None:
-            self._begin()
-        self.supervisor.run_on(self._hub)
-        self._hub.run_forever()
+        looked_s = monotonic()
+        while not self._is_over:
+            if monotonic() - looked_s > MAX_LATE_S:
+                sleep(LOOK_S)
+            looked_s = monotonic()
+            with self.changed:
+                while self._calls:
+                    self._guard("a call", self._calls.popleft())
+                for device in [*self.devices]:
+                    self._guard(f"device {device.name}", partial(self._look_at, device))
+            self._woken.wait(LOOK_S)
+            self._woken.clear()
+
+    def _guard(self, what: str, function: Callable[[], None]) -> None:
+        """Calls a function, whose error would end this thread, and with it all devices."""
+        try:
+            function()
+        except Exception:
+            logger.exception("%s cannot be handled", what)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls a function on the loop's thread; from any thread."""
-        self._hub.call_soon(function)
+        """Calls a function on the thread that watches, soon and in order; from any thread."""
+        self._calls.append(function)
+        self._woken.set()
 
-    # What devices say
+    def _look_at(self, device: DeviceProcess) -> None:
+        now_s = monotonic()
+        if self._is_leaving and device.state in (State.STARTING, State.READY):
+            device.leave()
+        if device.pipe is None:
+            if not self._is_ending and now_s >= device.start_at_s:
+                self._spawn(device)
+        elif now_s >= device.leave_by_s:
+            device.kill()
+        elif device.state is State.STARTING:
+            self._look_at_start(device, now_s)
+        elif not self._hangs(device, now_s):
+            self._look_at_limits(device, now_s)
+
+    def _spawn(self, device: DeviceProcess) -> None:
+        try:
+            device.spawn(partial(self._on_frame, device), partial(self._on_closed, device))
+        except OSError as error:
+            # It counts as a death.
+            how = f"device process for {device.name} cannot be started: {error}"
+            device.deaths += 1
+            device.failed_starts += 1
+            self._plan_restart(device, how, 0)
+
+    def _look_at_start(self, device: DeviceProcess, now_s: float) -> None:
+        """Limits the time of a start: the driver of a card may hold it for ever."""
+        limit_s = self.start_timeout_s
+        if now_s - device.spawned_s < limit_s:
+            return
+        models = ", ".join(device.setup.load) or "no model"
+        why = f"not ready after {limit_s:g} s: {device.name} ({models})"
+        if self._began_s is not None:
+            self._lose(f"{why}; raise the setting device_start_timeout_s if a model is that large")
+        else:
+            logger.error("%s: it is killed", why)
+        self._end_now(device, "as it was not ready after device_start_timeout_s")
+
+    def _hangs(self, device: DeviceProcess, now_s: float) -> bool:
+        """Kills a device that has given no sign for too long; returns whether it has.
+
+        One that has no work is asked for a sign: if it stands still, it takes no job.
+        """
+        max_pass_s = self._max_pass_s
+        if max_pass_s is None:
+            return False
+        silent_s = device.silent_s(now_s)
+        if silent_s > max_pass_s:
+            logger.error(
+                "device %s hangs: no sign of it for %.1f s, and max_pass_s is %g: it is killed",
+                *(device.name, silent_s, max_pass_s),
+            )
+            device.hangs += 1
+            device.is_hung = True
+            self._end_now(device, "as it hung for longer than max_pass_s")
+            if device.hangs == MAX_HANGS:
+                self._on_lost(f"device {device.name} hung {MAX_HANGS} times in a row")
+            return True
+        is_asked = device.heard_s < device.asked_s < inf
+        is_quiet = not device.batches and now_s - device.heard_s > max_pass_s / 4
+        if device.state is State.READY and is_quiet and not is_asked:
+            device.asked_s = now_s
+            device.tell(Order(0, SIGN, {}))
+        return False
+
+    def _look_at_limits(self, device: DeviceProcess, now_s: float) -> None:
+        """Kills a device whose batch takes too long."""
+        batch = device.batches.find_due(now_s)
+        if batch is None:
+            return
+        if batch.excused_until_s:
+            self._end_now(device, "as it did not load a model within device_start_timeout_s")
+            return
+        batch.expired = True
+        if batch.is_unwanted:
+            logger.error("a batch whose jobs were revoked does not end on %s: killed", device.name)
+            device.kill("as its jobs were revoked")
+        else:
+            # Celery's words, so that who looks for them finds these, too.
+            logger.error("Hard time limit (%ss) exceeded for %s", batch.hard_limit_s, batch)
+            device.kill("as its batch took too long")
+
+    def _end_now(self, device: DeviceProcess, why: str) -> None:
+        """Kills a process and takes it for dead: one that a driver holds may not end."""
+        device.kill(why)
+        self._on_end(device)
+
+    # What processes say, each on the thread of its pipe
+
+    def _on_frame(self, device: DeviceProcess, pipe: Pipe, frame: bytes) -> None:
+        with self.changed:
+            if device.pipe is pipe:
+                try:
+                    self._handle(device, load_reply(frame))
+                except Exception:
+                    logger.exception(
+                        "a message of device %s cannot be handled; it is restarted", device.name
+                    )
+                    device.kill("as a message of it cannot be handled")
+            self.changed.notify_all()
+
+    def _handle(self, device: DeviceProcess, reply: Reply) -> None:
+        device.note(reply)
+        match reply:
+            case Ready():
+                self._on_ready(device, reply)
+            case NotReady():
+                self._on_refusal(device, reply)
+            case Reloaded():
+                device.reloaded = reply
+            case RecycleDue():
+                device.recycle_due = True
+                warn_if_short(device, reply.jobs)
+                self._recycle_next()
+            case Answer():
+                if reply.number in self._answers:
+                    self._answers[reply.number] = reply.value
+            case _ if isinstance(reply, OfBatch):
+                device.note_batch(reply, self.start_timeout_s)
+                self._note_busy()
+        self.beats.handle(device, reply)
+
+    def _on_ready(self, device: DeviceProcess, reply: Ready) -> None:
+        for order in self._changes.values():
+            device.tell(order)
+        if device.state is State.LEAVING:
+            logger.debug("device %s has started, and ends", device.name)
+            return
+        device.state = State.READY
+        device.load_s, device.ready_s = reply.load_s, monotonic()
+        device.failed_starts = 0
+        device.is_hung = False
+        device.error = ""
+        logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+        self._recycle_next()
+        self._note_all_ready()
+
+    def _on_refusal(self, device: DeviceProcess, reply: NotReady) -> None:
+        device.error = reply.text
+        if device.state is State.READY or self._began_s is not None:
+            # At a worker's start it is the error that ends the worker.
+            self._lose(reply.text)
+        else:
+            logger.error("%s", reply.text)
 
     def _note_busy(self) -> None:
         """Lets a soft shutdown of Celery's wait for devices as for its own jobs."""
-        if any(device.batches for device in self.supervisor.devices):
+        if any(device.batches for device in self.devices):
             worker_state.active_requests.add(self._busy)
         else:
             worker_state.active_requests.discard(self._busy)
 
-    def tell_fenced(self, name: str, holder: str) -> None:
-        """Tells a device that others have the leases of a holder; from any thread."""
+    def _on_closed(self, device: DeviceProcess, pipe: Pipe) -> None:
+        if device.pipe is pipe:
+            device.await_end()
+        with self.changed:
+            if device.pipe is pipe:
+                self._on_end(device)
 
-        def tell() -> None:
-            for device in self.supervisor.devices:
-                if device.name == name:
-                    self.supervisor.order(device, Fenced(holder))
+    # Ends
 
-        self.call(tell)
-
-    def _on_end(
-        self, device: DeviceProcess, batches: Sequence[WatchedBatch], is_death: bool
-    ) -> None:
-        self.restarts += is_death
+    def _on_end(self, device: DeviceProcess) -> None:
+        """Takes a process for gone: gives back what it had, and plans the next one."""
+        is_death = device.state is not State.LEAVING
+        how, batches = device.bury()
+        self._restarts += is_death
         if known := self._known.pop(device.name, None):
             ended = without_jobs(known)
             self._past = add_up([ended, self._past] if self._past else [ended])
+        if is_death:
+            died = f"device process for {device.name} died: {how}"
+            self._plan_restart(device, died, len(batches))
         self.beats.leave(device.name, batches, is_death=is_death and not self._is_leaving)
+        self._note_busy()
+        self.changed.notify_all()
+        self._woken.set()
 
-    def _on_answer(self, _: DeviceProcess, answer: Answer) -> None:
-        if not answer.number:
-            return  # A sign of life.
-        with self._answered:
-            self._answers[answer.number] = answer.value
-            self._answered.notify_all()
+    def _plan_restart(self, device: DeviceProcess, how: str, held: int) -> None:
+        is_first = self._began_s is not None
+        if is_first and not device.ready_s and device.failed_starts >= MAX_FIRST_STARTS:
+            self._lose(
+                f"device process for {device.name} died while it started,"
+                f" {MAX_FIRST_STARTS} times; its error output is above"
+            )
+        if is_first and self._is_ending:
+            return
+        if device.failed_starts >= MAX_FAILED_STARTS:
+            self._give_up(device, how)
+            return
+        device.start_at_s = monotonic() + device.backoff_s
+        in_s = device.backoff_s
+        logger.error("%s, with %s; restart in %.1f s", how, counted(held, "batch"), in_s)
 
-    def _on_readiness(self, device: DeviceProcess, reply: Ready) -> None:
-        for order in [*self._changes.values()]:
-            self.supervisor.order(device, order)
-        self._take_ready(device, reply)
+    def _give_up(self, device: DeviceProcess, how: str) -> None:
+        """Gives a device up that has failed to start too often."""
+        self.devices.remove(device)
+        self.given_up.append(device)
+        device.state, device.pid, device.reported = State.GIVEN_UP, 0, {}
+        device.error = device.error or how
+        logger.critical(
+            "device %s is given up after %d starts: %s; mend that, and restart the worker",
+            *(device.name, device.failed_starts, device.error),
+        )
+        # The other devices need not wait for it any longer.
+        self._recycle_next()
+        others = [each for each in self.devices if each.setup.task == device.setup.task]
+        models = set(device.setup.models)
+        if not others or models - {name for each in others for name in each.setup.models}:
+            self._on_lost(f"no device is left, the last one was {device.name}")
+        self.changed.notify_all()
+
+    # Fresh processes by order
+
+    def renew(self, device: DeviceProcess) -> None:
+        """Gives a device a fresh process, once it is idle and all others are ready."""
+        with self.changed:
+            device.recycle_due = True
+            self._recycle_next()
+
+    def recycle(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, which imports these modules; no job is lost."""
+        with self.changed:
+            for device in self.devices:
+                device.setup = replace(device.setup, modules=modules)
+                self.renew(device)
+
+    def _recycle_next(self) -> None:
+        """Recycles the next process that is due, if all devices are ready."""
+        if self._is_ending or any(each.state is not State.READY for each in self.devices):
+            return
+        if (device := next((each for each in self.devices if each.recycle_due), None)) is not None:
+            logger.info("device %s gets a fresh process", device.name)
+            device.start_at_s = 0.0
+            device.leave()
 
     # Orders
+
+    def fence(self, name: str, holder: str) -> None:
+        """Tells a device that others have the leases of a holder; from any thread."""
+        with self.changed:
+            for device in self.devices:
+                if device.name == name:
+                    device.tell(Fenced(holder))
 
     def change(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """As `ask`; if the command lasts, processes that start later run it, too."""
         if (about := LASTING.get(name)) is not None:
-            self._changes[about, options.get("task_name")] = Order(0, name, options)
+            with self.changed:
+                self._changes[about, options.get("task_name")] = Order(0, name, options)
         return self.ask(name, options)
 
     def ask(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Has a command run by all devices; their answers, by the names of those that gave one."""
-        numbers: dict[int, str] = {}
+        with self.changed:
+            ready = [each for each in self.devices if each.state is State.READY]
+            numbers = {next(self._numbers): each for each in ready}
+            self._answers |= dict.fromkeys(numbers, "")
+            for number, device in numbers.items():
+                device.tell(Order(number, name, options))
+            self.changed.wait_for(lambda: all(map(self._answers.get, numbers)), ANSWER_S)
+            found = {device.name: self._answers.pop(each) for each, device in numbers.items()}
+        return {name: json.loads(value) for name, value in found.items() if value}
 
-        def send() -> None:
-            for number, device in asked:
-                self.supervisor.order(device, Order(number, name, options))
-
-        asked = [
-            (next(self._numbers), device)
-            for device in [*self.supervisor.devices]
-            if device.state is State.READY
-        ]
-        numbers = {number: device.name for number, device in asked}
-        if not numbers:
-            return {}
-        self.call(send)
-        with self._answered:
-            self._answered.wait_for(lambda: numbers.keys() <= self._answers.keys(), ANSWER_S)
-            found = {name: self._answers.pop(number, None) for number, name in numbers.items()}
-        return {name: json.loads(value) for name, value in found.items() if value is not None}
-
-    @property
-    def devices(self) -> Sequence[DeviceProcess]:
-        """Those that were not given up."""
-        return self.supervisor.devices
+    def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Has all devices take from these queues, each with the tasks whose jobs come by it."""
+        with self.changed:
+            for device in self.devices:
+                device.setup = device.setup.with_queues(sizes)
+        self.ask("batchery_queues", {"sizes": sizes})
 
     @property
     def queues(self) -> Sequence[str]:
         """Names of the queues that devices take from."""
-        setups = [each.setup.jobs for each in self.supervisor.devices]
-        return sorted({find_own(name) for setup in setups for name in setup.queues})
+        return sorted({find_own(name) for each in self.devices for name in each.setup.jobs.sizes})
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows, and how many jobs of each task there were."""
         self._known.update(self.ask("batchery", {}))
-        devices = [*self.supervisor.devices, *self.supervisor.given_up]
+        devices = [*self.devices, *self.given_up]
         found = [self._known[each.name] for each in devices if each.name in self._known]
-        return merge(found, devices, self._past, self.restarts, self.beats)
-
-    def reload(self, number: str, task: str, **options: Any) -> dict[str, Any]:
-        """Begins to load another version of a model, and says how far that is."""
-        self.call(partial(self.control.reload, number, task, **options))
-        return self.control.report(number)
-
-    def recycle(self, modules: Sequence[str]) -> None:
-        """Gives every device a fresh process, which imports these modules; no job is lost."""
-        self.call(partial(self.supervisor.recycle, modules))
-
-    def take_from(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
-        """Has all devices take from these queues, each with the tasks whose jobs come by it."""
-        for device in self.supervisor.devices:
-            jobs = device.setup.jobs.with_queues(sizes)
-            device.setup = replace(device.setup, jobs=jobs)
-        self.ask("batchery_queues", {"sizes": sizes})
-
-    def stop_taking(self) -> None:
-        """Has all devices take nothing more."""
-        self._is_leaving = True
-
-        def stop() -> None:
-            self.supervisor.stop_restarting()
-            for device in self.supervisor.devices:
-                if device.link is None:
-                    continue
-                if device.state is State.STARTING:
-                    # It hears of it once it has started, which may take long.
-                    kill = self.supervisor._kill_if_leaving
-                    self._hub.call_later(LEAVE_TIMEOUT_S, kill, device, device.pid)
-                device.state = State.LEAVING
-                self.supervisor.order(device, Stop())
-
-        self.call(stop)
+        return merge(found, devices, self._past, self._restarts, self.beats.recovered)
 
     # The end
+
+    def stop_taking(self) -> None:
+        """Has all devices take nothing more; also from a handler of signals, so it only notes."""
+        self._is_leaving = self._is_ending = True
 
     def stop(self, is_cold: Callable[[], bool]) -> None:
         """Waits until the devices have finished what they have begun, and ends them."""
         self.stop_taking()
-        pause = threading.Event()
-        while not is_cold() and any(device.link for device in self.supervisor.devices):
-            pause.wait(0.02)
-        self._leave(kill_at_once=True)
+        while not is_cold() and any(device.pipe for device in self.devices):
+            sleep(0.02)
+        self.terminate()
 
     def terminate(self) -> None:
         """Kills the devices; what they hold goes back to the queues."""
-        self._is_leaving = True
-        self._leave(kill_at_once=True)
-
-    def _leave(self, *, kill_at_once: bool) -> None:
-        self._hub.stop()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._hub.call_soon(lambda: None)
+        self.stop_taking()
+        self._is_over = True
+        self._woken.set()
+        if self._thread.is_alive():
             self._thread.join(LEAVE_TIMEOUT_S)
-        self.supervisor.stop(kill_at_once=kill_at_once)
+        with self.changed:
+            for device in (*self.devices, *self.given_up):
+                device.stop()
         self.beats.stop()
 
 
-class HolderBeats:
-    """Renews the leases of devices, and recovers those of dead holders, with each broker."""
-
-    def __init__(self, app: Celery, fleet: Fleet) -> None:
-        """Starts nothing yet.
-
-        Args:
-            app: Its brokers are asked.
-            fleet: Has the devices.
-        """
-        handlers = fleet.supervisor.handlers
-        handlers[Joined], handlers[Parted] = self._on_joined, self._on_parted
-        self._brokers = [BrokerBeats(app, each, fleet.tell_fenced) for each in list_brokers(app)]
-        #: Each device's holders, and the broker of each: it may have left one with jobs that run.
-        self._holders: dict[str, dict[str, BrokerBeats]] = {}
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Starts the threads."""
-        for each in self._brokers:
-            each.start()
-
-    def join(self, device: str, holder: str, broker: int) -> None:
-        """Beats for a device from now on; its id is another one after it was fenced."""
-        with self._lock:
-            self._holders.setdefault(device, {})[holder] = self._brokers[broker]
-        self._brokers[broker].join(device, holder)
-
-    def part(self, device: str, holder: str) -> None:
-        """Beats no longer for a holder that has no leases."""
-        with self._lock:
-            beats = self._holders.get(device, {}).pop(holder, None)
-        if beats is not None:
-            beats.part(holder)
-
-    def _on_joined(self, device: DeviceProcess, reply: Joined) -> None:
-        self.join(device.name, reply.holder, reply.broker)
-
-    def _on_parted(self, device: DeviceProcess, reply: Parted) -> None:
-        self.part(device.name, reply.holder)
-
-    def leave(self, device: str, batches: Sequence[WatchedBatch], *, is_death: bool) -> None:
-        """Gives back what a device held whose process has ended.
-
-        Args:
-            device: Its name.
-            batches: Those of which it has told, and which had not ended.
-            is_death: Whether what it ran may have killed it.
-        """
-        expired = [
-            (each.told.job_ids[0], each.told.hard_limit_s) for each in batches if each.was_too_long
-        ]
-        with self._lock:
-            holders = self._holders.pop(device, {})
-        for holder, beats in holders.items():
-            beats.end(holder, expired, is_death=is_death)
-
-    def stop(self) -> None:
-        """Gives back what is left, and ends the threads."""
-        for device in list(self._holders):
-            self.leave(device, (), is_death=False)
-        for each in self._brokers:
-            each.stop()
-
-    @property
-    def recovered(self) -> int:
-        """How many messages of dead holders are back in their queues."""
-        return sum(each.recovered for each in self._brokers)
-
-    @property
-    def _serving(self) -> "BrokerBeats":
-        return next((each for each in self._brokers if each.holders), self._brokers[0])
-
-    @property
-    def expiry_s(self) -> float:
-        """After how long a silence others take the leases of devices, in seconds."""
-        return self._serving.expiry_s
-
-    @property
-    def beat_s(self) -> float | None:
-        """When the last heartbeat was answered; None before the first one."""
-        return self._serving.beat_s
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the last one was not answered."""
-        return self._serving.is_silent
-
-
-class BrokerBeats:
-    """The thread that does so with one broker."""
-
-    def __init__(
-        self, app: Celery, broker: str | None, on_fenced: Callable[[str, str], None]
-    ) -> None:
-        self._app = app
-        self._broker = broker
-        self._on_fenced = on_fenced
-        #: Id by which leases are held -> device.
-        self.holders: dict[str, str] = {}
-        self._ended: list[tuple[str, Sequence[tuple[str, float | None]], bool]] = []
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._changed = threading.Event()
-        self._client: Any = None
-        self._expiries_s: dict[str, float] = {}
-        self._left: set[str] = set()
-        self.recovered = 0
-        self.expiry_s = 5.0
-        self.beat_s: float | None = None
-        self.is_silent = False
-        self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def join(self, device: str, holder: str) -> None:
-        """Beats for a holder from now on."""
-        with self._lock:
-            self.holders[holder] = device
-
-    def part(self, holder: str) -> None:
-        """Beats for a holder no longer."""
-        with self._lock:
-            self.holders.pop(holder, None)
-
-    def end(
-        self, holder: str, expired: Sequence[tuple[str, float | None]], *, is_death: bool
-    ) -> None:
-        """Gives back what a holder had; see `HolderBeats.leave`."""
-        with self._lock:
-            self.holders.pop(holder, None)
-            self._ended.append((holder, expired, is_death))
-        self._changed.set()
-
-    def stop(self) -> None:
-        """Ends the thread when all is given back, or the broker is away."""
-        self._stopped.set()
-        self._changed.set()
-        if self._thread.is_alive():
-            self._thread.join(SOCKET_TIMEOUT_S)
-
-    def _connect(self) -> None:
-        with open_channel(self._app, self._broker) as channel:
-            self.keys = Keys(channel.global_keyprefix)
-            self.expiry_s = float(channel.lease_expiry_s)
-            self._client = channel._make_separate_client(self.expiry_s / 2)
-        self._scripts = transport_scripts(self._client)
-        self._detector = FailureDetector(self.expiry_s, max_gap_s=self.expiry_s / 2)
-
-    def _run(self) -> None:
-        pause_s = 0.2
-        while not (self._stopped.is_set() and not self._ended):
-            try:
-                with fork_gate.working():
-                    if self._client is None:
-                        self._connect()
-                    pause_s = self.expiry_s / BEATS_PER_EXPIRY
-                    self._recover_ended()
-                    if self._stopped.is_set():
-                        break
-                    self.beat(monotonic())
-            except (redis.RedisError, OSError) as error:
-                logger.debug("heartbeat: %r", error)
-                self.is_silent = True
-                if self._client is not None:
-                    self._detector.reset()
-                if self._stopped.is_set():
-                    break
-            except Exception:
-                logger.exception("heartbeat failed")
-            self._changed.wait(pause_s)
-            self._changed.clear()
-        if self._client is not None:
-            self._client.connection_pool.disconnect()
-
-    def beat(self, now_s: float) -> None:
-        """Renews the leases of all devices, and observes the other holders."""
-        with self._lock:
-            holders = dict(self.holders)
-        flat: Any = []
-        for holder, device in holders.items():
-            flat = self._scripts.run(
-                "renew", [self.keys.workers, self.keys.worker_info], holder, ""
-            )
-            if flat is None and holder in self.holders:
-                self._on_fenced(device, holder)
-        if not holders:
-            flat = self._client.zrange(self.keys.workers, 0, -1, withscores=True)
-            flat = list(itertools.chain.from_iterable(flat))
-        self.beat_s, self.is_silent = monotonic(), False
-        if flat is None:
-            return
-        heartbeats = {
-            name.decode(): int(float(beat))
-            for name, beat in zip(flat[::2], flat[1::2], strict=True)
-            if name.decode() not in holders
-        }
-        expiries_s = self._read_expiries(heartbeats)
-        for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):
-            self._recover_dead(name, beat, now_s)
-
-    def _read_expiries(self, workers: Mapping[str, int]) -> Mapping[str, float]:
-        unknown = [worker for worker in workers if worker not in self._expiries_s]
-        if unknown:
-            infos: Any = self._client.hmget(self.keys.worker_info, unknown)
-            for worker, about in zip(unknown, infos, strict=True):
-                self._expiries_s[worker] = read_expiry(about) or self.expiry_s
-        self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
-        return self._expiries_s
-
-    def _recover_dead(self, worker: str, beat: int, now_s: float) -> None:
-        # Just after an outage many live holders look dead: like this one, they lost the connection.
-        counts = self._detector.undisturbed_s(now_s) >= 2 * self.expiry_s
-        self._recover(worker, str(beat), is_death=counts)
-
-    def _recover_ended(self) -> None:
-        while self._ended:
-            holder, expired, is_death = self._ended[0]
-            fields = {
-                build_expired_field(encode_id(task_id)): limit_s or 0.0
-                for task_id, limit_s in expired
-            }
-            if fields:
-                self._client.hset(self.keys.suspects, mapping=fields)
-            self._recover(holder, "", is_death=is_death)
-            self._ended.pop(0)
-
-    def _recover(self, worker: str, beat: str, *, is_death: bool) -> None:
-        about: Any = self._client.hget(self.keys.worker_info, worker)
-        try:
-            answer: Any = self._scripts.run(
-                "recover", self.keys.of_recovery(worker), worker, beat, int(is_death)
-            )
-        except redis.ResponseError as error:
-            if worker not in self._left:
-                self._left.add(worker)
-                logger.error(
-                    "worker %s is dead, and its jobs cannot go back to their queues: %s; see"
-                    " `batchery acl -Q` for what the user of a worker must be allowed",
-                    *(read_text(about, "name") or worker, error),
-                )
-            return
-        if answer is None:
-            return
-        count, suspects = answer
-        self.recovered += count
-        if not count and not beat:
-            return
-        why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
+def warn_if_short(device: DeviceProcess, jobs: int) -> None:
+    """Warns of a process that is recycled before it has worked for as long as its start took."""
+    start_s, lived_s = device.ready_s - device.spawned_s, monotonic() - device.ready_s
+    if lived_s < start_s:
         logger.warning(
-            "worker %s is dead; its jobs are back in their queues: %d%s",
-            *(read_text(about, "name") or worker, count, why),
+            "device %s gets a fresh process after %.1f s and %d jobs, but a start takes %.1f s:"
+            " raise device_max_jobs or device_max_memory_bytes",
+            *(device.name, lived_s, jobs, start_s),
         )
-
-
-#: What a worker knows better of a device than that itself.
-OF_PROCESS = ("state", "error", "pid", "load_s", "resident_kib")
-
-
-def merge(
-    found: Sequence[Mapping[str, Any]],
-    devices: Sequence[DeviceProcess],
-    past: Mapping[str, Any] | None,
-    restarts: int,
-    beats: "Holding",
-) -> dict[str, Any]:
-    """The figures of a worker, made of those of its devices.
-
-    Args:
-        found: Of each device's process.
-        devices: All of them.
-        past: What earlier processes have counted.
-        restarts: Number of deaths.
-        beats: Knows what was recovered.
-    """
-    whole = add_up([*found, past] if past else found)
-    for device in devices:
-        known = whole["devices"].get(device.name, {"done": report(BatchSums())})
-        own = device.figures()
-        whole["devices"][device.name] = {**own, **known, **{key: own[key] for key in OF_PROCESS}}
-    whole["batches"]["device_restarts"] += restarts
-    whole["leases"]["recovered"] += beats.recovered
-    return whole
-
-
-def add_up(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds figures of devices; of several of the same device, the first ones are current."""
-    batches, leases, total = BatchFigures(), LeaseFigures(), Counter[str]()
-    costs: dict[str, Any] = {}
-    devices: dict[str, Any] = {}
-    done: dict[str, BatchSums] = {}
-    by_queue: dict[str, Any] = {}
-    oldest_s: list[float] = []
-    for each in found:
-        read = read_figures(each)
-        if read is None:
-            continue
-        batches = add(batches, read.batches)
-        leases = add(leases, read.leases)
-        total.update(each["total"])
-        costs = {**each["costs"], **costs}
-        devices = {**each["devices"], **devices}
-        for name, device in read.devices.items():
-            done[name] = add(done.get(name, BatchSums()), device.done)
-        if read.oldest_waiting_s is not None:
-            oldest_s.append(read.oldest_waiting_s)
-        for queue, waiting in each["waiting_by_queue"].items():
-            known = by_queue.setdefault(queue, {"jobs": 0, "oldest_s": 0.0})
-            known["jobs"] += waiting["jobs"]
-            known["oldest_s"] = max(known["oldest_s"], waiting["oldest_s"])
-    return {
-        "devices": {name: {**devices[name], "done": report(sums)} for name, sums in done.items()},
-        "costs": costs,
-        "clock_s": round(monotonic(), 3),
-        "waiting": sum(each["waiting"] for each in found),
-        "oldest_waiting_s": max(oldest_s, default=None),
-        "waiting_by_queue": by_queue,
-        "batches": report(batches),
-        "leases": report(leases),
-        "total": dict(total),
-    }
-
-
-def without_jobs(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process had counted that has ended: it holds nothing any more."""
-    nothing: dict[str, Any] = {"waiting": 0, "oldest_waiting_s": None, "waiting_by_queue": {}}
-    return {**figures, **nothing, "leases": {**figures["leases"], "held": 0}}

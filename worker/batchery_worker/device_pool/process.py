@@ -1,36 +1,37 @@
-"""A device process, seen from the parent: its pipe, its batches in flight, its restarts."""
+"""A device process, seen from its worker: its pipe, its start and its end."""
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import inf
-from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
 from celery.worker import state as worker_state
 
 from batchery.fork_gate import fork_gate
+from batchery_worker.device_pool.watched import WatchedBatch, WatchedBatches
 from batchery_worker.devstack.guarded_process import python_command
-from batchery_worker.ipc.framing import Link
+from batchery_worker.ipc.framing import Pipe
 from batchery_worker.ipc.logs import follow_log
 from batchery_worker.ipc.messages import (
+    Ended,
+    Message,
+    OfBatch,
+    Reloaded,
     Reply,
-    Running,
     Setup,
-    Stepped,
+    Stop,
     dump_message,
-    load_reply,
 )
+from batchery_worker.memory import resident_kib
 
 logger = logging.getLogger("batchery.pool")
-
-KIB = 1024
 
 #: Pause before the first restart in a row, in seconds; it doubles with each restart.
 FIRST_BACKOFF_S = 0.1
@@ -50,46 +51,15 @@ ONEDNN_PROGRAMS_PER_CORE = 8
 #: twentieth where the cores are free (docs/benchmarks.md).
 SPINS = 1_000
 
-#: How long a process may take to end after its pipe was closed, in seconds; then it is killed.
+#: How long a process that leaves may take to end after its last job, in seconds; then it is killed.
 LEAVE_TIMEOUT_S = 5.0
 
 #: How long a killed process may take to end, in seconds, before its worker ends without it: the
 #: driver of a card may hold a process for ever.
 KILL_TIMEOUT_S = 10.0
 
-#: How long a process that closed its pipe itself may take to end, in seconds; the event loop waits.
+#: How long a process that closed its pipe itself may take to end, in seconds; then it is killed.
 REAP_TIMEOUT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RecyclingLimits:
-    """When a device process is recycled: a fresh one takes its place. None means no limit."""
-
-    #: Number of jobs that the process has answered, whether they succeeded or not.
-    max_jobs: int | None = None
-    #: Main memory of the process; the memory of its GPU does not count.
-    max_memory_bytes: int | None = None
-
-    def reached(self, jobs: int, pid: int) -> bool:
-        """Whether a process that has answered this many jobs must be recycled."""
-        if self.max_jobs and jobs >= self.max_jobs:
-            return True
-        if not self.max_memory_bytes:
-            return False
-        held_kib = resident_kib(pid)
-        return held_kib is not None and held_kib * KIB > self.max_memory_bytes
-
-
-def resident_kib(pid: int) -> int | None:
-    """Main memory that a process holds now, in KiB; None if the system is not Linux.
-
-    On Linux a file has it, which takes microseconds to read. Other systems need a process for it.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") // KIB
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class Process(Protocol):
@@ -113,54 +83,6 @@ class Process(Protocol):
 StartProcess = Callable[[socket.socket], Process]
 
 
-@dataclass(slots=True)
-class WatchedBatch:
-    """A batch on a device, of which that has told."""
-
-    told: Running
-    #: Maximum time that it may run, in seconds; then its process is killed.
-    hard_limit_s: float | None = None
-    #: Whether it reached the hard limit.
-    expired: bool = False
-    #: Whether all of its jobs were terminated, so that it must end soon.
-    is_unwanted: bool = False
-    #: Until when its device may be silent, and its limits do not count, as its model is loaded or
-    #: Redis may be away; 0 if neither is so.
-    excused_until_s: float = 0.0
-    #: Since when that is so.
-    excused_since_s: float = 0.0
-    #: When it began, less the time of urgent batches since then; its time limit counts from here.
-    #: A batch begins when it is the first one of its device, an urgent one when the device says so.
-    began_s: float | None = None
-
-    def __str__(self) -> str:
-        first, others = self.told.job_ids[0], len(self.told.job_ids) - 1
-        return f"{self.told.task}[{first}]" + (f" and {others} of its batch" if others else "")
-
-    def ran_s(self, now_s: float) -> float:
-        """For how long it has run, in seconds; 0 if it has not begun."""
-        return 0.0 if self.began_s is None else max(0.0, now_s - self.began_s)
-
-    @property
-    def due_s(self) -> float:
-        """When it must have ended, or loaded its model; infinite while its time has no limit."""
-        if self.excused_until_s:
-            return self.excused_until_s
-        if self.began_s is None or self.hard_limit_s is None:
-            return inf
-        return self.began_s + self.hard_limit_s
-
-    @property
-    def was_too_long(self) -> bool:
-        """Whether its only job is to blame that it reached the hard limit."""
-        # Behind an urgent one another has begun.
-        return self.expired and len(self.told.job_ids) == 1 and not self.told.is_urgent
-
-    def interrupts(self, other: "WatchedBatch") -> bool:
-        """Whether it runs between the passes of another batch of its device."""
-        return self.told.is_urgent and self is not other and self.began_s is not None
-
-
 class State(Enum):
     """The state of a device process."""
 
@@ -169,11 +91,11 @@ class State(Enum):
     #: It was told to finish what it has begun, and to leave.
     LEAVING = auto()
     DEAD = auto()
-    #: It failed to start too often, and has no process until an operator starts it again.
+    #: It failed to start too often, and has no process until its worker is started again.
     GIVEN_UP = auto()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DeviceProcess:
     """One device, served by one process at a time."""
 
@@ -182,9 +104,9 @@ class DeviceProcess:
     start: StartProcess
     state: State = State.DEAD
     #: The batches of which it has told.
-    batches: dict[int, WatchedBatch] = field(default_factory=dict)
-    #: Number of deaths in a row, without a finished batch between them. Ends by order, such as that
-    #: of a time limit, do not count.
+    batches: WatchedBatches = field(default_factory=WatchedBatches)
+    #: Number of deaths in a row, without a finished batch or much time between them. Ends by order,
+    #: such as that of a time limit, do not count.
     deaths: int = 0
     #: Number of times in a row that it was killed because it hung, without a finished batch.
     hangs: int = 0
@@ -194,24 +116,26 @@ class DeviceProcess:
     heard_s: float = 0.0
     #: When it was asked for a sign although it has no work that is known of; infinite for never.
     asked_s: float = inf
-    #: When the time limits of its batches are looked at next, on the monotonic clock.
-    look_s: float = inf
+    #: When its next process is started, and when a process that leaves is killed, on that clock.
+    start_at_s: float = 0.0
+    leave_by_s: float = inf
     #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
-    #: Why it was given up, for people.
+    #: Why it could not start the last time, or was given up, for people.
     error: str = ""
     pid: int = 0
     load_s: float = 0.0
     #: When this process was started, and when it was ready, on the monotonic clock.
     spawned_s: float = 0.0
     ready_s: float = 0.0
-    #: Jobs that this process has answered.
-    jobs: int = 0
     #: What the process has reported of its models and its memory.
     reported: Mapping[str, Any] = field(default_factory=dict)
+    #: What became of the last order to load a model anew; None while it is carried out.
+    reloaded: Reloaded | None = None
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
-    link: Link | None = None
+    #: None while there is no process.
+    pipe: Pipe | None = None
     _process: Process | None = None
     #: Why it was killed from here, for people; empty if it was not.
     _killed_for: str = ""
@@ -223,9 +147,11 @@ class DeviceProcess:
         """The device as torch spells it, such as `cuda:0`; `cuda:0/chat` if it serves one task."""
         return self.setup.name
 
-    def serves(self, task: str) -> bool:
-        """Whether jobs of a task, which has no slots, may come to it."""
-        return task not in self.setup.elsewhere
+    @property
+    def versions(self) -> dict[str, str]:
+        """Those that it has reported of its models, by task; empty for a model without."""
+        models = self.reported.get("models", {})
+        return {task: figures.get("version", "") for task, figures in models.items()}
 
     def silent_s(self, now_s: float) -> float:
         """How long it has given no sign although it has work, or was asked, in seconds; else 0."""
@@ -233,10 +159,6 @@ class DeviceProcess:
         batches = [*self.batches.values()]
         excused_s = max((each.excused_until_s for each in batches), default=self.asked_s)
         return max(0.0, now_s - max(self.heard_s, excused_s))
-
-    def oldest_batch_s(self, now_s: float) -> float:
-        """For how long the batch that began first has run, in seconds; 0 if it has none."""
-        return max((each.ran_s(now_s) for each in self.batches.values()), default=0.0)
 
     @property
     def backoff_s(self) -> float:
@@ -250,86 +172,73 @@ class DeviceProcess:
         """The device's figures in `celery inspect batchery`."""
         return {
             "state": self.state.name.lower().replace("_", " "),
-            "error": self.error,
+            "error": self.error if self.state is State.GIVEN_UP else "",
             "pid": self.pid,
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.batches),
-            "oldest_batch_s": round(self.oldest_batch_s(monotonic()), 3),
-            "resident_kib": resident_kib(self.pid) if self.link is not None else None,
+            "oldest_batch_s": round(self.batches.oldest_s(monotonic()), 3),
+            "resident_kib": resident_kib(self.pid) if self.pipe is not None else None,
             **self.reported,
         }
 
-    def spawn(self) -> None:
-        """Starts a fresh process.
+    def spawn(
+        self, on_frame: Callable[[Pipe, bytes], None], on_end: Callable[[Pipe], None]
+    ) -> None:
+        """Starts a fresh process; see `Pipe`.
 
         Raises:
-            OSError: The system cannot start another process.
+            OSError: The system cannot start another process or thread.
         """
         self._dying = [process for process in self._dying if process.poll() is None]
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = self.start(theirs)
-        except OSError:
-            ours.close()
-            raise
-        self.pid = self._process.pid
+        # A child of Celery's pool that were forked now would hold the other end open, too: then
+        # nobody would see the end of this process.
+        with fork_gate.working():
+            ours, theirs = socket.socketpair()
+            pipe = Pipe(ours, on_frame, on_end)
+            try:
+                self._process = self.start(theirs)
+            except OSError:
+                pipe.close()
+                raise
+        self.pipe, self.pid, self.state = pipe, self._process.pid, State.STARTING
         self.spawned_s = monotonic()
-        self.jobs = 0
         self.reported = {}
-        self.asked_s = inf
+        self.asked_s = self.leave_by_s = inf
         self.recycle_due = False
-        self.link = Link(ours)
-        # A child that held it open would keep the device alive when this process dies.
-        fork_gate.keep_private(self.link)
         # With those that were revoked since the process before began.
         jobs = replace(self.setup.jobs, revoked=tuple(worker_state.revoked))
-        self.link.send(dump_message(replace(self.setup, jobs=jobs)))
-        self.state = State.STARTING
+        self.tell(replace(self.setup, jobs=jobs))
 
-    def hold(self, batch_id: int, batch: WatchedBatch) -> None:
-        """Notes that the process has a batch."""
-        if not self.batches:
-            self.heard_s = monotonic()
-        self.batches[batch_id] = batch
+    def tell(self, message: Message) -> None:
+        """Sends a message to the process, if there is one."""
+        if self.pipe is not None:
+            self.pipe.send(dump_message(message))
 
-    def release(self, batch_id: int) -> WatchedBatch | None:
-        """Takes back a batch that has ended; None if it is not known."""
-        if (batch := self.batches.pop(batch_id, None)) is not None:
+    def note(self, reply: Reply) -> None:
+        """Notes what any message of the process says."""
+        self.heard_s = monotonic()
+        if figures := getattr(reply, "figures", None):
+            self.reported = figures
+
+    def note_batch(self, reply: OfBatch, load_timeout_s: float) -> None:
+        """Notes what it says of a batch; a load may take so long, in seconds."""
+        self.batches.note(reply, monotonic(), load_timeout_s)
+        if isinstance(reply, Ended):
             self.deaths = self.hangs = 0
-        return batch
 
-    def take_batches(self) -> list[WatchedBatch]:
-        """Takes back all batches, because the process is gone."""
-        batches = list(self.batches.values())
-        self.batches.clear()
-        return batches
+    def leave(self) -> None:
+        """Has the process finish what it has begun, and end."""
+        if self.state is State.STARTING:
+            # It hears of it once it has started, which may take long.
+            self.leave_by_s = monotonic() + LEAVE_TIMEOUT_S
+        self.state = State.LEAVING
+        self.tell(Stop())
 
     def kill(self, why: str = "") -> None:
         """Kills the process, and says why, for people; the end of its pipe says when it is gone."""
         if self._process is not None:
             self._killed_for = why
             self._process.kill()
-
-    def receive(self) -> list[Reply]:
-        """Returns all messages of the process since the last call, but for signs of life.
-
-        Raises:
-            EOFError: The process is dead.
-        """
-        assert self.link is not None
-        came = [load_reply(frame) for frame in self.link.receive()]
-        replies: list[Reply] = [reply for reply in came if not isinstance(reply, Stepped)]
-        if came:
-            self.heard_s = monotonic()
-        for reply in replies:
-            if figures := getattr(reply, "figures", None):
-                self.reported = figures
-        return replies
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process that was started has ended."""
-        return self._process is not None and self._process.poll() is not None
 
     @property
     def _ends_by_order(self) -> bool:
@@ -339,48 +248,58 @@ class DeviceProcess:
         # It stays noted until the next process is ready, which may fail by itself.
         return self.is_hung and self.state is not State.STARTING
 
-    def reap(self) -> str:
-        """Cleans up after the process ended; returns how it ended, for people."""
+    def await_end(self) -> None:
+        """Waits until a process has ended that has closed its pipe, but not for long."""
+        with suppress(subprocess.TimeoutExpired):
+            if (process := self._process) is not None:
+                is_leaving = self.state is State.LEAVING
+                process.wait(LEAVE_TIMEOUT_S if is_leaving else REAP_TIMEOUT_S)
+
+    def bury(self) -> tuple[str, list[WatchedBatch]]:
+        """Forgets a process that has ended, or was killed.
+
+        Returns:
+            How it ended, for people, and the batches of which it had told.
+        """
         self.failed_starts += self.state is State.STARTING
+        if self.state is not State.STARTING and monotonic() - self.ready_s > MAX_BACKOFF_S:
+            self.deaths = 0
         self.deaths += not self._ends_by_order
-        process, self._process = self._process, None
-        assert process is not None
-        why, self._killed_for = self._killed_for, ""
-        self.dismiss()
+        batches, why = [*self.batches.values()], self._killed_for
+        self.batches.clear()
+        code = self._dismiss()
+        how = "closed its pipe and was killed" if code is None else describe_ending(code)
+        return f"killed by its worker, {why}" if why else how, batches
+
+    def _dismiss(self) -> int | None:
+        """Closes the pipe, and ends the process; its exit code, None if it has not ended yet."""
+        pipe, process = self.pipe, self._process
+        self.pipe, self._process, self._killed_for = None, None, ""
+        self.state = State.DEAD
+        if pipe is not None:
+            pipe.close()
+        if process is None:
+            return 0
         try:
-            how = describe_ending(process.wait(REAP_TIMEOUT_S))
+            return process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             self._dying.append(process)
-            how = "closed its pipe and was killed"
-        return f"killed by its worker, {why}" if why else how
+            return None
 
-    def dismiss(self) -> None:
-        """Closes the pipe, which tells the process to leave."""
-        self.state = State.DEAD
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-
-    def stop(self, *, kill_at_once: bool) -> str:
-        """Waits for the end of the process; kills it if it takes too long.
-
-        Returns:
-            How it ended, for people; empty if there was none.
-        """
-        self.dismiss()
-        process, self._process = self._process, None
-        ending = ""
-        if process is not None:
+    def stop(self) -> None:
+        """Kills the process, and waits for its end."""
+        self._dismiss()
+        self.batches.clear()
+        for process in self._dying:
             try:
-                code = process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
+                process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                code = _wait_killed(process)
-            ending = describe_ending(code)
-        for each in self._dying:
-            _wait_killed(each)
-        return ending
+                logger.error(
+                    "device process %d was killed and does not end: a driver holds it, and its"
+                    " memory",
+                    process.pid,
+                )
 
 
 def start_process(end: socket.socket) -> Process:
@@ -398,18 +317,6 @@ def start_process(end: socket.socket) -> Process:
                 pass_fds=ends,
                 stdin=subprocess.DEVNULL,
             )
-
-
-def _wait_killed(process: Process) -> int:
-    """Waits for the end of a process that was killed; returns its exit code."""
-    try:
-        return process.wait(KILL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        logger.error(
-            "device process %d was killed and does not end: a driver holds it, and its memory",
-            process.pid,
-        )
-        return -signal.SIGKILL
 
 
 def describe_ending(code: int) -> str:

@@ -4,7 +4,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,9 @@ _COUNT = "import torch; print(torch.cuda.device_count())"
 
 #: Celery's settings that say where messages and results are, and for how long.
 PLACES = ("broker_url", "broker_read_url", "broker_write_url", "result_backend", "result_expires")
+
+#: What to do with what a device process cannot import.
+HINT = "put it into a module and start the worker with `celery -A that_module worker`"
 
 #: Long enough for a cold import of torch from a slow disk, in seconds.
 _COUNT_TIMEOUT_S = 120
@@ -52,8 +55,7 @@ def app_path(app: Celery) -> str:
                 in_main = True
     where = "defined in __main__" if in_main else "not an attribute of any module"
     raise AppNotImportable(
-        f"Celery app {app.main!r} is {where}, so a device process cannot import it;"
-        " put it into a module and start the worker with `celery -A that_module worker`"
+        f"Celery app {app.main!r} is {where}, so a device process cannot import it; {HINT}"
     )
 
 
@@ -68,7 +70,7 @@ def task_modules(tasks: Iterable[BatchTask]) -> list[str]:
         if task.__module__ == "__main__":
             raise AppNotImportable(
                 f"task {task.name!r} is defined in __main__, so a device process cannot import it;"
-                " put it into a module and start the worker with `celery -A that_module worker`"
+                f" {HINT}"
             )
         modules.add(task.__module__)
     return sorted(modules)
@@ -78,11 +80,10 @@ def device_setups(
     app: Celery,
     tasks: Sequence[BatchTask],
     settings: Settings,
-    devices: Sequence[str],
+    places: Mapping[str, Mapping[str, str]],
     *,
     in_process: bool = False,
-    places: Mapping[str, Mapping[str, str]] | None = None,
-    plan_jobs: Callable[[Sequence[str], bool], JobsSetup] = lambda *_: JobsSetup(),
+    jobs: JobsSetup,
 ) -> list[Setup]:
     """One setup per device for all tasks that run in batches, and one for each task with slots.
 
@@ -93,15 +94,12 @@ def device_setups(
         app: The worker's.
         tasks: Those that go to devices.
         settings: Of the worker.
-        devices: Their names.
+        places: Device -> the models that it serves -> why.
         in_process: Whether devices are threads of this process, and import nothing.
-        places: Device -> the models that it serves -> why; None chooses them.
-        plan_jobs: Makes what a device must know of its jobs, given the names of the tasks that it
-            serves, and whether it also serves those that are not named.
+        jobs: What all of them must know of jobs.
     """
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
-    places = find_places(models, devices) if places is None else places
     # A test of one task need not wait for the models of the settings.
     first = [] if in_process else models
     load = [task.name for task in first if task.model_queue in consumed and not task.slots]
@@ -115,13 +113,13 @@ def device_setups(
         "memory_fraction": settings.memory_fraction,
         "pinned": frozenset(task.name for task in models if task.pinned),
         "model_memory_bytes": settings.model_memory_bytes,
+        "jobs": jobs,
     }
     setups = []
-    for device in devices:
-        elsewhere = frozenset({task.name for task in models} - set(places[device]))
-        here = [task for task in tasks if task.name not in elsewhere]
-        kinds = [(task.name, task.slots, [task.name]) for task in here if task.slots]
-        if shared_tasks := [task.name for task in here if not task.slots]:
+    for device, here in places.items():
+        mine = [task for task in tasks if task.name in here or task not in models]
+        kinds = [(task.name, task.slots, [task.name]) for task in mine if task.slots]
+        if shared_tasks := [task.name for task in mine if not task.slots]:
             kinds.insert(0, ("", 0, shared_tasks))
         setups += [
             Setup(
@@ -129,9 +127,8 @@ def device_setups(
                 load=[name for name in served if name in load or own],
                 task=own,
                 slots=slots,
-                models={name: why for name, why in places[device].items() if name in served},
-                elsewhere=elsewhere,
-                jobs=plan_jobs(served, not own),
+                models={name: why for name, why in here.items() if name in served},
+                elsewhere=frozenset(task.name for task in tasks) - {*served},
                 **shared,
             )
             for own, slots, served in kinds

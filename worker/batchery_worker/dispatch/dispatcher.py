@@ -27,10 +27,10 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility, piece_context
 from batchery_worker.commit.listeners import call_before, listens_before
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.process import RecyclingLimits
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.held import HeldBatches
 from batchery_worker.dispatch.poison import PoisonDetector
+from batchery_worker.dispatch.recycling import RecyclingLimits
 from batchery_worker.dispatch.slots import charge_slots, limit_in_slots, list_victims
 from batchery_worker.in_flight import InFlight, TaskCall
 from batchery_worker.ipc.messages import RecycleDue, Reply, Running, Setup
@@ -124,8 +124,6 @@ class Dispatcher:
 
     def admit(self, call: TaskCall, task: BatchTask, limits: TimeLimits) -> None:
         """Takes a job in; settles it at once if it can never be in a batch."""
-        if self._in_flight.takes(call):
-            return
         if task.slots:
             # What others had before it came is no credit of it.
             charge_slots(self._scheduler, self.held, monotonic())

@@ -1,108 +1,75 @@
-"""Frames over a socket pair: eight bytes of length, then that many bytes.
+"""Frames over a socket pair: eight bytes of length, then that many bytes."""
 
-The parent's end never blocks. The device's end blocks threads that have nothing else to do.
-"""
-
+import queue
 import socket
 import struct
-from collections import deque
-from itertools import islice
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from batchery.fork_gate import fork_gate
 
 _LENGTH = struct.Struct(">Q")
 
-#: Number of bytes that are read at once: enough for a full batch of short texts.
-_CHUNK_BYTES = 1 << 18
 
-#: Number of parts (lengths and frames) that are written at once; every system allows more.
-_MAX_PARTS = 16
+class Pipe:
+    """The worker's end of the pipe to one device; threads of its own read and write it.
 
+    So whoever sends never waits for a device that reads nothing, as one that hangs.
+    """
 
-class Link:
-    """The parent's end of the pipe to one device process."""
+    def __init__(
+        self,
+        end: socket.socket,
+        on_frame: Callable[["Pipe", bytes], None],
+        on_end: Callable[["Pipe"], None],
+    ) -> None:
+        """Starts the threads.
 
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self._reading = end
-        # An event loop cannot hold one descriptor twice, as reader and as writer.
-        self._writing = end.dup()
-        self._unsent: deque[memoryview] = deque()
-        self._received = bytearray()
-
-    @property
-    def reader(self) -> int:
-        """Descriptor that becomes readable when `receive` has something to return."""
-        return self._reading.fileno()
-
-    @property
-    def writer(self) -> int:
-        """Descriptor that becomes writable when `flush` can go on."""
-        return self._writing.fileno()
-
-    def send(self, frame: bytes) -> bool:
-        """Queues a frame and writes what fits; returns as `flush` does."""
-        self._unsent.append(memoryview(_LENGTH.pack(len(frame))))
-        self._unsent.append(memoryview(frame))
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Writes as much as the pipe takes; returns whether nothing is left to write.
-
-        Frames for a dead process are dropped: `receive` learns of the death by the end of file.
-        """
-        try:
-            while self._unsent:
-                # Length and frame go together, or the device would wake up for the length alone.
-                sent = self._writing.sendmsg(list(islice(self._unsent, _MAX_PARTS)))
-                while self._unsent and sent >= len(self._unsent[0]):
-                    sent -= len(self._unsent.popleft())
-                if sent:
-                    self._unsent[0] = self._unsent[0][sent:]
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._unsent.clear()
-        return True
-
-    def receive(self) -> list[bytes]:
-        """Reads all complete frames that have arrived.
+        Args:
+            end: Of a socket pair.
+            on_frame: Called with each frame that has come; raises nothing.
+            on_end: Called when the other end is closed, or this one.
 
         Raises:
-            EOFError: The other end is closed, and every complete frame has been returned.
+            OSError: The system has no room for another thread.
         """
-        closed = False
+        self._end = end
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._unsent: queue.Queue[bytes] = queue.Queue()
+        # A child that held it open would keep the device alive when this process dies.
+        fork_gate.keep_private(end)
         try:
-            while chunk := self._reading.recv(_CHUNK_BYTES):
-                self._received += chunk
-                if len(chunk) < _CHUNK_BYTES:
-                    break
-            else:
-                closed = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            closed = True
-        frames = self._complete_frames()
-        if closed and not frames:
-            raise EOFError
-        return frames
+            for work in (self._write, self._read):
+                threading.Thread(target=work, daemon=True, name="batchery-pipe").start()
+        except RuntimeError as error:
+            self.close()
+            raise OSError(str(error)) from error
 
-    def _complete_frames(self) -> list[bytes]:
-        frames = []
-        start = 0
-        while len(self._received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            end = start + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            frames.append(bytes(self._received[start + _LENGTH.size : end]))
-            start = end
-        del self._received[:start]
-        return frames
+    def send(self, frame: bytes) -> None:
+        """Sends a frame, or drops it if the device is dead; `on_end` says so."""
+        self._unsent.put(frame)
 
     def close(self) -> None:
         """Closes this end; the device process reads that as its order to leave."""
-        self._reading.close()
-        self._writing.close()
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._unsent.put(b"")
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while frame := self._unsent.get():
+                write_frame(self._end, frame)
+
+    def _read(self) -> None:
+        with self._end:
+            with suppress(EOFError, OSError):
+                while True:
+                    self._on_frame(self, read_frame(self._end))
+            # The other thread may wait for a device that reads nothing.
+            self.close()
+        self._on_end(self)
 
 
 def write_frame(end: socket.socket, frame: bytes) -> None:

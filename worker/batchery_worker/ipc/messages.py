@@ -9,10 +9,8 @@ import marshal
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-import batchery.errors
-from batchery.errors import StartError
 from batchery.settings import ModelSettings
 from batchery.transport.suspects import Deaths
 
@@ -21,38 +19,17 @@ from batchery.transport.suspects import Deaths
 class JobsSetup:
     """What a device must know of the jobs that come to it."""
 
-    queues: Sequence[str] = ()
-    #: Queue -> task -> its maximum batch size.
-    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    #: First priority of each class.
-    levels: Sequence[int] = ()
     #: Node name of the worker.
     hostname: str = ""
     sends_events: bool = False
     #: Soft and hard time limit of the command line.
     limits: tuple[float | None, float | None] = (None, None)
-    #: Ids of jobs that were revoked before.
-    revoked: Sequence[str] = ()
-    #: Tasks that the device serves, and whether it also serves all that are not placed.
-    own: frozenset[str] = frozenset()
-    is_shared: bool = True
-    #: Tasks that not every device serves: with slots, or models with devices of their own.
-    placed: frozenset[str] = frozenset()
     #: Whether the worker hands the jobs over, and the device takes none itself.
     is_handed: bool = False
-
-    def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "JobsSetup":
-        """The same for other queues: queue -> task -> maximum batch size."""
-        mine = {queue: self._choose(each) for queue, each in sizes.items()}
-        mine = {queue: each for queue, each in mine.items() if each}
-        return replace(self, queues=tuple(mine), sizes=mine)
-
-    def _choose(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
-        return {
-            name: size
-            for name, size in sizes.items()
-            if name in self.own or (self.is_shared and name not in self.placed)
-        }
+    #: Queue from which it takes -> task -> its maximum batch size.
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    #: Ids of jobs that were revoked before.
+    revoked: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +53,7 @@ class Setup:
     slots: int = 0
     #: The models that it serves -> why they are here.
     models: Mapping[str, str] = field(default_factory=dict)
-    #: Those that only other devices of the worker serve.
+    #: Those that only other device processes of the worker serve.
     elsewhere: frozenset[str] = frozenset()
     #: Those that stay loaded.
     pinned: frozenset[str] = frozenset()
@@ -92,6 +69,19 @@ class Setup:
     def name(self) -> str:
         """Name of the process: `cuda:0`, or `cuda:0/chat` if it serves only one task."""
         return f"{self.device}/{self.task}" if self.task else self.device
+
+    def serves(self, task: str) -> bool:
+        """Whether jobs of a task may come to it."""
+        return task == self.task if self.task else task not in self.elsewhere
+
+    def with_queues(self, sizes: Mapping[str, Mapping[str, int]]) -> "Setup":
+        """The same for other queues: queue -> task -> maximum batch size."""
+        mine = {
+            queue: {name: size for name, size in each.items() if self.serves(name)}
+            for queue, each in sizes.items()
+        }
+        jobs = replace(self.jobs, sizes={queue: each for queue, each in mine.items() if each})
+        return replace(self, jobs=jobs)
 
 
 class Stop(NamedTuple):
@@ -167,20 +157,12 @@ class Ready(NamedTuple):
     load_s: float
     #: Figures of the device's models and memory.
     figures: Mapping[str, Any] | None = None
-    #: Whether jobs may make room for others in its slots; see `StepModel.resumes`.
-    resumes: bool = True
 
 
 class NotReady(NamedTuple):
     """The device cannot start, and its process ends; or it has started, and its broker is none."""
 
-    error: str
     text: str
-
-    def exception(self) -> StartError:
-        """The error that the device raised."""
-        error: StartError = getattr(batchery.errors, self.error, StartError)(self.text)
-        return error
 
 
 class ResultsWait(NamedTuple):
@@ -286,33 +268,26 @@ class Answer(NamedTuple):
     value: str
 
 
-_KINDS = (
-    *(Ready, NotReady, Reloaded, ResultsWait, Began, Loads, Loaded, Stepped),
-    *(Joined, Parted, Running, Ended, RecycleDue, Answer, Settled),
-)
+Message = Setup | Reload | Stop | Fenced | Order | Handed | Forget
+
+#: What a device says of a batch whose time is limited.
+OfBatch = Running | Began | Loads | Loaded | ResultsWait | Ended
 Reply = (
-    Ready
+    OfBatch
+    | Ready
     | NotReady
     | Reloaded
-    | ResultsWait
-    | Began
-    | Loads
-    | Loaded
     | Stepped
     | Joined
     | Parted
-    | Running
-    | Ended
     | RecycleDue
     | Answer
     | Settled
 )
-_REPLIES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
+_REPLIES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Reply)}
 
 
-def dump_message(
-    message: Setup | Reload | Stop | Fenced | Order | Handed | Forget,
-) -> bytes:
+def dump_message(message: Message) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 

@@ -66,8 +66,7 @@ class WorkerWatch:
             not_ready.append("the worker does not consume its queues")
         if (still_s := self._find_still_s()) > MAX_STILL_S:
             not_ready.append(f"the event loop has stood still for {still_s:.0f} s")
-        if fleet is not None:
-            beats = fleet.beats
+        if fleet is not None and (beats := fleet.beats.serving) is not None:
             unheard_s = 0.0 if beats.beat_s is None else monotonic() - beats.beat_s
             if unheard_s > REDIS_GRACE_S:
                 not_live.append(f"Redis has not answered for {unheard_s:.0f} s")

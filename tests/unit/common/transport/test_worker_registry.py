@@ -11,8 +11,6 @@ from batchery.errors import RedisUnavailable
 from batchery.transport.redis_schema import Keys
 from batchery.transport.worker_registry import (
     Registration,
-    read_expiry,
-    read_text,
     require_supported,
     server_info,
     warn_of_eviction,
@@ -56,30 +54,6 @@ def test_user_that_may_not_see_the_server_can_hold_leases() -> None:
     assert server_info(Client(), "server") == {}
 
 
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
-        (b'{"expiry_s": 2.5}', 2.5),
-        (b'{"expiry_s": 0}', None),
-        (b'{"expiry_s": -1}', None),
-        (b'{"expiry_s": "soon"}', None),
-        (b"[]", None),
-        (b"{", None),
-        (None, None),
-    ],
-)
-def test_registered_expiry_is_a_time_or_nothing(
-    about: bytes | None, expected: float | None
-) -> None:
-    assert read_expiry(about) == expected
-
-
-def test_registered_name_is_a_text_or_nothing() -> None:
-    assert read_text(b'{"name": "w1@host"}', "name") == "w1@host"
-    wrong = (b"{}", b"{", b"[]", b'{"name": 1}', None)
-    assert [read_text(about, "name") for about in wrong] == [None] * 5
-
-
 def test_worker_registers_what_is_known_of_it() -> None:
     nothing: Any = None
     registration = Registration(nothing, Keys(), nothing, 5.0)
@@ -88,8 +62,5 @@ def test_worker_registers_what_is_known_of_it() -> None:
     assert about["expiry_s"] == 5.0
     assert about["version"] == version("batchery")
     assert not {"queues", "name"} & set(about)
-    about = json.loads(registration.info(["q"], "w1@host"))
+    about = json.loads(registration.info(queues=["q"], name="w1@host"))
     assert (about["queues"], about["name"]) == (["q"], "w1@host")
-    assert json.loads(registration.info([]))["queues"] == []
-    about = json.loads(registration.info(["q"], "w1@host", {"q": 3}, 1))
-    assert (about["leased"], about["scheduled"]) == ({"q": 3}, 1)

@@ -13,8 +13,9 @@ from celery import Celery
 
 from batchery import AppNotImportable, BatchTask, Model, ModelSettings, Settings, install, register
 from batchery.model_task import ModelTask
-from batchery_worker.device_pool.startup import choose_devices, device_setups
+from batchery_worker.device_pool.startup import choose_devices, device_setups, find_places
 from batchery_worker.device_pool.weights import estimate_bytes
+from batchery_worker.ipc.messages import JobsSetup, Setup
 from support.tiny_models import save_model
 
 
@@ -27,18 +28,25 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Celery:
     return app
 
 
+def set_up(
+    app: Celery, tasks: list[BatchTask], settings: Settings, devices: list[str]
+) -> list[Setup]:
+    models = [task for task in tasks if isinstance(task, ModelTask)]
+    return device_setups(app, tasks, settings, find_places(models, devices), jobs=JobsSetup())
+
+
 def model(app: Celery, name: str) -> ModelTask:
     return register(app, name, type("Some", (Model,), {"__module__": "set_up_shop.models"}))
 
 
 def test_the_module_that_registers_a_model_is_imported(app: Celery) -> None:
-    (setup,) = device_setups(app, [model(app, "embed")], Settings(), ["cpu"])
+    (setup,) = set_up(app, [model(app, "embed")], Settings(), ["cpu"])
     assert setup.modules == [__name__]
 
 
 def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed")]
-    setups = device_setups(app, tasks, Settings(), ["cuda:0", "cuda:1"])
+    setups = set_up(app, tasks, Settings(), ["cuda:0", "cuda:1"])
     assert [setup.device for setup in setups] == ["cuda:0", "cuda:1"]
     for setup in setups:
         assert setup.app == "set_up_shop:app"
@@ -49,14 +57,14 @@ def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
 def test_only_models_whose_queue_is_consumed_are_loaded_at_the_start(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed"), model(app, "classify")]
     app.amqp.queues.select(["classify"])
-    (setup,) = device_setups(app, tasks, Settings(), ["cpu"])
+    (setup,) = set_up(app, tasks, Settings(), ["cpu"])
     assert setup.load == ["classify"]
 
 
 def test_an_app_nobody_can_import_is_refused() -> None:
     app = install(Celery("nowhere", broker="memory://", set_as_current=False))
     with pytest.raises(AppNotImportable):
-        device_setups(app, [], Settings(), ["cpu"])
+        set_up(app, [], Settings(), ["cpu"])
 
 
 def test_devices_of_the_setting_are_used() -> None:
@@ -66,7 +74,7 @@ def test_devices_of_the_setting_are_used() -> None:
 
 def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed")]
-    (setup,) = device_setups(app, tasks, Settings(memory_fraction=0.5), ["cuda:0"])
+    (setup,) = set_up(app, tasks, Settings(memory_fraction=0.5), ["cuda:0"])
     assert setup.memory_fraction == 0.5
 
 
@@ -83,13 +91,16 @@ def test_models_are_only_on_their_devices_and_others_know_it(app: Celery) -> Non
     ]
     app.amqp.queues.select(["embed", "rank", "chat"])
     settings = Settings(model_memory_bytes=1000)
-    setups = device_setups(app, tasks, settings, ["cuda:0", "cuda:1"])
+    setups = set_up(app, tasks, settings, ["cuda:0", "cuda:1"])
     assert [(setup.name, setup.load, setup.models) for setup in setups] == [
         ("cuda:0", ["rank"], {"rank": "replicas"}),
         ("cuda:0/chat", ["chat"], {"chat": "devices"}),
         ("cuda:1", ["embed"], {"embed": "devices"}),
     ]
-    assert [setup.elsewhere for setup in setups] == [{"embed"}, {"embed"}, {"rank", "chat"}]
+    served = [
+        [name for name in ("embed", "rank", "chat") if setup.serves(name)] for setup in setups
+    ]
+    assert served == [["rank"], ["chat"], ["embed"]]
     assert {setup.pinned for setup in setups} == {frozenset({"embed"})}
     assert {setup.model_memory_bytes for setup in setups} == {1000}
 
@@ -104,7 +115,7 @@ def test_functions_are_on_all_devices(app: Celery) -> None:
     decorate: Any = app.task(base=BatchTask, shared=False, name="shout", max_batch_size=4)
     decorate(answer_all)
     shout: Any = app.tasks["shout"]
-    setups = device_setups(app, [*tasks, shout], Settings(), ["cuda:0", "cuda:1"])
+    setups = set_up(app, [*tasks, shout], Settings(), ["cuda:0", "cuda:1"])
     assert [(setup.name, setup.load) for setup in setups] == [("cuda:0", []), ("cuda:1", ["embed"])]
 
 

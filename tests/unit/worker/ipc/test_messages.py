@@ -20,7 +20,7 @@ from batchery_worker.ipc.messages import (
 
 @pytest.mark.parametrize(
     "reply",
-    [Ready(pid=7, load_s=0.5), NotReady("ModelLoadError", "not there")],
+    [Ready(pid=7, load_s=0.5), NotReady("not there")],
 )
 def test_replies_arrive(reply: Reply) -> None:
     assert load_reply(dump_reply(reply)) == reply

@@ -47,7 +47,7 @@ def judge(
         connection=is_connected,
         blueprint=SimpleNamespace(state=bootsteps.RUN),  # type: ignore[attr-defined]
     )
-    fleet = SimpleNamespace(devices=devices, beats=beats)
+    fleet = SimpleNamespace(devices=devices, beats=SimpleNamespace(serving=beats))
     worker = SimpleNamespace(fleet=fleet, consumer=consumer)
     seen = WorkerWatch(worker, Settings(max_pass_s=max_pass_s))
     seen.measure_lag(SimpleNamespace(call_repeatedly=lambda *_: None))

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from batchery_worker.device_pool import process
-from batchery_worker.device_pool.process import RecyclingLimits, resident_kib
+from batchery_worker.dispatch import recycling
+from batchery_worker.dispatch.recycling import RecyclingLimits
+from batchery_worker.memory import resident_kib
 
 HERE = os.getpid()
 
@@ -21,7 +22,7 @@ def test_process_is_recycled_after_the_batch_that_reaches_the_limit(
 def test_memory_limit_holds_in_addition_to_the_job_limit(
     monkeypatch: pytest.MonkeyPatch, held_kib: int, reached: bool
 ) -> None:
-    monkeypatch.setattr(process, "resident_kib", lambda _: held_kib)
+    monkeypatch.setattr(recycling, "resident_kib", lambda _: held_kib)
     assert RecyclingLimits(max_jobs=10, max_memory_bytes=100 * 1024).reached(1, HERE) is reached
 
 
@@ -33,7 +34,7 @@ def test_no_limit_is_never_reached(limits: RecyclingLimits) -> None:
 def test_memory_limit_is_ignored_if_the_system_reports_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "resident_kib", lambda _: None)
+    monkeypatch.setattr(recycling, "resident_kib", lambda _: None)
     assert not RecyclingLimits(max_memory_bytes=1).reached(1, HERE)
 
 
