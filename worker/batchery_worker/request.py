@@ -80,7 +80,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
             Exception: The failure cannot be stored, as its backend is away; the message is held.
         """
         ends: list[Callable[[], None]] = []
-        stock = self._on_ack, self._on_reject
+        stock: Any = self._on_ack, self._on_reject  # type: ignore[has-type]
         self._on_ack, self._on_reject = (_noted(end, ends) for end in stock)
         try:
             super().on_failure(*args, **options)

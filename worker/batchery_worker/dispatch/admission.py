@@ -120,7 +120,7 @@ class Admission:
         if type(priority) is not int:
             priority = 0
         lane = self._lanes[max(0, min(priority, LOWEST_PRIORITY))]
-        return lane._replace(tenant=tenant) if tenant else lane
+        return Lane(lane.priority_class, tenant) if tenant else lane
 
 
 def encode_keywords(keywords: Mapping[str, Any] | None) -> str:
