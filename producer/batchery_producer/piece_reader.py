@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 from celery import Celery, uuid
-from celery.backends.redis import RedisBackend
 
-from batchery.errors import BatchArgumentError, NoResult, SettingsError, UnknownJob
+from batchery.errors import BatchArgumentError, NoResult, UnknownJob
 from batchery.protocol.pieces import (
     END,
     FIRST_ID,
@@ -40,7 +39,7 @@ from batchery.redis_scripts import packed
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.codec import read_json
 from batchery_producer.answers import Answer
-from batchery_producer.collector import read_stored
+from batchery_producer.collector import read_stored, redis_backend
 
 #: How long one command waits for a wake, in seconds. Redis may answer 0.1 s later, and must not be
 #: taken for one that hangs: see `RetryPolicy.is_away`.
@@ -161,12 +160,7 @@ class PieceReader:
         Raises:
             SettingsError: The app's result backend is no Redis.
         """
-        if not isinstance(app.backend, RedisBackend):
-            raise SettingsError(
-                f"app {app.main!r}: partial results are read from Redis, and its result backend is"
-                f" {type(app.backend).__name__}; set result_backend to a Redis URL"
-            )
-        self.backend = backend = cast(Any, app.backend)
+        self.backend = backend = redis_backend(app)
         self._closed = False
         self._stop = stop
         self.retries = self._new_retries()

@@ -24,7 +24,7 @@ from batchery.retry import Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
 from batchery_producer.answers import Answer, build_header
 from batchery_producer.broker import BrokerConnection
-from batchery_producer.collector import Collector, collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader
 from batchery_producer.piece_stream import AsyncPieceStream
@@ -110,7 +110,7 @@ class Session:
     @cached_property
     def collector(self) -> Collector:
         """Awaits the jobs in flight."""
-        return collector_for(self.app, self._retries, forgets_dropped=True)
+        return Collector(self.app, self._retries, forgets_dropped=True)
 
     @cached_property
     def reader(self) -> PieceReader:

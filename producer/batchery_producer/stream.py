@@ -1,8 +1,7 @@
 """The loop of every client that sends many jobs: some in flight, answers as they come.
 
-`Window` says how many jobs to send, and is pure. `Stream` does one round: it sends jobs, takes
-answers, and removes results from the backend that were taken. `ItemRun` is a stream of a caller's
-items, for `map` and `as_completed` of both clients.
+`Stream` does one round: it sends jobs, takes answers, and removes results from the backend that
+were taken. `ItemRun` is a stream of a caller's items, for `map` and `as_completed` of both clients.
 """
 
 import logging
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 from celery import Celery
 
@@ -27,7 +26,7 @@ from batchery_producer.answers import (
     read_outcomes,
 )
 from batchery_producer.broker import BrokerConnection
-from batchery_producer.collector import Collector, collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publisher import Publisher
 from batchery_producer.template import uuids
@@ -63,73 +62,6 @@ HINT_S = 20.0
 WINDOW = 8192
 
 
-class Window(Generic[V]):
-    """Jobs in flight, oldest first; an ordered window holds ended jobs until all older ones end."""
-
-    def __init__(self, size: int, *, ordered: bool = False) -> None:
-        """Starts empty.
-
-        Args:
-            size: Maximum number of jobs, at least 1.
-            ordered: Whether jobs leave in the order in which they were added.
-
-        Raises:
-            ValueError: The size is less than 1.
-        """
-        if size < 1:
-            raise ValueError(f"window of {size} jobs: must be 1 or more")
-        self.size = size
-        self._ordered = ordered
-        # A plain dict looks for its oldest entry among all that were removed before it.
-        self._jobs: OrderedDict[str, V] = OrderedDict()
-        self._ended: dict[str, Answer] = {}
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def in_flight(self) -> list[str]:
-        """The jobs that have not ended, oldest first."""
-        return [task_id for task_id in self._jobs if task_id not in self._ended]
-
-    @property
-    def free(self) -> int:
-        """How many jobs may still be added."""
-        return self.size - len(self._jobs)
-
-    @property
-    def to_send(self) -> int:
-        """How many jobs to send now; 0 while so few are free that it is not worth a round trip."""
-        worth_sending = min(self.size * SEND_SHARE, SEND_JOBS)
-        return min(self.free, SEND_JOBS) if self.free >= worth_sending or not self._jobs else 0
-
-    def add(self, jobs: Mapping[str, V]) -> None:
-        """Notes jobs that are about to be sent.
-
-        Raises:
-            ValueError: The window has no space for them.
-        """
-        if len(jobs) > self.free:
-            raise ValueError(f"{len(jobs)} jobs for a window with {self.free} free")
-        self._jobs.update(jobs)
-
-    def end(self, task_id: str, answer: Answer) -> Sequence[Ended[V]]:
-        """Takes out a job that has ended; an ordered window may hold it, or release others with it.
-
-        Raises:
-            KeyError: The job is not in flight.
-        """
-        if self._ordered and task_id != next(iter(self._jobs), None):
-            if task_id not in self._jobs or task_id in self._ended:
-                raise KeyError(task_id)
-            self._ended[task_id] = answer
-            return ()
-        released = [(task_id, self._jobs.pop(task_id), answer)]
-        while self._ended and (oldest := next(iter(self._jobs))) in self._ended:
-            released.append((oldest, self._jobs.pop(oldest), self._ended.pop(oldest)))
-        return released
-
-
 class NewJob(NamedTuple, Generic[V]):
     """A job to be sent.
 
@@ -146,31 +78,19 @@ class NewJob(NamedTuple, Generic[V]):
     ref: V
 
 
-class JobSource(Protocol[V]):
-    """Where jobs come from."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no job will follow."""
-
-    def take(self, maximum: int, wait_s: float) -> Sequence[NewJob[V]]:
-        """The next jobs that are available.
-
-        Args:
-            maximum: Number of jobs.
-            wait_s: How long to wait for the first one, in seconds.
-        """
-
-
 class Stream(Generic[V]):
-    """Sends jobs through a window, and yields their answers."""
+    """Sends jobs through a window, and yields their answers.
+
+    Attributes:
+        in_flight: References of the jobs that have not ended, by their ids, oldest first.
+        collector: Fetches results.
+    """
 
     def __init__(
         self,
         collector: Collector,
-        window: Window[V],
-        source: JobSource[V],
         publisher: Publisher,
+        window: int,
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         keep_results: bool = False,
@@ -183,20 +103,25 @@ class Stream(Generic[V]):
 
         Args:
             collector: Fetches results.
-            window: Limits the jobs in flight.
-            source: Gives jobs.
-            publisher: Sends the jobs of the source.
+            publisher: Sends the jobs.
+            window: Maximum number of jobs in flight, at least 1.
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
             timeout_s: How long no job may end, in seconds; None for ever.
             deadline_s: In how many seconds from being sent each job should be answered.
             explain: Says why no results may come.
             notice: Gets a line for the user when no results came for a while.
+
+        Raises:
+            ValueError: The window is less than 1.
         """
-        self.window = window
+        if window < 1:
+            raise ValueError(f"window of {window} jobs: must be 1 or more")
         self.collector = collector
-        self._source = source
+        # A plain dict looks for its oldest entry among all that were removed before it.
+        self.in_flight: OrderedDict[str, V] = OrderedDict()
         self._publisher = publisher
+        self._window = window
         self._missing = missing
         self._keep_results = keep_results
         self._timeout_s = timeout_s
@@ -206,32 +131,42 @@ class Stream(Generic[V]):
         self._discarded: list[str] = []
         self._unsent: set[str] = set()
         self._is_told = False
-        self._flushed_s = time.monotonic()
-        self._note_progress()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every job has ended, and none will follow."""
-        return self._source.exhausted and not self.window
+        self._flushed_s = self._progress_s = time.monotonic()
 
     @property
     def sent(self) -> Sequence[str]:
         """Ids of the jobs that were sent, as far as known, and have not ended."""
-        return [task_id for task_id in self.window.in_flight if task_id not in self._unsent]
+        return [task_id for task_id in self.in_flight if task_id not in self._unsent]
 
-    def step(self) -> Iterator[Ended[V]]:
+    def room(self, held: int = 0) -> int:
+        """How many jobs to send now; 0 while so few are free that it is not worth a round trip.
+
+        Args:
+            held: Number of jobs that have ended, and take up room nevertheless.
+        """
+        free = self._window - len(self.in_flight) - held
+        is_worth_it = free >= min(self._window * SEND_SHARE, SEND_JOBS) or not self.in_flight
+        return min(free, SEND_JOBS) if is_worth_it else 0
+
+    def step(self, jobs: Sequence[NewJob[V]], *, has_room: bool) -> Iterator[Ended[V]]:
         """Sends jobs and yields those that have ended, if any: id, reference and answer.
+
+        Args:
+            jobs: Those that there are, no more than there is room for.
+            has_room: Whether further jobs may come at any moment, and be sent.
 
         Raises:
             NoResult: None has come for longer than the timeout.
-            BatcheryError: As the publisher, the collector and the source do.
+            BatcheryError: As the publisher and the collector do.
         """
-        wait_s = 0.0 if self._send() else self._wait_s()
-        yield from self.take(self.collector.collect(wait_s))
+        wait_s = SLOW_INPUT_S if has_room else WAIT_S
+        if jobs:
+            self._send(jobs)
+        yield from self.take(self.collector.collect(wait_s if self.in_flight and not jobs else 0))
         waited_s = time.monotonic() - self._progress_s
-        if self.window and self._timeout_s is not None and waited_s > self._timeout_s:
+        if self.in_flight and self._timeout_s is not None and waited_s > self._timeout_s:
             raise NoResult(f"no result for {self._timeout_s:g} s: {self._explain()}")
-        if self.window and waited_s > HINT_S and not self._is_told:
+        if self.in_flight and waited_s > HINT_S and not self._is_told:
             self._is_told = True
             self._notice(f"no result for {waited_s:.0f} s: {self._explain()}")
 
@@ -239,7 +174,7 @@ class Stream(Generic[V]):
         """Takes the jobs that have these answers out of the window, and yields them."""
         for task_id, answer in answers:
             self._note_progress()
-            yield from self.window.end(task_id, answer)
+            yield task_id, self.in_flight.pop(task_id), answer
 
     def discard(self, task_id: str) -> None:
         """Has the next flush remove a result from the backend, unless results are kept."""
@@ -260,25 +195,12 @@ class Stream(Generic[V]):
     def _note_progress(self) -> None:
         self._progress_s, self._is_told = time.monotonic(), False
 
-    def _wait_s(self) -> float:
-        if not self.window:
-            return 0.0
-        waits_for_input = self.window.to_send and not self._source.exhausted
-        return SLOW_INPUT_S if waits_for_input else WAIT_S
-
-    def _send(self) -> int:
-        count = self.window.to_send
-        if not count or self._source.exhausted:
-            return 0
-        # With no job in flight, there is nothing but the input to wait for.
-        jobs = self._source.take(count, 0.0 if self.window else WAIT_S)
-        if not jobs:
-            return 0
-        if not self.window:
+    def _send(self, jobs: Sequence[NewJob[V]]) -> None:
+        if not self.in_flight:
             self._note_progress()
         by_id = {job.id: job for job in jobs}
         # In flight before they are sent, because a failed attempt may have sent them.
-        self.window.add({job.id: job.ref for job in jobs})
+        self.in_flight.update({job.id: job.ref for job in jobs})
         self.collector.expect(by_id)
         missing = [by_id[task_id] for task_id in self._missing(list(by_id))]
         self._unsent = {job.id for job in missing}
@@ -293,7 +215,6 @@ class Stream(Generic[V]):
             finally:
                 sent = some[: self._publisher.sent - before]
                 self._unsent.difference_update(task_id for task_id, _ in sent)
-        return len(jobs)
 
 
 class Progress(NamedTuple):
@@ -359,20 +280,24 @@ class ItemRun:
         """
         self._per_job = check_per_job(per_job)
         self._items: list[Any] = []
-        self._has_ended = self.is_stopped = False
+        self._is_input_over = self.is_stopped = False
         self.error: Exception | None = None
         self.taken = self._done = self._failed = 0
         self._progress = progress
+        self._ordered = ordered
+        #: Outcomes of jobs that wait for those of older ones, by the index of the first, and the
+        #: index of the next one.
+        self._held: dict[int, Sequence[Outcome]] = {}
+        self._next = 0
         # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
         retries = RetryPolicy.within(timeout_s, lambda: self.is_stopped)
         self._backend = app.backend
         self._broker = BrokerConnection(app, retries, persistent=True)
         sending = {"wait_s": timeout_s, **options, "keywords": keywords}
-        self._stream = Stream(
-            collector_for(app, retries),
-            Window[range](max(window // (self._per_job or 1), 1), ordered=ordered),
-            self,
+        self._stream = Stream[range](
+            Collector(app, retries),
             Publisher(app, task, broker=self._broker, **sending),
+            max(window // (self._per_job or 1), 1),
             keep_results=keep_results,
             timeout_s=timeout_s,
             deadline_s=deadline_s,
@@ -382,8 +307,8 @@ class ItemRun:
     @property
     def room(self) -> int:
         """How many more items the next step has use for."""
-        wanted = self._stream.window.to_send * (self._per_job or 1)
-        return 0 if self._has_ended else max(wanted - len(self._items), 0)
+        wanted = self._stream.room(len(self._held)) * (self._per_job or 1)
+        return 0 if self._is_input_over else max(wanted - len(self._items), 0)
 
     def put(self, item: Any) -> None:
         """Adds the next item."""
@@ -391,22 +316,38 @@ class ItemRun:
 
     def end(self, error: Exception | None = None) -> None:
         """Says that no items will follow, and why if not for good; those before become jobs."""
-        self.error, self._has_ended = error, True
+        self.error, self._is_input_over = error, True
 
     @property
     def is_done(self) -> bool:
         """Whether every item has its outcome, and none will follow."""
-        return self._stream.is_done
+        return self._is_input_over and not (self._items or self._stream.in_flight)
 
-    @property
-    def exhausted(self) -> bool:
-        """As `JobSource.exhausted`."""
-        return self._has_ended and not self._items
+    def step(self) -> Iterator[Outcome]:
+        """Sends jobs, and yields outcomes; raises as `TaskClient.as_completed`."""
+        jobs, has_room = self._make_jobs(), self.room > 0
+        for task_id, indexes, answer in self._stream.step(jobs, has_room=has_room):
+            self._stream.discard(task_id)
+            self._held[indexes.start] = read_outcomes(
+                answer, indexes, self._per_job > 0, self._backend
+            )
+            first: int | None = self._next if self._ordered else indexes.start
+            while first in self._held:
+                outcomes = self._held.pop(first)
+                self._next = first = first + len(outcomes)
+                for outcome in outcomes:
+                    self._done += 1
+                    self._failed += outcome.error is not None
+                    yield outcome
+        if self._stream.flush_is_due:
+            self._stream.flush()
+        self._progress(Progress(self.taken, self._done, self._failed))
 
-    def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
-        """As `JobSource.take`; does not wait."""
+    def _make_jobs(self) -> Sequence[NewJob[range]]:
+        """Jobs of the items that are there, as far as there is room; the last may be smaller."""
         size, count = self._per_job or 1, len(self._items)
-        count = min(maximum * size, count if self._has_ended else count // size * size)
+        whole = count if self._is_input_over else count // size * size
+        count = min(self._stream.room(len(self._held)) * size, whole)
         starts, jobs = range(0, count, size), []
         for task_id, start in zip(uuids(len(starts)), starts, strict=True):
             part = self._items[start : min(start + size, count)]
@@ -416,18 +357,6 @@ class ItemRun:
             jobs.append(NewJob(task_id, item, item_count, indexes))
         del self._items[:count]
         return jobs
-
-    def step(self) -> Iterator[Outcome]:
-        """Sends jobs, and yields outcomes; raises as `TaskClient.as_completed`."""
-        for task_id, indexes, answer in self._stream.step():
-            self._stream.discard(task_id)
-            for outcome in read_outcomes(answer, indexes, self._per_job > 0, self._backend):
-                self._done += 1
-                self._failed += outcome.error is not None
-                yield outcome
-        if self._stream.flush_is_due:
-            self._stream.flush()
-        self._progress(Progress(self.taken, self._done, self._failed))
 
     def close(self) -> None:
         """Revokes jobs that were not begun, and leaves nothing else behind in Redis."""

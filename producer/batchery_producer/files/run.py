@@ -1,7 +1,7 @@
 """A run of `submit_file`: it reads rows, sends jobs, collects results, and writes them down.
 
 Rows are read ahead on a thread, the `Feed`; all else is one loop, `FileRun`, in the caller's
-thread: a `Stream` takes jobs from it and gives it their answers.
+thread: a `Stream` sends jobs and gives their answers.
 """
 
 import base64
@@ -31,15 +31,15 @@ from batchery.errors import (
 from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
-from batchery_producer.collector import collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.output import Output
-from batchery_producer.files.recovery import COMMAND_S, find_in_flight, find_missing
+from batchery_producer.files.recovery import COMMAND_S, find_in_flight
 from batchery_producer.publisher import Publisher
-from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.stream import WAIT_S, NewJob, Stream
 from batchery_producer.template import encode_item
 
 T = TypeVar("T")
@@ -159,7 +159,6 @@ class FileRun:
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 the task does not take the keywords, or there are workers and none of them has it.
         """
-        self._window = Window[Record](options.window)
         check_backend(app)
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
@@ -167,7 +166,7 @@ class FileRun:
         self.task = find_task(app, task, options.queue)
         self._app, self._dataset, self._options = app, dataset, options
         self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
-        self._collector = collector_for(app, self._retries)
+        self._collector = Collector(app, self._retries)
         self._publisher = Publisher(
             app,
             self.task,
@@ -179,6 +178,16 @@ class FileRun:
             **options.sending,
         )
         self.queue = self._publisher.queue
+        self._stream = Stream[Record](
+            self._collector,
+            self._publisher,
+            options.window,
+            missing=self._find_missing,
+            keep_results=options.keep_results,
+            timeout_s=options.timeout_s,
+            explain=self.explain,
+            notice=options.notice,
+        )
         _check_keywords(app, self.task, options.keywords or {})
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
@@ -197,22 +206,11 @@ class FileRun:
         self._output, self._journal = output, output.journal
         self._began_s = time.monotonic()
         self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
-        self._feed = Feed(rows, ahead=self._window.size)
-        self._stream = Stream(
-            self._collector,
-            self._window,
-            self,
-            self._publisher,
-            missing=self._find_missing,
-            keep_results=self._options.keep_results,
-            timeout_s=self._options.timeout_s,
-            explain=self.explain,
-            notice=self._options.notice,
-        )
+        self._feed = Feed(rows, ahead=self._options.window)
         with closing(self._collector), self._publisher, closing(self._feed):
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
-            output.finish(complete=self._feed.exhausted and not self._window)
+            output.finish(complete=self._is_done)
         if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
             ending = Ending.SOME_FAILED
         return Summary(
@@ -220,7 +218,7 @@ class FileRun:
             self._submitted,
             self._succeeded,
             self._failed,
-            len(self._window),
+            len(self._stream.in_flight),
             seconds,
             self.queue,
             message,
@@ -237,8 +235,10 @@ class FileRun:
         """How the run ended, and why if early."""
         ending, message = Ending.SUCCEEDED, ""
         try:
-            while not (self._stream.is_done or self._is_stopped()):
-                self._note_all(self._stream.step())
+            while not (self._is_done or self._is_stopped()):
+                jobs = self._take_jobs()
+                has_room = self._stream.room() > 0 and not self._feed.exhausted
+                self._note_all(self._stream.step(jobs, has_room=has_room))
         except (GaveUp, NoResult, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except Interrupted:
@@ -251,7 +251,7 @@ class FileRun:
                 self._flush()
         if self._stopped_by:
             return Ending.SOME_FAILED, self._stopped_by
-        if ending is Ending.SUCCEEDED and not self._stream.is_done:
+        if ending is Ending.SUCCEEDED and not self._is_done:
             return Ending.INTERRUPTED, "interrupted"
         return ending, message
 
@@ -264,14 +264,16 @@ class FileRun:
         return self._is_stopped()
 
     @property
-    def exhausted(self) -> bool:
-        """As `JobSource.exhausted`."""
-        return self._feed.exhausted
+    def _is_done(self) -> bool:
+        """Whether every row is written, and none will follow."""
+        return self._feed.exhausted and not self._stream.in_flight
 
-    def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
-        """As `JobSource.take`; rows that cannot become jobs fail here."""
-        jobs = list[NewJob[Record]]()
-        for row in self._feed.take(maximum, wait_s):
+    def _take_jobs(self) -> list[NewJob[Record]]:
+        """Jobs of the next rows, if there is room; rows that cannot become jobs fail here."""
+        jobs, room = list[NewJob[Record]](), self._stream.room()
+        # With no job in flight, there is nothing but the input to wait for.
+        wait_s = 0.0 if self._stream.in_flight else WAIT_S
+        for row in self._feed.take(room, wait_s) if room else ():
             if broken := row.broken or self._refuse(row):
                 self._fail(row, INVALID_LINE, broken)
                 continue
@@ -295,7 +297,7 @@ class FileRun:
             if self._in_flight is None:
                 pattern = self._journal.pattern
                 self._in_flight = find_in_flight(self._app, self.queue, pattern, self._retries)
-            task_ids = find_missing(self._app, task_ids, self._in_flight, self._retries)
+            task_ids = self._collector.find_missing(task_ids, self._in_flight)
         self._submitted += len(task_ids)
         return task_ids
 
@@ -336,7 +338,7 @@ class FileRun:
             self._submitted,
             self._succeeded,
             self._failed,
-            len(self._window),
+            len(self._stream.in_flight),
             rate,
             None if total is None else max(total - self._output.done.count, 0),
         )

@@ -26,8 +26,8 @@ from batchery.retry import RetryPolicy
 from batchery.settings import Settings
 from batchery_producer.answers import build_header
 from batchery_producer.broker import REVOKE_CHUNK
-from batchery_producer.collector import collector_for
-from batchery_producer.files.recovery import find_in_flight, find_missing
+from batchery_producer.collector import Collector
+from batchery_producer.files.recovery import find_in_flight
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
     OUTPUT_PURPOSE,
@@ -241,7 +241,7 @@ class SliceRun(BatchRun):
         self._requests: list[Request] = []
         self._by_job: dict[str, Request] = {}
         self._retries = RetryPolicy()
-        self._collector = collector_for(context.app, self._retries)
+        self._collector = Collector(context.app, self._retries)
 
     def run(self) -> float | None:
         """Sends and awaits the requests, for some seconds.
@@ -285,7 +285,7 @@ class SliceRun(BatchRun):
             if before is not None:
                 app, pattern = self._context.app, re.compile(rb"%b-\d+-\d+" % record.id.encode())
                 known = find_in_flight(app, model.queue, pattern, self._retries)
-                ids = find_missing(app, ids, known, self._retries)
+                ids = self._collector.find_missing(ids, known)
             self._publish(model, ids)
             sent = (before or SliceState()).model_copy(update={"at_s": time.time()})
             batches.show_progress(record.id, self._number, sent)
