@@ -9,10 +9,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import redis
@@ -50,9 +49,8 @@ logger = logging.getLogger("batchery.device")
 MAX_PIECES_PER_SCRIPT = 2000
 MAX_JOBS_PER_SCRIPT = 100
 
-#: How often readers are looked for, in seconds: so long after pieces, whose readers are busy then;
-#: or at last beside pieces.
-LOOK_S, QUIET_S, MAX_LOOK_S = 0.4, 0.02, 1.0
+#: How often readers are looked for, in seconds; and where there are pieces, which go first.
+LOOK_S, MAX_LOOK_S = 0.4, 1.0
 
 #: After a call that took longer than the first, in seconds, Redis was away, for readers as well.
 #: They are looked for after the second: those who are there have renewed their keys by then.
@@ -294,15 +292,16 @@ class PieceWriter:
             self._waiting[job] = None
 
     def _run(self) -> None:
-        looks = False
         while True:
             with self._changed:
-                # There may be more jobs than one script takes.
-                looks = looks and bool(self._waiting) and self._looked_s <= time.monotonic()
-                looks = looks or self._await()
-                context = next(iter(self._waiting)).context
-                taken = self._take(context)
-            answers = self._write_and_look(context, taken, looks)
+                looked = self._await()
+                taken = {job: (0, list[bytes]()) for job in looked} if looked else self._take()
+            began_s = time.monotonic()
+            answers = self._write(next(iter(taken)).context, taken, bool(looked))
+            if time.monotonic() - began_s > AWAY_S:
+                self._looked_s = time.monotonic() + RETURN_S
+                if looked:
+                    continue  # Readers could not renew their keys either.
             with self._changed:
                 for (job, (_, pieces)), answer in zip(taken.items(), answers, strict=True):
                     job.is_sending = False
@@ -316,26 +315,23 @@ class PieceWriter:
                             self._refused[job.work_id] = CommitStatus(job.refusal)
                 self._changed.notify_all()
 
-    def _await(self) -> bool:
-        """Waits for pieces, or until readers are to be looked for; whether that is so."""
-        written_s = time.monotonic()
+    def _await(self) -> Sequence[StreamedJob]:
+        """Waits for pieces, or until readers are to be looked for; the jobs of these."""
         while True:
             now_s = time.monotonic()
             if self._waiting and now_s < self._looked_s + MAX_LOOK_S:
-                return False
-            left_s = max(self._looked_s + LOOK_S, written_s + QUIET_S) - now_s
+                return ()
             jobs = [job for each in self._open.values() for job in each.values() if not job.refusal]
-            if jobs and (left_s <= 0 or self._waiting):
+            left_s = self._looked_s + LOOK_S - now_s
+            if jobs and left_s <= 0:
                 self._looked_s = now_s
-                self._waiting = dict.fromkeys(jobs)
-                return True
+                return _of_one_worker(jobs)
             self._changed.wait(left_s if jobs else None)
 
-    def _take(self, context: PieceContext) -> Taken:
-        """Takes what waits of the jobs whose leases are those of this one."""
+    def _take(self) -> Taken:
+        """Takes what waits of some jobs."""
         left, left_bytes, taken = MAX_PIECES_PER_SCRIPT, MAX_BYTES_PER_SCRIPT, Taken()
-        same = [job for job in self._waiting if job.context.worker == context.worker]
-        for job in islice(same, MAX_JOBS_PER_SCRIPT):
+        for job in _of_one_worker(self._waiting)[:MAX_JOBS_PER_SCRIPT]:
             taken[job] = _, pieces = job.take(left, left_bytes)
             job.is_sending = True
             left -= len(pieces)
@@ -345,20 +341,6 @@ class PieceWriter:
             if not left or left_bytes <= 0:
                 break
         return taken
-
-    def _write_and_look(self, context: PieceContext, taken: Taken, looks: bool) -> str:
-        """Writes pieces; believes that readers have gone only where they could have renewed."""
-        began_s = time.monotonic()
-        answers = self._write(context, taken, looks)
-        now_s = time.monotonic()
-        if now_s - began_s < AWAY_S:
-            return answers
-        self._looked_s = now_s + RETURN_S
-        if not looks or GONE not in answers:
-            return answers
-        gone = [job for job, answer in zip(taken, answers, strict=True) if answer == GONE]
-        again = iter(self._write(context, {job: taken[job] for job in gone}, looks=False))
-        return "".join(next(again) if answer == GONE else answer for answer in answers)
 
     def _write(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes pieces, as long as Redis is away; a digit for each job."""
@@ -423,6 +405,12 @@ class PieceWriter:
             lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
         )
         return None if answer is None else bytes(answer).decode()
+
+
+def _of_one_worker(jobs: Collection[StreamedJob]) -> Sequence[StreamedJob]:
+    """Those of the jobs whose leases are held under the same id as that of the first."""
+    worker = next(iter(jobs)).context.worker
+    return [job for job in jobs if job.context.worker == worker]
 
 
 def _read_all(key: bytes, results: RetryingRedis) -> Any:
