@@ -9,8 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from contextvars import copy_context
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -377,16 +376,9 @@ def build_headers(terms: Terms, count: int, reply: Mapping[str, Any]) -> dict[st
     return {**trace_headers(), **deadline_header(terms.deadline_s), **own}
 
 
-async def run_aside(
-    function: Callable[[], T], lock: AbstractContextManager[Any] | None = None
-) -> T:
-    """As `asyncio.to_thread`, on a thread that no exit of the program waits for.
-
-    Args:
-        function: Goes on when the caller is cancelled.
-        lock: Is held meanwhile.
-    """
-    loop, context = asyncio.get_running_loop(), copy_context()
+async def run_aside(function: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, on a thread that no exit of the program waits for."""
+    loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(set_it: Callable[[Any], None], outcome: Any) -> None:
@@ -396,8 +388,7 @@ async def run_aside(
     def run() -> None:
         told: tuple[Any, Any]
         try:
-            with lock or nullcontext():
-                told = future.set_result, context.run(function)
+            told = future.set_result, function()
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             told = future.set_exception, error
         with suppress(RuntimeError):  # The event loop is closed, so nobody waits.

@@ -1,14 +1,14 @@
 """The loop of every client that sends many jobs: some in flight, answers as they come.
 
 `Stream` does one round: it sends jobs, takes answers, and removes results from the backend that
-were taken. `ItemRun` is a stream of a caller's items, for `map` and `as_completed` of both clients.
+were taken. `ItemRun` is a stream of a caller's items, for `Client.map` and `as_completed`.
 """
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
@@ -16,7 +16,6 @@ from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 from celery import Celery
 
 from batchery.errors import BatcheryError, NoResult
-from batchery.protocol.headers import deadline_header
 from batchery.retry import RetryPolicy
 from batchery_producer.answers import (
     Answer,
@@ -95,7 +94,6 @@ class Stream(Generic[V]):
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         keep_results: bool = False,
         timeout_s: float | None = None,
-        deadline_s: float | None = None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
     ) -> None:
@@ -108,7 +106,6 @@ class Stream(Generic[V]):
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
             timeout_s: How long no job may end, in seconds; None for ever.
-            deadline_s: In how many seconds from being sent each job should be answered.
             explain: Says why no results may come.
             notice: Gets a line for the user when no results came for a while.
 
@@ -125,7 +122,6 @@ class Stream(Generic[V]):
         self._missing = missing
         self._keep_results = keep_results
         self._timeout_s = timeout_s
-        self._deadline_s = deadline_s
         self._explain = explain
         self._notice = notice
         self._discarded: list[str] = []
@@ -205,10 +201,7 @@ class Stream(Generic[V]):
         missing = [by_id[task_id] for task_id in self._missing(list(by_id))]
         self._unsent = {job.id for job in missing}
         for count, group in groupby(missing, key=lambda job: job.item_count):
-            headers = {
-                **deadline_header(self._deadline_s),
-                **build_header(count, self.collector.headers),
-            }
+            headers = build_header(count, self.collector.headers)
             some, before = [(job.id, job.item) for job in group], self._publisher.sent
             try:
                 self._publisher.send(some, headers)
@@ -248,24 +241,16 @@ class ItemOptions(TypedDict, total=False):
 
 
 class ItemRun:
-    """Items go through a window as jobs, and their outcomes come back.
-
-    Whoever runs it puts items into its room, does a `step`, and again until it `is_done`.
-
-    Attributes:
-        taken: Number of items that are in jobs so far.
-        error: Why reading the items ended before its time; to be raised in the end.
-        is_stopped: Set it to end attempts to reach a Redis that is away.
-    """
+    """Items go through a window as jobs, and their outcomes come back."""
 
     def __init__(
         self,
         app: Celery,
         task: str,
         options: Mapping[str, Any],
+        items: Iterable[Any],
         *,
         ordered: bool,
-        deadline_s: float | None = None,
         keywords: Mapping[str, Any] | None = None,
         per_job: int | None = None,
         window: int = WINDOW,
@@ -279,10 +264,13 @@ class ItemRun:
             BatchArgumentError: A number is out of range.
         """
         self._per_job = check_per_job(per_job)
+        self._rest = iter(items)
+        #: Those that were read and are in no job.
         self._items: list[Any] = []
-        self._is_input_over = self.is_stopped = False
-        self.error: Exception | None = None
-        self.taken = self._done = self._failed = 0
+        self._is_input_over = False
+        #: Why reading the items ended before its time; raised in the end.
+        self._error: Exception | None = None
+        self._taken = self._done = self._failed = 0
         self._progress = progress
         self._ordered = ordered
         #: Outcomes of jobs that wait for those of older ones, by the index of the first, and the
@@ -290,7 +278,7 @@ class ItemRun:
         self._held: dict[int, Sequence[Outcome]] = {}
         self._next = 0
         # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
-        retries = RetryPolicy.within(timeout_s, lambda: self.is_stopped)
+        retries = RetryPolicy.within(timeout_s)
         self._backend = app.backend
         self._broker = BrokerConnection(app, retries, persistent=True)
         sending = {"wait_s": timeout_s, **options, "keywords": keywords}
@@ -300,63 +288,65 @@ class ItemRun:
             max(window // (self._per_job or 1), 1),
             keep_results=keep_results,
             timeout_s=timeout_s,
-            deadline_s=deadline_s,
             explain=partial(explain_stall, app, task, options),
         )
 
-    @property
-    def room(self) -> int:
-        """How many more items the next step has use for."""
-        wanted = self._stream.room(len(self._held)) * (self._per_job or 1)
-        return 0 if self._is_input_over else max(wanted - len(self._items), 0)
-
-    def put(self, item: Any) -> None:
-        """Adds the next item."""
-        self._items.append(item)
-
-    def end(self, error: Exception | None = None) -> None:
-        """Says that no items will follow, and why if not for good; those before become jobs."""
-        self.error, self._is_input_over = error, True
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every item has its outcome, and none will follow."""
-        return self._is_input_over and not (self._items or self._stream.in_flight)
-
-    def step(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Generator[Outcome, None, None]:
         """Sends jobs, and yields outcomes; raises as `TaskClient.as_completed`."""
-        jobs, has_room = self._make_jobs(), self.room > 0
-        for task_id, indexes, answer in self._stream.step(jobs, has_room=has_room):
-            self._stream.discard(task_id)
-            self._held[indexes.start] = read_outcomes(
-                answer, indexes, self._per_job > 0, self._backend
-            )
-            first: int | None = self._next if self._ordered else indexes.start
-            while first in self._held:
-                outcomes = self._held.pop(first)
-                self._next = first = first + len(outcomes)
-                for outcome in outcomes:
-                    self._done += 1
-                    self._failed += outcome.error is not None
-                    yield outcome
-        if self._stream.flush_is_due:
-            self._stream.flush()
-        self._progress(Progress(self.taken, self._done, self._failed))
+        with closing(self):
+            while self._items or self._stream.in_flight or not self._is_input_over:
+                room = self._stream.room(len(self._held))
+                self._read(room * (self._per_job or 1))
+                jobs = self._make_jobs(room)
+                has_room = room > len(jobs) and not self._is_input_over
+                for task_id, indexes, answer in self._stream.step(jobs, has_room=has_room):
+                    self._stream.discard(task_id)
+                    yield from self._release(indexes, answer)
+                if self._stream.flush_is_due:
+                    self._stream.flush()
+                self._progress(Progress(self._taken, self._done, self._failed))
+            if self._error is not None:
+                raise self._error
 
-    def _make_jobs(self) -> Sequence[NewJob[range]]:
-        """Jobs of the items that are there, as far as there is room; the last may be smaller."""
+    def _read(self, count: int) -> None:
+        """Reads items until there are so many; of a slow input, what comes soon."""
+        end_s = time.monotonic() + SLOW_INPUT_S
+        try:
+            while len(self._items) < count and not self._is_input_over:
+                self._items.append(next(self._rest))
+                if time.monotonic() >= end_s:
+                    return
+        except StopIteration:
+            self._is_input_over = True
+        except Exception as error:  # noqa: BLE001 (raised after the other outcomes)
+            self._error, self._is_input_over = error, True
+
+    def _make_jobs(self, maximum: int) -> Sequence[NewJob[range]]:
+        """Jobs of the items that were read; only the last one of all may be smaller."""
         size, count = self._per_job or 1, len(self._items)
         whole = count if self._is_input_over else count // size * size
-        count = min(self._stream.room(len(self._held)) * size, whole)
+        count = min(maximum * size, whole)
         starts, jobs = range(0, count, size), []
         for task_id, start in zip(uuids(len(starts)), starts, strict=True):
             part = self._items[start : min(start + size, count)]
-            indexes = range(self.taken, self.taken + len(part))
-            self.taken = indexes.stop
+            indexes = range(self._taken, self._taken + len(part))
+            self._taken = indexes.stop
             item, item_count = (part, len(part)) if self._per_job else (part[0], 0)
             jobs.append(NewJob(task_id, item, item_count, indexes))
         del self._items[:count]
         return jobs
+
+    def _release(self, indexes: range, answer: Answer) -> Iterator[Outcome]:
+        """Outcomes of a job, or of none or several if they come in order."""
+        self._held[indexes.start] = read_outcomes(answer, indexes, self._per_job > 0, self._backend)
+        first = self._next if self._ordered else indexes.start
+        while first in self._held:
+            outcomes = self._held.pop(first)
+            self._next = first = first + len(outcomes)
+            for outcome in outcomes:
+                self._done += 1
+                self._failed += outcome.error is not None
+                yield outcome
 
     def close(self) -> None:
         """Revokes jobs that were not begun, and leaves nothing else behind in Redis."""

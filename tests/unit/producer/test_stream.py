@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from celery import Celery
@@ -18,7 +19,7 @@ class Peer:
 
     sent = 0
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self) -> None:
         self.headers: dict[str, Any] = {}
         self.awaited: list[str] = []
         self.ends: list[int] = []
@@ -35,6 +36,9 @@ class Peer:
             yield task_id, Answer(task_id)
 
     def forget(self, _: list[str]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -60,19 +64,21 @@ def test_a_window_of_no_job_is_refused() -> None:
 
 @given(ends=st.lists(st.integers(0, 9), min_size=30, max_size=30), size=st.integers(1, 9))
 def test_outcomes_in_order_wait_for_those_of_older_items(ends: list[int], size: int) -> None:
+    peer: Any = Peer()
+    peer.ends = ends
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("Collector", "Publisher", "BrokerConnection"):
-            patch.setattr(stream, name, Peer)
-        run: ItemRun = ItemRun(Celery(set_as_current=False), "task", {}, ordered=True, window=size)
-        items, came = iter(range(30)), list[int]()
-        collector: Any = run._stream.collector
-        collector.ends = ends
-        while not run.is_done:
-            for _ in range(run.room):
-                if (item := next(items, None)) is None:
-                    run.end()
-                    break
-                run.put(item)
-            came += [outcome.index for outcome in run.step()]
-            assert run.taken <= len(came) + size  # What waits for older items still counts.
+        patch.setattr(stream, "Collector", lambda *_: peer)
+        patch.setattr(stream, "Publisher", lambda *_, **__: peer)
+        patch.setattr(stream, "BrokerConnection", lambda *_, **__: MagicMock())
+        read, came = list[int](), list[int]()
+
+        def items() -> Iterator[int]:
+            for number in range(30):
+                read.append(number)
+                yield number
+
+        app = Celery(set_as_current=False)
+        for outcome in ItemRun(app, "task", {}, items(), ordered=True, window=size).outcomes():
+            came.append(outcome.index)
+            assert len(read) <= len(came) + size  # What waits for older items still counts.
     assert came == list(range(30))
