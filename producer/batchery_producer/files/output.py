@@ -145,11 +145,6 @@ class Output:
             raise DatasetError(f"{file}: there is no directory {file.parent}; create it first")
         if file.exists() and any(map(file.samefile, self._source.inputs)):
             raise DatasetError(f"{file}: this is the input; name another file{option}")
-        if self._journal_path and self._source.would_read(file):
-            raise DatasetError(
-                f"{file}: a pattern of the input matches it, so that --resume would read it;"
-                f" name another file{option}"
-            )
 
     @property
     def is_begun(self) -> bool:
@@ -212,10 +207,6 @@ class Output:
             str(each) if each and each.exists() else "" for each in (results, self.errors.path)
         )
         return found, failures
-
-    def missing(self, rows: Iterable[Record]) -> Iterator[Record]:
-        """Rows of the input that are not done."""
-        return (row for row in rows if (row.source, row.row) not in self.done)
 
     def result(self, row: Record, result: Any) -> str:
         """Adds the result of a job; returns why it cannot be written, or an empty text."""

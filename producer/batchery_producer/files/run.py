@@ -8,11 +8,11 @@ import base64
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any, Generic, TypeVar
 
 from celery import Celery
@@ -68,15 +68,28 @@ class Feed(Generic[T]):
     def __init__(self, entries: Iterable[T], ahead: int) -> None:
         """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
         self.exhausted = False
-        self._ahead = ahead
-        self._read = deque[T]()
-        self._changed = threading.Condition()
+        #: Those that were taken already, and are to be taken again.
+        self._first: list[T] = []
+        #: The last one is the feed itself.
+        self._read = Queue[Any](ahead)
         self._is_ended = self._is_closed = False
         self._error: BaseException | None = None
         # A daemon, because a thread that waits for a pipe cannot be woken.
         threading.Thread(
             target=self._run, args=(entries,), name="batchery-feed", daemon=True
         ).start()
+
+    def begin(self, stop: Callable[[], bool]) -> None:
+        """Waits for the first entry, which is not taken.
+
+        Raises:
+            Interrupted: `stop` returned True.
+            Exception: The error of the iteration, if no entry came before it.
+        """
+        while not (self._first or self.exhausted):
+            if stop():
+                raise Interrupted("asked to stop")
+            self._first = self.take(1, STOP_CHECK_S)
 
     def take(self, maximum: int, wait_s: float = 0) -> list[T]:
         """Takes the entries that are there.
@@ -91,56 +104,39 @@ class Feed(Generic[T]):
         Raises:
             Exception: The error of the iteration, once all entries before it were taken.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._read or self._is_ended, wait_s)
-            taken = [self._read.popleft() for _ in range(min(maximum, len(self._read)))]
-            self._changed.notify()
-            is_last = self._is_ended and not self._read
-        if is_last and self._error is not None and not taken:
+        taken, self._first = self._first, []
+        with suppress(Empty):
+            while len(taken) < maximum and not self._is_ended:
+                entry = self._read.get(timeout=0 if taken else wait_s)
+                if entry is self:
+                    self._is_ended = True
+                else:
+                    taken.append(entry)
+        if self._is_ended and self._error is not None and not taken:
             raise self._error
-        self.exhausted = is_last and self._error is None
+        self.exhausted = self._is_ended and self._error is None
         return taken
 
     def close(self) -> None:
         """Lets the thread end; entries that were read ahead are lost."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._is_closed = True
+        with suppress(Empty):
+            while True:
+                self._read.get_nowait()
 
     def _run(self, entries: Iterable[T]) -> None:
         try:
             for entry in entries:
-                with self._changed:
-                    while len(self._read) >= self._ahead and not self._is_closed:
-                        self._changed.wait()
-                    if self._is_closed:
-                        break
-                    self._read.append(entry)
-                    self._changed.notify()
+                self._read.put(entry)
+                if self._is_closed:
+                    break
             if isinstance(entries, Generator):
                 # Closed here, because what the generator has open belongs to this thread.
                 entries.close()
         except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
             self._error = error
-        with self._changed:
-            self._is_ended = True
-            self._changed.notify()
-
-
-def begin(entries: Iterator[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """Waits for the first entry, and returns all.
-
-    Raises:
-        Interrupted: `stop` returned True.
-        Exception: The error of the iteration, if no entry came before it.
-    """
-    first = list[T]()
-    with closing(Feed(islice(entries, 1), 1)) as feed:
-        while not (feed.exhausted or first):
-            if stop():
-                raise Interrupted("asked to stop")
-            first = feed.take(1, STOP_CHECK_S)
-    return chain(first, entries)
+        if not self._is_closed:
+            self._read.put(self)
 
 
 class FileRun:
@@ -195,8 +191,10 @@ class FileRun:
         self._stopped_by = ""
         self._in_flight: Collection[str] | None = None
 
-    def run(self, rows: Iterable[Record], output: Output) -> Summary:
+    def run(self, rows: Feed[Record], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
+
+        Those that the output has already are left out.
 
         Raises:
             DatasetError: The input is unusable, or the output can no longer be written. Results
@@ -206,8 +204,8 @@ class FileRun:
         self._output, self._journal = output, output.journal
         self._began_s = time.monotonic()
         self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
-        self._feed = Feed(rows, ahead=self._options.window)
-        with closing(self._collector), self._publisher, closing(self._feed):
+        self._feed = rows
+        with closing(self._collector), self._publisher:
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._is_done)
@@ -273,13 +271,19 @@ class FileRun:
         jobs, room = list[NewJob[Record]](), self._stream.room()
         # With no job in flight, there is nothing but the input to wait for.
         wait_s = 0.0 if self._stream.in_flight else WAIT_S
-        for row in self._feed.take(room, wait_s) if room else ():
-            if broken := row.broken or self._refuse(row):
-                self._fail(row, INVALID_LINE, broken)
-                continue
-            # The window holds no items, which may be large.
-            task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
-            jobs.append(NewJob(task_id, row.item, 0, bare))
+        while room and not (jobs or self._is_stopped()):
+            rows = self._feed.take(room, wait_s)
+            for row in rows:
+                if (row.source, row.row) in self._output.done:
+                    continue
+                if broken := row.broken or self._refuse(row):
+                    self._fail(row, INVALID_LINE, broken)
+                    continue
+                # The window holds no items, which may be large.
+                task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
+                jobs.append(NewJob(task_id, row.item, 0, bare))
+            if not rows:
+                break
         return jobs
 
     def _refuse(self, row: Record) -> str:
@@ -383,16 +387,16 @@ def submit_file(
     dataset = Dataset(source, options)
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
-    try:
-        rows = begin(dataset.checked(), options.stop)
-    except Interrupted:
-        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
     settings = {"task": run.task, "kwargs": options.keywords or {}, "ordered": options.ordered}
-    options.began(dataset.description)
-    with files:
+    with closing(Feed(dataset.checked(), options.window)) as rows, files:
+        try:
+            rows.begin(options.stop)
+        except Interrupted:
+            return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
+        options.began(dataset.description)
         files.open(Journal.of(dataset.sources, {**settings, **dataset.settings}))
         try:
-            summary = run.run(files.missing(rows), files)
+            summary = run.run(rows, files)
         except DatasetError as error:
             raise DatasetError(f"{error}{files.hint}") from error
         return replace(summary, message=summary.message + files.hint)
