@@ -9,7 +9,7 @@ import asyncio
 import re
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -557,19 +557,12 @@ def parse_id(entry_id: str) -> EntryId:
 
 
 def _give(came: Iterable[tuple[FollowedJob, Sequence[Event]]]) -> None:
-    """Hands events on; an event loop is woken once for all of its streams, as waking it is slow."""
-    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[Any]](list)
+    """Hands events on, each in the event loop of who reads."""
     for stream, events in came:
-        by_loop[stream.loop].append((stream, events))
-    for loop, given in by_loop.items():
-        if loop is None:
-            _give_here(given)
+        if not events:
+            continue
+        if stream.loop is None:
+            stream.give(events)
         else:
             with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
-                loop.call_soon_threadsafe(_give_here, given)
-
-
-def _give_here(given: Iterable[tuple[FollowedJob, Sequence[Event]]]) -> None:
-    for stream, events in given:
-        if events:
-            stream.give(events)
+                stream.loop.call_soon_threadsafe(stream.give, events)

@@ -308,32 +308,36 @@ class Session:
                     self.collector.expect([call.job.id for call in group])
                     with self._wake:
                         self._wake.notify_all()
-                self._publish(group)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
-                self._send_alone(group, error)
+                self._refuse(group, error)
+            else:
+                self._publish_all(group)
 
-    def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
-        """Sends jobs one by one after a failure, which a single job may have caused.
+    def _publish_all(self, group: Sequence[PendingSend]) -> None:
+        """Sends jobs together; one by one after a failure that a single job may have caused.
 
         Jobs that were sent before the failure are sent again, under the same id.
         """
-        refused: list[AsyncPieceStream] = []
-        is_of_one = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
-        for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
-            problem = error
+        try:
+            self._publish(group)
+        except Interrupted:
+            pass
+        except Exception as error:  # noqa: BLE001 - as above
+            is_of_one = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
             if len(group) > 1 and is_of_one:
-                try:
-                    self._publish([call])
-                    continue
-                except Exception as own:  # noqa: BLE001 - as above
-                    problem = own
-            self._give_up([call.job.id], problem)
-            # If Redis is away, the job may have been sent.
-            if call.stream is not None and not isinstance(problem, GaveUp):
-                refused.append(call.stream)
-        if refused:
+                for call in group:
+                    self._publish_all([call])
+            else:
+                # A full queue may have accepted some.
+                self._refuse(group[getattr(error, "sent", 0) :], error)
+
+    def _refuse(self, group: Sequence[PendingSend], error: Exception) -> None:
+        self._give_up([call.job.id for call in group], error)
+        refused = [call.stream for call in group if call.stream is not None]
+        # If Redis is away, the job may have been sent.
+        if refused and not isinstance(error, GaveUp):
             self.reader.forget(refused)
 
     def _publish(self, group: Sequence[PendingSend]) -> None:

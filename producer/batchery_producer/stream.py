@@ -83,6 +83,7 @@ class Stream(Generic[V]):
     Attributes:
         in_flight: References of the jobs that have not ended, by their ids, oldest first.
         collector: Fetches results.
+        discarded: Jobs whose results the next flush removes from the backend.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class Stream(Generic[V]):
         window: int,
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
-        keep_results: bool = False,
         timeout_s: float | None = None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
@@ -104,7 +104,6 @@ class Stream(Generic[V]):
             publisher: Sends the jobs.
             window: Maximum number of jobs in flight, at least 1.
             missing: Says which jobs must be sent; the others are in flight already.
-            keep_results: Leave results in the backend, until they expire.
             timeout_s: How long no job may end, in seconds; None for ever.
             explain: Says why no results may come.
             notice: Gets a line for the user when no results came for a while.
@@ -117,14 +116,13 @@ class Stream(Generic[V]):
         self.collector = collector
         # A plain dict looks for its oldest entry among all that were removed before it.
         self.in_flight: OrderedDict[str, V] = OrderedDict()
+        self.discarded: list[str] = []
         self._publisher = publisher
         self._window = window
         self._missing = missing
-        self._keep_results = keep_results
         self._timeout_s = timeout_s
         self._explain = explain
         self._notice = notice
-        self._discarded: list[str] = []
         self._unsent: set[str] = set()
         self._is_told = False
         self._flushed_s = self._progress_s = time.monotonic()
@@ -172,11 +170,6 @@ class Stream(Generic[V]):
             self._note_progress()
             yield task_id, self.in_flight.pop(task_id), answer
 
-    def discard(self, task_id: str) -> None:
-        """Has the next flush remove a result from the backend, unless results are kept."""
-        if not self._keep_results:
-            self._discarded.append(task_id)
-
     @property
     def flush_is_due(self) -> bool:
         """Whether the last flush was long enough ago."""
@@ -185,8 +178,8 @@ class Stream(Generic[V]):
     def flush(self) -> None:
         """Removes discarded results from the backend; the caller must have stored them by now."""
         self._flushed_s = time.monotonic()
-        self.collector.forget(self._discarded)
-        self._discarded.clear()
+        self.collector.forget(self.discarded)
+        self.discarded.clear()
 
     def _note_progress(self) -> None:
         self._progress_s, self._is_told = time.monotonic(), False
@@ -210,14 +203,6 @@ class Stream(Generic[V]):
                 self._unsent.difference_update(task_id for task_id, _ in sent)
 
 
-class Progress(NamedTuple):
-    """How far a run is, in items."""
-
-    sent: int
-    done: int
-    failed: int
-
-
 class ItemOptions(TypedDict, total=False):
     """Options of `map` and `as_completed`.
 
@@ -228,16 +213,12 @@ class ItemOptions(TypedDict, total=False):
         window: Maximum number of items in flight.
         timeout_s: Give up when no result has come for so long, in seconds; by default never. It
             bounds sending, waiting and cleaning up together.
-        keep_results: Leave results in the backend, until they expire.
-        progress: Called several times a second, with a `Progress`.
     """
 
     keywords: Mapping[str, Any] | None
     per_job: int | None
     window: int
     timeout_s: float | None
-    keep_results: bool
-    progress: Callable[[Progress], None]
 
 
 class ItemRun:
@@ -255,8 +236,6 @@ class ItemRun:
         per_job: int | None = None,
         window: int = WINDOW,
         timeout_s: float | None = None,
-        keep_results: bool = False,
-        progress: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         """Prepares; `options` are those of a `Publisher`, all others those of `ItemOptions`.
 
@@ -270,8 +249,7 @@ class ItemRun:
         self._is_input_over = False
         #: Why reading the items ended before its time; raised in the end.
         self._error: Exception | None = None
-        self._taken = self._done = self._failed = 0
-        self._progress = progress
+        self._taken = 0
         self._ordered = ordered
         #: Outcomes of jobs that wait for those of older ones, by the index of the first, and the
         #: index of the next one.
@@ -286,7 +264,6 @@ class ItemRun:
             Collector(app, retries),
             Publisher(app, task, broker=self._broker, **sending),
             max(window // (self._per_job or 1), 1),
-            keep_results=keep_results,
             timeout_s=timeout_s,
             explain=partial(explain_stall, app, task, options),
         )
@@ -300,11 +277,10 @@ class ItemRun:
                 jobs = self._make_jobs(room)
                 has_room = room > len(jobs) and not self._is_input_over
                 for task_id, indexes, answer in self._stream.step(jobs, has_room=has_room):
-                    self._stream.discard(task_id)
+                    self._stream.discarded.append(task_id)
                     yield from self._release(indexes, answer)
                 if self._stream.flush_is_due:
                     self._stream.flush()
-                self._progress(Progress(self._taken, self._done, self._failed))
             if self._error is not None:
                 raise self._error
 
@@ -343,10 +319,7 @@ class ItemRun:
         while first in self._held:
             outcomes = self._held.pop(first)
             self._next = first = first + len(outcomes)
-            for outcome in outcomes:
-                self._done += 1
-                self._failed += outcome.error is not None
-                yield outcome
+            yield from outcomes
 
     def close(self) -> None:
         """Revokes jobs that were not begun, and leaves nothing else behind in Redis."""

@@ -179,7 +179,6 @@ class FileRun:
             self._publisher,
             options.window,
             missing=self._find_missing,
-            keep_results=options.keep_results,
             timeout_s=options.timeout_s,
             explain=self.explain,
             notice=options.notice,
@@ -316,7 +315,7 @@ class FileRun:
                 continue
             else:
                 self._succeeded += 1
-            self._stream.discard(task_id)
+            self._stream.discarded.append(task_id)
         if self._stream.flush_is_due:
             self._flush()
         self._options.progress(self._snapshot())
