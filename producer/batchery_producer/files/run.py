@@ -31,6 +31,7 @@ from batchery.errors import (
 from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
+from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
@@ -163,14 +164,15 @@ class FileRun:
         self._app, self._dataset, self._options = app, dataset, options
         self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
         self._collector = Collector(app, self._retries)
+        sending = RetryPolicy(self._take_meanwhile, command_s=COMMAND_S)
+        self._broker = BrokerConnection(app, sending, persistent=True)
         self._publisher = Publisher(
             app,
             self.task,
             queue=options.queue,
             keywords=options.keywords,
             wait_s=options.timeout_s,
-            outage_policy=RetryPolicy(self._take_meanwhile, command_s=COMMAND_S),
-            persistent=True,
+            broker=self._broker,
             **options.sending,
         )
         self.queue = self._publisher.queue
@@ -204,7 +206,7 @@ class FileRun:
         self._began_s = time.monotonic()
         self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
         self._feed = rows
-        with closing(self._collector), self._publisher:
+        with closing(self._collector), closing(self._broker):
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
             output.finish(complete=self._is_done)

@@ -77,10 +77,8 @@ class StreamedJob:
             begins anew.
     """
 
-    def __init__(
-        self, backend: Any, work_id: int, task_id: str, token: str, context: PieceContext
-    ) -> None:
-        self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
+    def __init__(self, backend: Any, task_id: str, token: str, context: PieceContext) -> None:
+        self.task_id, self.token, self.context = task_id, token, context
         # Once for all pieces: Celery makes it anew each time.
         self.key = pieces_key(backend, task_id)
         self.refusal = ""
@@ -160,8 +158,6 @@ class PieceWriter:
         #: Jobs with pieces that wait; those of one worker id are written together. Two of them have
         #: the same task id where a message was published twice.
         self._waiting: dict[StreamedJob, None] = {}
-        #: Batches whose job the device must drop, and why; those that it does not know yet.
-        self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
         #: When readers were looked for, on the clock of `time.monotonic`; later than now where
         #: they are to come back first.
@@ -175,7 +171,7 @@ class PieceWriter:
         if context is None or not isinstance(self._backend, RedisBackend):
             return {}
         jobs = {
-            index: StreamedJob(self._backend, work.id, work.jobs[index][0], token, context)
+            index: StreamedJob(self._backend, work.jobs[index][0], token, context)
             for index, token in context.tokens.items()
         }
         with self._changed:
@@ -239,29 +235,24 @@ class PieceWriter:
             pieces: By `Work.id`, of batches of one job.
 
         Returns:
-            The jobs that must leave their slots, by `Work.id`, if they have not left by now:
+            The jobs that must leave their slots, by `Work.id`, until they have left:
             `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
             failure where JSON cannot write a piece.
         """
+        refused: dict[int, Failed | CommitStatus] = {}
         with self._changed:
-            refused, self._refused = self._refused, {}
-            for work_id, each in pieces.items():
-                for job in self._open.get(work_id, {}).values():
+            for work_id, jobs in self._open.items():
+                for job in jobs.values():
                     try:
-                        for piece in each:
+                        for piece in pieces.get(work_id, ()):
                             self._add(job, _encode(piece))
                     except UnserialisableResult as error:
                         refused[work_id] = Failed(error)
+                    if job.refusal not in ("", UNREAD):
+                        refused[work_id] = CommitStatus(job.refusal)
             if pieces:
                 self._changed.notify_all()
         return refused
-
-    def find_refusal(self, work: Work) -> CommitStatus | None:
-        """Why a job must leave that comes now, if it must: `write` says that only once."""
-        for job in self._open.get(work.id, {}).values():
-            if job.refusal and job.refusal != UNREAD:
-                return CommitStatus(job.refusal)
-        return None
 
     def flush(self, work: Work) -> None:
         """Waits until all pieces of a batch are written, as long as Redis is away."""
@@ -276,7 +267,6 @@ class PieceWriter:
             return
         with self._changed:
             jobs = self._open.pop(work.id)
-            self._refused.pop(work.id, None)
         stored = [
             job.task_id
             for index, job in jobs.items()
@@ -311,8 +301,6 @@ class PieceWriter:
                             self._waiting[job] = None
                     elif answer in REFUSALS:
                         job.refuse(REFUSALS[answer])
-                        if job.refusal != UNREAD:
-                            self._refused[job.work_id] = CommitStatus(job.refusal)
                 self._changed.notify_all()
 
     def _await(self) -> Sequence[StreamedJob]:

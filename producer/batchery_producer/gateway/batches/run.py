@@ -25,7 +25,7 @@ from batchery.protocol.headers import with_tenant
 from batchery.retry import RetryPolicy
 from batchery.settings import Settings
 from batchery_producer.answers import build_header
-from batchery_producer.broker import REVOKE_CHUNK
+from batchery_producer.broker import REVOKE_CHUNK, BrokerConnection
 from batchery_producer.collector import Collector
 from batchery_producer.files.recovery import find_in_flight
 from batchery_producer.gateway.batches.files import (
@@ -307,17 +307,18 @@ class SliceRun(BatchRun):
         record = self._record
         left_s = max(record.expires_at - time.time(), 0)
         options = {"priority": record.priority, "expires": left_s + EXPIRY_GRACE_S}
-        with Publisher(
-            self._context.app,
-            model.name,
-            queue=model.queue,
-            # As /v1/embeddings asks, so that its jobs share batches with these.
-            keywords={"encoding": "base64"} if record.endpoint == EMBEDDINGS_URL else {},
-            outage_policy=self._retries,
-            wait_s=ROOM_WAIT_S,
-            persistent=True,
-            **with_tenant(options, record.tenant),
-        ) as publisher:
+        app = self._context.app
+        with closing(BrokerConnection(app, self._retries, persistent=True)) as broker:
+            publisher = Publisher(
+                app,
+                model.name,
+                queue=model.queue,
+                # As /v1/embeddings asks, so that its jobs share batches with these.
+                keywords={"encoding": "base64"} if record.endpoint == EMBEDDINGS_URL else {},
+                broker=broker,
+                wait_s=ROOM_WAIT_S,
+                **with_tenant(options, record.tenant),
+            )
             jobs = [self._by_job[each].read_job(each) for each in job_ids]
             for count, group in groupby(jobs, key=itemgetter(0)):
                 header = build_header(count, self._collector.headers)
