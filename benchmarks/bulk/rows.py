@@ -16,7 +16,7 @@ from redis import Redis
 
 from batchery.retry import RetryPolicy
 from batchery_producer import AsyncClient, Client, Publisher
-from batchery_producer.collector import collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.template import uuids
 from benchmarks.peers.celery_stock import app, noop
 from benchmarks.peers.peer import URL, report
@@ -99,7 +99,7 @@ def ready(collector: Any, count: int) -> list[str]:
 def collect_get(count: int) -> float:
     """Celery, one by one."""
     seconds: list[float] = []
-    with closing(collector_for(app, RetryPolicy())) as collector:
+    with closing(Collector(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
     with clock(seconds):
         for each in ids:
@@ -110,7 +110,7 @@ def collect_get(count: int) -> float:
 def collect_join(count: int) -> float:
     """Celery, all at once."""
     seconds: list[float] = []
-    with closing(collector_for(app, RetryPolicy())) as collector:
+    with closing(Collector(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
     with clock(seconds):
         ResultSet([AsyncResult(each, app=app) for each in ids], app=app).join_native(timeout=600)
@@ -120,7 +120,7 @@ def collect_join(count: int) -> float:
 def collect_batchery(count: int) -> float:
     """Ours."""
     seconds: list[float] = []
-    with closing(collector_for(app, RetryPolicy())) as collector:
+    with closing(Collector(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
         left = len(ids)
         with clock(seconds):

@@ -39,7 +39,7 @@ _MODULES = {
     "batchery.task": "BatchTask",
     "batchery.transport.dead_letters": "DeadLetter DeadLetters",
     "batchery_producer": """
-        AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream Progress
+        AsyncClient AsyncPieceStream AsyncTask Client Ending Outcome PieceStream
         Publisher Snapshot SubmitOptions Summary TaskClient submit_file
     """,
     "batchery_worker.inprocess.batcher": "batched",

@@ -17,7 +17,6 @@ from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Sum
 from batchery_producer.files.run import submit_file
 from batchery_producer.piece_stream import AsyncPieceStream, PieceStream
 from batchery_producer.publisher import Publisher
-from batchery_producer.stream import Progress
 
 __all__ = [
     "AsyncClient",
@@ -28,7 +27,6 @@ __all__ = [
     "GaveUp",
     "Outcome",
     "PieceStream",
-    "Progress",
     "Publisher",
     "Snapshot",
     "SubmitOptions",

@@ -3,17 +3,8 @@
 import asyncio
 import math
 import threading
-import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from contextlib import aclosing
-from typing import Any, Self, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from celery import Celery
 
@@ -23,8 +14,7 @@ from batchery.task import check_options
 from batchery_producer.answers import Outcome, check_per_job, read_outcomes
 from batchery_producer.client import check_keywords, close_app, make_app
 from batchery_producer.piece_stream import AsyncPieceStream
-from batchery_producer.session import CLOSE_S, Session, Terms, run_aside
-from batchery_producer.stream import SLOW_INPUT_S, ItemOptions, ItemRun
+from batchery_producer.session import Session, Terms
 
 #: What `AsyncClient.task` takes, besides options of `apply_async`.
 OWN_OPTIONS = ("deadline_s", "keep_s", "max_waiting", "tenant", "timeout_s", "wait_s")
@@ -75,8 +65,7 @@ class AsyncClient:
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name. Also `max_waiting` and `wait_s`, as for a `Publisher`. A call does not wait
-                for space in the queue unless `wait_s` says so, as it would delay all others; `map`
-                and `as_completed` wait for it, and delay none.
+                for space in the queue unless `wait_s` says so, as it would delay all others.
 
         Raises:
             InvalidItem: The tenant is no name.
@@ -178,7 +167,7 @@ class AsyncTask:
         """How each item ended, in order. All are sent at once; cancelling revokes their jobs.
 
         Args:
-            items: A few; for many, `as_completed` keeps to a window.
+            items: A few; for many, a `Client` on a thread keeps to a window.
             per_job: Number of items in one message, as in `TaskClient.as_completed`.
             keywords: Keyword arguments of all jobs.
 
@@ -205,82 +194,3 @@ class AsyncTask:
         item, count = (some, len(some)) if is_multi_item else (some[0], 0)
         answer = await self._session.call(self._call, item, count, keywords)
         return read_outcomes(answer, part, is_multi_item, self._session.app.backend)
-
-    async def map(
-        self,
-        items: Iterable[Any] | AsyncIterable[Any],
-        *,
-        ordered: bool = True,
-        **options: Unpack[ItemOptions],
-    ) -> AsyncGenerator[Any, None]:
-        """Yields the result of each item; the arguments are those of `as_completed`.
-
-        Raises:
-            Exception: The error of the first item that failed; the others are revoked.
-        """
-        async with aclosing(self.as_completed(items, ordered=ordered, **options)) as outcomes:
-            async for outcome in outcomes:
-                if outcome.error is not None:
-                    raise outcome.error
-                yield outcome.value
-
-    def as_completed(
-        self,
-        items: Iterable[Any] | AsyncIterable[Any],
-        *,
-        ordered: bool = False,
-        **options: Unpack[ItemOptions],
-    ) -> AsyncGenerator[Outcome, None]:
-        """Yields an `Outcome` with the index of each item, as `TaskClient.as_completed` does.
-
-        It has a thread and a connection of its own, so that it holds up no calls. Items are read in
-        the event loop.
-
-        Raises:
-            NoResult: As that does; or the client is closed.
-            Exception: As that does.
-        """
-        _, own, deadline_s, *_ = self._stream
-        run = ItemRun(
-            self._session.app, self.name, own, ordered=ordered, deadline_s=deadline_s, **options
-        )
-        return self._run(run, items)
-
-    async def _run(
-        self, run: ItemRun, items: Iterable[Any] | AsyncIterable[Any]
-    ) -> AsyncGenerator[Outcome, None]:
-        rest, lock = _each(items), threading.Lock()
-        try:
-            while not run.is_done:
-                self._session.check()
-                await _read(rest, run)
-                for outcome in await run_aside(lambda: list(run.step()), lock):
-                    yield outcome
-            if run.error is not None:
-                raise run.error
-        finally:
-            run.is_stopped = True
-            # A step may still run, as may the end while Redis hangs.
-            await asyncio.wait([asyncio.ensure_future(run_aside(run.close, lock))], timeout=CLOSE_S)
-
-
-async def _read(items: AsyncIterator[Any], run: ItemRun) -> None:
-    """Reads the items that the next step has use for; of a slow input, what comes soon."""
-    room, end_s = run.room, time.monotonic() + SLOW_INPUT_S
-    try:
-        while room and time.monotonic() < end_s:
-            run.put(await anext(items))
-            room -= 1
-    except StopAsyncIteration:
-        run.end()
-    except Exception as error:  # noqa: BLE001 (raised after the other outcomes)
-        run.end(error)
-
-
-async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item

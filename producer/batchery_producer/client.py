@@ -3,7 +3,6 @@
 Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from functools import partial
@@ -21,7 +20,7 @@ from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader, reader_for
 from batchery_producer.piece_stream import PieceStream
 from batchery_producer.publisher import route_unknown
-from batchery_producer.stream import SLOW_INPUT_S, ItemOptions, ItemRun
+from batchery_producer.stream import ItemOptions, ItemRun
 
 
 class Client:
@@ -210,26 +209,8 @@ class TaskClient:
             InvalidItem: For one whose message is larger than a worker reads.
             Exception: What reading the items raised, after the outcomes of those before.
         """
-        run = ItemRun(self._app, self.name, self._options, ordered=ordered, **options)
-        return self._outcomes(run, items)
-
-    def _outcomes(self, run: ItemRun, items: Iterable[Any]) -> Generator[Outcome, None, None]:
-        with closing(run):
-            rest = iter(items)
-            while not run.is_done:
-                room, end_s = run.room, time.monotonic() + SLOW_INPUT_S
-                try:
-                    # What was read of a slow input is sent, and answers are looked for.
-                    while room and time.monotonic() < end_s:
-                        run.put(next(rest))
-                        room -= 1
-                except StopIteration:
-                    run.end()
-                except Exception as error:  # noqa: BLE001 (raised after the other outcomes)
-                    run.end(error)
-                yield from run.step()
-            if run.error is not None:
-                raise run.error
+        run = ItemRun(self._app, self.name, self._options, items, ordered=ordered, **options)
+        return run.outcomes()
 
 
 def check_keywords(task: str, keywords: Mapping[str, Any]) -> None:

@@ -23,45 +23,41 @@ ASK_S = 1.0
 def find_task(app: Celery, name: str, queue: str | None) -> str:
     """The task that a name means: its own, or the model that has it as an alias.
 
-    Workers are asked, as far as they answer. That takes a moment if the first that answers has the
-    task, otherwise some seconds.
+    If the app knows neither, workers are asked for a second, as far as they answer.
 
     Args:
         app: The app that jobs are sent with.
         name: Name of a task, or an alias of a model.
-        queue: The queue that the caller chose, if any.
+        queue: The queue that the caller chose, if any; its worker may be yet to come.
 
     Raises:
-        SettingsError: There are workers and none of them has such a task; or those that consume its
-            queue have not.
+        SettingsError: There are workers and none of them has such a task.
     """
-    own = {task: getattr(each, "model_aliases", None) or "" for task, each in app.tasks.items()}
-    if name not in own:
-        name = next((task for task, each in own.items() if name in each.split(",")), name)
+    known: dict[str, Mapping[str, str]] = {
+        task: {"model_aliases": getattr(each, "model_aliases", None) or ""}
+        for task, each in app.tasks.items()
+    }
+    if (found := _find_in(known, name)) is not None:
+        return found
     try:
-        first = registered_tasks(app, ["model_aliases"], ASK_S, limit=1)
-        if not first or any(name in tasks for tasks in first.values()):
-            return name
-        every = registered_tasks(app, ["model_aliases"], ASK_S)
-        known = {task: info for tasks in every.values() for task, info in tasks.items()}
-        if name not in known and name not in own:
-            name = next((task for task, info in known.items() if name in aliases_in(info)), name)
-        where = find_destination(app, name, route_unknown(app, name, {"queue": queue})).queue
-        consumers = _consumers(app.control.inspect(timeout=ASK_S).active_queues() or {}, where)
+        answers = registered_tasks(app, ["model_aliases"], ASK_S)
     except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
         return name
-    if name not in known and name not in own and queue is None:
+    known = {task: info for tasks in answers.values() for task, info in tasks.items()}
+    found = _find_in(known, name)
+    if found is None and answers and queue is None:
         raise SettingsError(
             f"no worker that answers has a task {name!r}: {name_tasks(name, known)};"
             " if a worker for it is yet to come, name its queue: queue=..., or --queue"
         )
-    has = {task for each in consumers for task in every.get(each, ())}
-    if has and name not in has:
-        raise SettingsError(
-            f"task {name!r}: {_list(consumers)} consumes queue {where!r} and has no such task:"
-            f" {name_tasks(name, has)}"
-        )
-    return name
+    return found or name
+
+
+def _find_in(tasks: Mapping[str, Mapping[str, str]], name: str) -> str | None:
+    """The task of this name, or with this alias."""
+    if name in tasks:
+        return name
+    return next((task for task, info in tasks.items() if name in aliases_in(info)), None)
 
 
 def explain_stall(app: Celery, task: str, options: Mapping[str, Any]) -> str:
@@ -87,25 +83,19 @@ def _workers(
             "no worker answers (none runs, all are too busy, or they use another broker):"
             f" start one with `celery -A YOUR_APP worker -Q {queue}`"
         )
-    consumers = _consumers(workers, queue)
-    if not consumers:
-        consumed = sorted({each["name"] for queues in workers.values() for each in queues})
+    consumers = {name: {each["name"] for each in queues} for name, queues in workers.items()}
+    names = sorted(name for name, consumed in consumers.items() if queue in consumed)
+    if not names:
+        consumed = sorted(set().union(*consumers.values()))
         return (
             f"{_list(sorted(workers))} answers, but consumes another queue"
             f"{nearest_name(queue, consumed)}:"
             f" start a worker with `-Q {queue}`, or name its queue: queue=..., or --queue"
         )
-    known = registered_tasks(app, [], ASK_S, limit=len(consumers), names=consumers)
+    known = registered_tasks(app, [], ASK_S, limit=len(names), names=names)
     if known and not any(task in tasks for tasks in known.values()):
-        return f"{_list(consumers)} consumes it, but has no task {task!r}"
-    return f"{_list(consumers)} consumes it and answers, so it is busy, or the jobs left no result"
-
-
-def _consumers(workers: Mapping[str, Sequence[Mapping[str, Any]]], queue: str) -> list[str]:
-    """Names of the workers that consume a queue."""
-    return sorted(
-        name for name, queues in workers.items() if any(each["name"] == queue for each in queues)
-    )
+        return f"{_list(names)} consumes it, but has no task {task!r}"
+    return f"{_list(names)} consumes it and answers, so it is busy, or the jobs left no result"
 
 
 def _list(names: list[str]) -> str:

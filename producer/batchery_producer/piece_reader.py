@@ -1,26 +1,24 @@
 """Reads the piece streams of many jobs with one connection and one command at a time.
 
-A thread waits for the next entry of one stream, its wake stream, which has the pieces of all jobs
-that are read here, and hands them to whoever reads. It reads the stream of a job where that may
-have more: in the beginning, after a gap, at the end, and now and then, as workers of other kinds
-know of no wake stream. Then it looks for results as well.
+A thread waits for the next entry of one stream, its wake stream, which says of which jobs that are
+read here there is more. Then it reads the streams of those, and hands what has come to whoever
+reads. Now and then it reads all of them, as a wake may be lost, and looks for results as well.
 """
 
 import asyncio
 import re
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 from weakref import ref
 
 from celery import Celery, uuid
-from celery.backends.redis import RedisBackend
 
-from batchery.errors import BatchArgumentError, NoResult, SettingsError, UnknownJob
+from batchery.errors import BatchArgumentError, GaveUp, NoResult, UnknownJob
 from batchery.protocol.pieces import (
     END,
     FIRST_ID,
@@ -28,7 +26,6 @@ from batchery.protocol.pieces import (
     PIECE,
     READER_S,
     RENEW_S,
-    TOLD,
     WAKE_S,
     WOKEN,
     pieces_key,
@@ -39,22 +36,18 @@ from batchery.protocol.pieces import (
 from batchery.redis_scripts import packed
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
 from batchery.transport.codec import read_json
-from batchery_producer.answers import Answer
-from batchery_producer.collector import read_stored
+from batchery_producer.answers import Answer, build_exception
+from batchery_producer.collector import read_stored, redis_backend
 
 #: How long one command waits for a wake, in seconds. Redis may answer 0.1 s later, and must not be
 #: taken for one that hangs: see `RetryPolicy.is_away`.
 BLOCK_S = 0.8
 
-#: How long it waits while a stream is full, in seconds: its reader goes on meanwhile.
-FULL_BLOCK_S = 0.02
+#: How long it waits while a reader has much to read, in milliseconds, who goes on meanwhile.
+FULL_BLOCK_MS = 20
 
 #: How often pieces and results are looked for of which no wake has told, in seconds.
 LOOK_S = 0.5
-
-#: How long whoever reads has the interpreter to itself before the next command is made, in seconds:
-#: what has come is more urgent, and the next step of a model is far.
-TURN_S = 0.0003
 
 #: Maximum number of pieces that one command fetches of each stream.
 COUNT = 1000
@@ -71,8 +64,8 @@ UNKNOWN = (
     " ended so long ago that both have expired"
 )
 
-#: The ids of what a reader has who has nothing, and of no entry.
-NOTHING_FETCHED, BEYOND_ALL = (0, 0), (2**64, 0)
+#: The id of what a reader has who has nothing.
+NOTHING_FETCHED = (0, 0)
 
 #: What `after` may be: the id of a piece.
 PIECE_ID = re.compile(r"\d{1,15}-0")
@@ -95,54 +88,157 @@ Command = tuple[Any, ...]
 Event = StreamPiece | Answer | Exception
 
 
-class Following(Protocol):
-    """Who reads the stream of a job."""
+class FollowedJob:
+    """A job whose partial results are read; what both kinds of streams have in common.
 
-    id: str
-    #: Key of the stream; its reader sets it.
-    key: bytes
+    Attributes:
+        id: Id of the job.
+        last_id: Id of the last piece that was read, for `follow`; None before the first one.
+        is_over: Whether nothing more will be read.
+    """
+
     #: Where `give` must be called; None for any thread.
-    loop: asyncio.AbstractEventLoop | None
-    #: Id of the last entry that was fetched for it.
-    fetched: EntryId
-    #: Whether the stream says that the result is stored.
-    saw_end: bool
-    #: Whether its job has been sent, for sure.
-    is_known: bool
-    #: How long its pieces are of use once its job has ended, in seconds; None for as long as usual.
-    keep_s: int | None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(
+        self,
+        reader: "PieceReader | None",
+        task_id: str,
+        *,
+        after: str | None = None,
+        timeout_s: float | None = None,
+        keep_s: int | None = None,
+        cancel: Callable[[], None] | None = None,
+        explain: Callable[[], Any] | None = None,
+    ) -> None:
+        """Follows nothing yet.
+
+        Args:
+            reader: Reads the stream; None for a job that has ended already.
+            task_id: Id of the job.
+            after: Id of the last piece that is known already.
+            timeout_s: How long to wait for each piece, in seconds; None for ever.
+            keep_s: How long pieces are of use once the job has ended; None for as long as usual.
+            cancel: Ends the job, as nobody wants it; None if that is not ours to say.
+            explain: Says why none comes, in an event loop when it is awaited; None if nobody knows.
+
+        Raises:
+            BatchArgumentError: `after` is no id of a piece.
+        """
+        self.id = task_id
+        self.last_id = after
+        self.is_over = False
+        self.keep_s = keep_s
+        #: Key of the stream; its reader sets it.
+        self.key = b""
+        #: Id of the last entry that was fetched.
+        self.fetched = check_after(after)
+        #: Whether the stream says that the result is stored, and whether the job was sent for sure.
+        self.saw_end = self.is_known = False
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._cancel = cancel
+        self._explain = explain
+        self._events: deque[Event] = deque()
+        self._answer: Answer | None = None
 
     @property
     def backlog(self) -> int:
-        """Number of events that were not taken yet."""
+        """Number of pieces that have come and were not read yet."""
+        return len(self._events)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its pieces are read to the end, so that there is a `result` or an error."""
+        return self._answer is not None
+
+    @property
+    def result(self) -> Any:
+        """The result of the job, once its pieces are read to the end.
+
+        Raises:
+            NoResult: They are not.
+            Exception: Why the job failed.
+        """
+        if self._answer is None:
+            raise NoResult(f"job {self.id}: its stream was not read to the end; read on")
+        if self._answer.error is not None:
+            raise build_exception(self._answer, self._reader and self._reader.backend)
+        return self._answer.value
+
+    def leave(self) -> None:
+        """Reads no further; the job goes on if somebody follows it within the grace time."""
+        self.is_over = True
+        if self._reader is not None:
+            self._reader.drop([self])
+
+    def close(self) -> None:
+        """Reads no further, and cancels the job if it has not ended; not one that is followed."""
+        if self.is_over:
+            return
+        self.leave()
+        if self._cancel is not None:
+            self._cancel()
 
     def give(self, events: Sequence[Event]) -> None:
-        """Takes events."""
+        """Takes what has come of the job."""
+        self._events.extend(events)
 
+    def _take(self) -> StreamPiece | None:
+        """The next piece that has come; None at the end.
 
-class Question(NamedTuple):
-    """What is asked in one round trip."""
+        Raises:
+            Exception: Why no more pieces come: the job's error, if it failed.
+        """
+        event = self._events.popleft()
+        if isinstance(event, StreamPiece):
+            self.last_id = event.id
+            return event
+        self.is_over = True
+        if isinstance(event, Exception):
+            raise event
+        self._answer = event
+        if event.error is not None:
+            _ = self.result  # It raises the error.
+        return None
 
-    #: After which entry to read streams, by key.
-    after: Mapping[bytes, EntryId]
-    #: Ids of jobs that may not exist, of those whose results are looked for, and of those to renew.
-    unknown: Sequence[str]
-    looked: Sequence[str]
-    renewed: Sequence[str]
-    #: How long to wait for a wake; None for not at all.
-    block_ms: int | None
+    @property
+    def _silence(self) -> str:
+        return f"job {self.id}: nothing within {self._timeout_s:g} s"
 
+    def _check_redis(self) -> None:
+        """Reads no further if Redis is away: to revoke the job would take until it answers.
 
-class Reply(NamedTuple):
-    """What Redis says to a question."""
+        Raises:
+            GaveUp: It is.
+        """
+        if self._reader is not None and self._reader.retries.is_away:
+            self.leave()
+            text = f"{self._silence}, as Redis does not answer; this program's log says why"
+            raise GaveUp(text)
 
-    #: By job id: whether it has a stream; and what is stored of it.
-    exists: Mapping[str, Any]
-    stored: Mapping[str, bytes | None]
-    #: By the key of a stream: its entries; and what wakes have of it, each the number of a piece,
-    #: it, and those after it. Whoever sends jobs may write other things there, too.
-    entries: Mapping[bytes, Any]
-    wakes: Mapping[bytes, Sequence[Any]]
+    def take_entries(self, entries: Iterable[Any]) -> Iterator[StreamPiece]:
+        """The pieces among some entries of the stream that were not fetched before.
+
+        Raises:
+            NoResult: Redis does not have the next ones any more.
+        """
+        for raw_id, (field, value, *_) in entries:
+            id_ = raw_id.decode()
+            order = parse_id(id_)
+            if order <= self.fetched:
+                continue  # Somebody else who reads this stream has less of it.
+            self.saw_end = self.saw_end or field == END
+            (number, _), (before, _) = order, self.fetched
+            if field == PIECE and number > before + 1:
+                raise NoResult(
+                    f"job {self.id}: its pieces {before + 1} to {number - 1} were dropped"
+                    " before they were read; read faster, or raise stream_max_pieces, unless the"
+                    " worker's log says that it could not write them"
+                )
+            self.fetched = order
+            if field == PIECE:
+                yield StreamPiece(id_, read_json(value))
 
 
 class PieceReader:
@@ -161,12 +257,7 @@ class PieceReader:
         Raises:
             SettingsError: The app's result backend is no Redis.
         """
-        if not isinstance(app.backend, RedisBackend):
-            raise SettingsError(
-                f"app {app.main!r}: partial results are read from Redis, and its result backend is"
-                f" {type(app.backend).__name__}; set result_backend to a Redis URL"
-            )
-        self.backend = backend = cast(Any, app.backend)
+        self.backend = backend = redis_backend(app)
         self._closed = False
         self._stop = stop
         self.retries = self._new_retries()
@@ -178,7 +269,7 @@ class PieceReader:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         #: Who reads each stream, by its key; those that were dropped go by themselves.
-        self._streams: dict[bytes, list[ref[Following]]] = {}
+        self._streams: dict[bytes, list[ref[FollowedJob]]] = {}
         #: Keys of streams that must be read, as they may have more than was fetched.
         self._behind: set[bytes] = set()
         self._look_at_s = self._renew_at_s = 0.0
@@ -186,7 +277,7 @@ class PieceReader:
         #: Id of the last wake.
         self._woken = "0-0"
 
-    def open(self, streams: Sequence[Following], timeout_s: float | None = None) -> None:
+    def open(self, streams: Sequence[FollowedJob], timeout_s: float | None = None) -> None:
         """Makes the streams of jobs that are about to be sent, and follows them.
 
         Args:
@@ -213,7 +304,7 @@ class PieceReader:
         retries = self.retries if timeout_s is None else RetryPolicy.within(timeout_s)
         retries.call(partial(self._send, commands), self._errors)
 
-    def follow(self, stream: Following) -> None:
+    def follow(self, stream: FollowedJob) -> None:
         """Follows the stream of a job that was sent before; at once after `wake`."""
         self._add([stream])
 
@@ -222,7 +313,7 @@ class PieceReader:
         with suppress(*self._errors):
             self._send(self._spell_wake())
 
-    def drop(self, streams: Iterable[Following]) -> None:
+    def drop(self, streams: Iterable[FollowedJob]) -> None:
         """Follows these streams no longer."""
         with self._lock:
             for stream in streams:
@@ -239,7 +330,7 @@ class PieceReader:
         keys = [reader_key(self.backend, task_id) for task_id in task_ids]
         self.retries.call(partial(self._client.unlink, *keys), self._errors)
 
-    def forget(self, streams: Iterable[Following]) -> None:
+    def forget(self, streams: Iterable[FollowedJob]) -> None:
         """Removes the streams of jobs that were not sent after all."""
         kinds, backend = (pieces_key, reader_key, woken_key), self.backend
         with suppress(Exception):  # They expire.
@@ -259,7 +350,7 @@ class PieceReader:
     def _new_retries(self) -> RetryPolicy:
         return RetryPolicy(lambda: self._closed or self._stop())
 
-    def _add(self, streams: Sequence[Following]) -> None:
+    def _add(self, streams: Sequence[FollowedJob]) -> None:
         if self._closed:
             raise NoResult("the client is closed, and reads no streams")
         for stream in streams:
@@ -301,7 +392,7 @@ class PieceReader:
         finally:
             pool.release(connection)
 
-    def _list(self, keys: Iterable[bytes]) -> list[Following]:
+    def _list(self, keys: Iterable[bytes]) -> list[FollowedJob]:
         """Who reads these streams."""
         with self._lock:
             groups = [self._streams.get(key, ()) for key in keys]
@@ -328,156 +419,107 @@ class PieceReader:
                 self.retries = self._new_retries()
 
     def _read_some(self) -> None:
-        """Waits for pieces, and hands them on."""
-        # Nothing here may hold a stream while this waits: those that were dropped must go.
-        question = self._plan(time.monotonic())
-        reply = self.retries.call(partial(self._ask, question), self._errors)
-        came: list[tuple[Following, Sequence[Event]]] = []
-        for stream in self._list(dict.fromkeys((*question.after, *reply.wakes))):
-            events = self._take_in(stream, question, reply) if question.after else []
-            if events and not isinstance(events[-1], StreamPiece):
-                self.drop([stream])  # Nothing comes after what ends a stream.
-            elif wakes := reply.wakes.get(stream.key):
-                events += self._take_wakes(stream, wakes, MAX_BACKLOG - len(events))
-            if events:
-                came.append((stream, events))
+        """Reads what there may be more of and hands it on; if nothing, waits for a wake."""
+        now_s = time.monotonic()
+        commands = self._spell_renewal() if now_s >= self._renew_at_s else []
+        if is_due := now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+        streams = self._choose_behind(all_of_them=is_due)
+        if not streams:
+            # Nothing here may hold a stream while this waits: those that were dropped must go.
+            self._await_wake(commands)
+            return
+        # Of two that follow one job, the one that has less of it. Whether there is a stream at all
+        # says its first entry.
+        after: dict[bytes, EntryId] = {}
+        for stream in streams:
+            last = stream.fetched if stream.is_known else NOTHING_FETCHED
+            after[stream.key] = min(after.get(stream.key, last), last)
+        # Before the stream is read: of what comes then, a wake tells.
+        unknown = [each.id for each in streams if not each.is_known]
+        commands += [command for each in unknown for command in self._spell_woken(each)]
+        # Results are looked for first: what was sent before them is read by now.
+        looked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
+        if looked:
+            commands.append(("MGET", *map(self.backend.get_key_for_task, looked)))
+        ids = ("{}-{}".format(*each) for each in after.values())
+        commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *ids))
+        answers = self.retries.call(partial(self._send, commands), self._errors)
+        # A mapping in RESP3, pairs in RESP2.
+        entries = dict(answers[-1] or ())
+        stored = dict(zip(looked, answers[-2], strict=True)) if looked else {}
+        came = [
+            (each, self._take_in(each, entries.get(each.key, ()), stored.get(each.id, NOT_LOOKED)))
+            for each in streams
+        ]
+        # Nothing comes after what ends a stream.
+        self.drop(each for each, events in came if events and type(events[-1]) is not StreamPiece)
         _give(came)
-        if came:
-            time.sleep(TURN_S)
 
-    def _plan(self, now_s: float) -> Question:
-        """What to ask, and how long to wait for it."""
+    def _choose_behind(self, *, all_of_them: bool) -> Sequence[FollowedJob]:
+        """The streams to read, but for those whose readers have much to read."""
         with self._lock:
-            if is_due := now_s >= self._look_at_s:
-                self._look_at_s = now_s + LOOK_S
+            if all_of_them:
                 for key, group in list(self._streams.items()):
                     if all(each() is None for each in group):
                         del self._streams[key]
                 self._behind.update(self._streams)
             behind = list(self._behind)
             self._behind.clear()
-            renewed_keys: Sequence[bytes] = ()
-            if now_s >= self._renew_at_s:
-                self._renew_at_s = now_s + RENEW_S
-                renewed_keys = list(self._streams)
-        after: dict[bytes, EntryId] = {}
-        is_full = False
         streams = self._list(behind)
-        for stream in streams:
-            if stream.backlog >= MAX_BACKLOG:
-                is_full = True
-                self._behind.add(stream.key)
-            # Of two that follow one job, the one that has less of it.
-            else:
-                after[stream.key] = min(after.get(stream.key, stream.fetched), stream.fetched)
-        unknown = list(dict.fromkeys(each.id for each in streams if not each.is_known))
-        asked = [each.id for each in streams if is_due or each.saw_end or not each.is_known]
-        looked = list(dict.fromkeys(asked))
-        renewed = [each.id for each in self._list(renewed_keys)]
-        block_ms = int(FULL_BLOCK_S * 1000) if is_full else self._block_ms
-        return Question(after, unknown, looked, renewed, None if after or looked else block_ms)
+        full = {each.key for each in streams if each.backlog >= MAX_BACKLOG}
+        self._behind |= full
+        return [each for each in streams if each.key not in full]
 
-    def _ask(self, question: Question) -> Reply:
-        """Sends all that in one round trip; safe to repeat."""
-        after, unknown, looked, renewed, block_ms = question
-        commands = self._spell_wake() if renewed else []
-        for task_id in renewed:
-            # It brings no key back that somebody has removed.
-            commands.append(("EXPIRE", reader_key(self.backend, task_id), READER_S))
-        # Before the stream is read: what comes then is in a wake.
-        for task_id in unknown:
-            commands += self._spell_woken(task_id)
-        ignored = len(commands)
-        for task_id in unknown:
-            commands.append(("EXISTS", pieces_key(self.backend, task_id)))
-        # Results are looked for first: what was sent before them is read by now.
-        if looked:
-            commands.append(("MGET", *map(self.backend.get_key_for_task, looked)))
-        if after:
-            ids = ("{}-{}".format(*each) for each in after.values())
-            commands.append(("XREAD", "COUNT", COUNT, "STREAMS", *after, *ids))
-        block = () if block_ms is None else ("BLOCK", block_ms)
-        commands.append(("XREAD", *block, "STREAMS", self._wake_key, self._woken))
-        answers = iter(self._send(commands)[ignored:])
-        return Reply(
-            {task_id: next(answers) for task_id in unknown},
-            dict(zip(looked, next(answers), strict=True)) if looked else {},
-            # A mapping in RESP3, pairs in RESP2.
-            dict(next(answers) or ()) if after else {},
-            self._sort_wakes(dict(next(answers) or ()).get(self._wake_key, ())),
-        )
-
-    def _sort_wakes(self, entries: Sequence[Any]) -> Mapping[bytes, Sequence[Any]]:
-        """What the entries of the wake stream have, by the key of each piece stream."""
-        found = defaultdict[bytes, list[Any]](list)
+    def _await_wake(self, commands: Sequence[Command]) -> None:
+        """Waits until there is more of some streams; sends other commands with that."""
+        # The readers of those that are behind have no room yet.
+        block_ms = FULL_BLOCK_MS if self._behind else self._block_ms
+        wait = ("XREAD", "BLOCK", block_ms, "STREAMS", self._wake_key, self._woken)
+        *_, answer = self.retries.call(partial(self._send, [*commands, wait]), self._errors)
+        entries = dict(answer or ()).get(self._wake_key, ())
         for id_, fields in entries:
             self._woken = id_.decode()
-            entry = dict(zip(fields[::2], fields[1::2], strict=True))
-            keys = entry.get(WOKEN, b"").split(b"\n")
-            try:
-                # All at once, as each reading costs as much as a piece.
-                told = read_json(b"[%s]" % entry.get(TOLD, b""))
-            except (ValueError, RecursionError):
-                told = ()
-            # Streams whose texts cannot be read are read themselves.
-            for key, each in zip(keys, told if len(told) == len(keys) else keys, strict=True):
-                found[key].append(each)
+            woken = dict(zip(fields[::2], fields[1::2], strict=True)).get(WOKEN, b"")
+            self._behind.update(woken.split(b"\n"))
         if len(entries) >= MAX_WAKES:
             self._look_at_s = 0.0  # There may have been more.
-        return found
 
-    def _take_in(self, stream: Following, question: Question, reply: Reply) -> list[Event]:
-        """The events that have come of a stream itself, and of the result of its job."""
-        # One that was added meanwhile may lack what came before this.
-        is_new = not (stream.is_known or stream.id in reply.exists)
-        if is_new or question.after.get(stream.key, BEYOND_ALL) > stream.fetched:
-            return []
+    def _spell_renewal(self) -> list[Command]:
+        """Says that all these jobs are read."""
+        self._renew_at_s = time.monotonic() + RENEW_S
+        keys = [reader_key(self.backend, each.id) for each in self._list(list(self._streams))]
+        # It brings no key back that somebody has removed.
+        return [*self._spell_wake(), *(("EXPIRE", key, READER_S) for key in keys)]
+
+    def _take_in(
+        self, stream: FollowedJob, entries: Sequence[Any], stored: bytes | None
+    ) -> list[Event]:
+        """The events that have come of a stream, and of the result of its job.
+
+        Args:
+            stream: The stream.
+            entries: What was read of it. Whoever sends jobs may write other things there, too.
+            stored: What is stored of the job; None if nothing, or `NOT_LOOKED`.
+        """
         if not stream.is_known:
             # Whoever sends a job makes its stream first.
-            is_there = reply.exists[stream.id] or reply.stored[stream.id] is not None
-            stream.is_known = bool(is_there)
+            stream.is_known = bool(entries) or stored is not None
             if not stream.is_known:
                 return [UnknownJob(UNKNOWN.format(stream.id))]
-        entries = reply.entries.get(stream.key, ())
         has_more = len(entries) >= COUNT
-        stored = NOT_LOOKED if has_more else reply.stored.get(stream.id, NOT_LOOKED)
         # The task of a job that has ended and left nothing ignores its results.
         is_over = stream.saw_end and stored is None
         try:
-            events: list[Event] = list(_new_pieces(stream, entries))
+            events: list[Event] = list(stream.take_entries(entries))
             answer = Answer() if is_over else read_stored(self.backend, stored) if stored else None
-            if answer is not None:
+            if answer is not None and not has_more:
                 events.append(answer)
         except Exception as error:  # noqa: BLE001 - a stream may hold anything
             events = [error]
         if has_more or stream.saw_end:
             self._behind.add(stream.key)
         return events
-
-    def _take_wakes(
-        self, stream: Following, wakes: Sequence[Any], room: int
-    ) -> Sequence[StreamPiece]:
-        """The pieces that wakes have of a stream; it is read where they are not the next ones.
-
-        Args:
-            stream: The stream.
-            wakes: Those of a `Reply`.
-            room: Number of pieces for which its reader has room, less those that wait for it.
-        """
-        pieces: list[StreamPiece] = []
-        number, room = stream.fetched[0], room - stream.backlog
-        for told in wakes:
-            is_list = type(told) is list and len(told) > 1 and type(told[0]) is int
-            is_next = is_list and 0 < told[0] <= number + 1
-            if not is_next or len(pieces) + len(told) - 1 > room:
-                self._behind.add(stream.key)
-                break
-            for value in told[number + 2 - told[0] :]:
-                number += 1
-                pieces.append(StreamPiece(f"{number}-0", value))
-        if pieces:
-            stream.fetched = number, 0
-        return pieces
 
 
 def reader_for(app: Celery) -> PieceReader:
@@ -514,44 +556,13 @@ def parse_id(entry_id: str) -> EntryId:
     return int(first), int(second)
 
 
-def _give(came: Iterable[tuple[Following, Sequence[Event]]]) -> None:
-    """Hands events on; an event loop is woken once for all of its streams, as waking it is slow."""
-    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[Any]](list)
+def _give(came: Iterable[tuple[FollowedJob, Sequence[Event]]]) -> None:
+    """Hands events on, each in the event loop of who reads."""
     for stream, events in came:
-        by_loop[stream.loop].append((stream, events))
-    for loop, given in by_loop.items():
-        if loop is None:
-            _give_here(given)
+        if not events:
+            continue
+        if stream.loop is None:
+            stream.give(events)
         else:
             with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
-                loop.call_soon_threadsafe(_give_here, given)
-
-
-def _give_here(given: Iterable[tuple[Following, Sequence[Event]]]) -> None:
-    for stream, events in given:
-        if events:
-            stream.give(events)
-
-
-def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPiece]:
-    """The pieces that a reader does not have yet.
-
-    Raises:
-        NoResult: Redis does not have them any more.
-    """
-    for raw_id, (field, value, *_) in entries:
-        id_ = raw_id.decode()
-        order = parse_id(id_)
-        if order <= stream.fetched:
-            continue  # Somebody else who reads this stream has less of it.
-        stream.saw_end = stream.saw_end or field == END
-        (number, _), (before, _) = order, stream.fetched
-        if field == PIECE and number > before + 1:
-            raise NoResult(
-                f"job {stream.id}: its pieces {before + 1} to {number - 1} were dropped"
-                " before they were read; read faster, or raise stream_max_pieces, unless the"
-                " worker's log says that it could not write them"
-            )
-        stream.fetched = order
-        if field == PIECE:
-            yield StreamPiece(id_, read_json(value))
+                stream.loop.call_soon_threadsafe(stream.give, events)

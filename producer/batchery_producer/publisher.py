@@ -42,7 +42,7 @@ PUSH_BYTES = 4 << 20
 NOT_SHARED = ("args", "kwargs", "task_id", "producer", "connection", "add_to_parent", "retry")
 
 #: Arguments of a `Publisher` besides options of `apply_async`.
-OWN_OPTIONS = ("keywords", "max_waiting", "outage_policy", "persistent", "wait_s")
+OWN_OPTIONS = ("keywords", "max_waiting", "broker", "wait_s")
 
 
 class Publisher:
@@ -63,8 +63,6 @@ class Publisher:
         keywords: Mapping[str, Any] | None = None,
         max_waiting: int = 0,
         wait_s: float | None = None,
-        outage_policy: RetryPolicy | None = None,
-        persistent: bool = False,
         broker: BrokerConnection | None = None,
         **options: Any,
     ) -> None:
@@ -78,9 +76,8 @@ class Publisher:
                 place of the limits of the job's class; 0 is no other limit. Only on Redis.
             wait_s: How long to wait for space in the queue, from the last job that found some, in
                 seconds; None waits for ever.
-            outage_policy: How long to retry when the broker is away.
-            persistent: Whether to retry, too, when the broker takes no jobs for now.
-            broker: A connection shared with others, with an outage policy of its own.
+            broker: A connection shared with others, which says how long it waits for a broker that
+                is away; by default, two minutes.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`... By default, a task that the app does not know has a queue of the same
                 name.
@@ -101,9 +98,7 @@ class Publisher:
         self._options = options = route_unknown(app, task, options)
         self._wait_s = wait_s
         self._owns_broker = broker is None
-        self._broker = broker or BrokerConnection(
-            app, outage_policy or RetryPolicy(), persistent=persistent
-        )
+        self._broker = broker or BrokerConnection(app, RetryPolicy())
         self._where = _destination(app, task, options)
         # A limit of the caller takes the place of those of the classes.
         self._limits = None if max_waiting else get_queue_limits(app)

@@ -9,8 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from contextvars import copy_context
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -24,7 +23,7 @@ from batchery.retry import Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
 from batchery_producer.answers import Answer, build_header
 from batchery_producer.broker import BrokerConnection
-from batchery_producer.collector import Collector, collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.piece_reader import PieceReader
 from batchery_producer.piece_stream import AsyncPieceStream
@@ -110,7 +109,7 @@ class Session:
     @cached_property
     def collector(self) -> Collector:
         """Awaits the jobs in flight."""
-        return collector_for(self.app, self._retries, forgets_dropped=True)
+        return Collector(self.app, self._retries, forgets_dropped=True)
 
     @cached_property
     def reader(self) -> PieceReader:
@@ -309,32 +308,36 @@ class Session:
                     self.collector.expect([call.job.id for call in group])
                     with self._wake:
                         self._wake.notify_all()
-                self._publish(group)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
-                self._send_alone(group, error)
+                self._refuse(group, error)
+            else:
+                self._publish_all(group)
 
-    def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
-        """Sends jobs one by one after a failure, which a single job may have caused.
+    def _publish_all(self, group: Sequence[PendingSend]) -> None:
+        """Sends jobs together; one by one after a failure that a single job may have caused.
 
         Jobs that were sent before the failure are sent again, under the same id.
         """
-        refused: list[AsyncPieceStream] = []
-        is_of_one = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
-        for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
-            problem = error
+        try:
+            self._publish(group)
+        except Interrupted:
+            pass
+        except Exception as error:  # noqa: BLE001 - as above
+            is_of_one = isinstance(error, InvalidItem) or not isinstance(error, BatcheryError)
             if len(group) > 1 and is_of_one:
-                try:
-                    self._publish([call])
-                    continue
-                except Exception as own:  # noqa: BLE001 - as above
-                    problem = own
-            self._give_up([call.job.id], problem)
-            # If Redis is away, the job may have been sent.
-            if call.stream is not None and not isinstance(problem, GaveUp):
-                refused.append(call.stream)
-        if refused:
+                for call in group:
+                    self._publish_all([call])
+            else:
+                # A full queue may have accepted some.
+                self._refuse(group[getattr(error, "sent", 0) :], error)
+
+    def _refuse(self, group: Sequence[PendingSend], error: Exception) -> None:
+        self._give_up([call.job.id for call in group], error)
+        refused = [call.stream for call in group if call.stream is not None]
+        # If Redis is away, the job may have been sent.
+        if refused and not isinstance(error, GaveUp):
             self.reader.forget(refused)
 
     def _publish(self, group: Sequence[PendingSend]) -> None:
@@ -377,16 +380,9 @@ def build_headers(terms: Terms, count: int, reply: Mapping[str, Any]) -> dict[st
     return {**trace_headers(), **deadline_header(terms.deadline_s), **own}
 
 
-async def run_aside(
-    function: Callable[[], T], lock: AbstractContextManager[Any] | None = None
-) -> T:
-    """As `asyncio.to_thread`, on a thread that no exit of the program waits for.
-
-    Args:
-        function: Goes on when the caller is cancelled.
-        lock: Is held meanwhile.
-    """
-    loop, context = asyncio.get_running_loop(), copy_context()
+async def run_aside(function: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, on a thread that no exit of the program waits for."""
+    loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(set_it: Callable[[Any], None], outcome: Any) -> None:
@@ -396,8 +392,7 @@ async def run_aside(
     def run() -> None:
         told: tuple[Any, Any]
         try:
-            with lock or nullcontext():
-                told = future.set_result, context.run(function)
+            told = future.set_result, function()
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             told = future.set_exception, error
         with suppress(RuntimeError):  # The event loop is closed, so nobody waits.

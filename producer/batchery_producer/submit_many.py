@@ -1,6 +1,7 @@
 """`BatchTask.submit_many`: sends many jobs of a registered task."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -8,6 +9,7 @@ from kombu.exceptions import OperationalError
 from batchery.errors import GaveUp
 from batchery.retry import RetryPolicy
 from batchery.task import JobSet
+from batchery_producer.broker import BrokerConnection
 from batchery_producer.publisher import Publisher
 from batchery_producer.template import uuids
 
@@ -40,9 +42,8 @@ def send_many(
     away_s = SEND_AWAY_S if options.pop("retry", None) is not False else 0.0
     policy, ids = RetryPolicy(away_s=away_s), uuids(len(items))
     try:
-        with Publisher(
-            app, task.name, keywords=keywords, outage_policy=policy, **options
-        ) as publisher:
+        with closing(BrokerConnection(app, policy)) as broker:
+            publisher = Publisher(app, task.name, keywords=keywords, broker=broker, **options)
             publisher.send(list(zip(ids, items, strict=True)))
     except GaveUp as error:
         raise OperationalError(f"{task.name}: {error}") from error

@@ -34,7 +34,7 @@ from batchery_producer import answers, collector
 from batchery_producer.files import rows
 from batchery_producer.files.journal import FinishedRows, Journal
 from batchery_producer.files.json_lines import read_lines
-from batchery_producer.files.source import decompressed
+from batchery_producer.files.source import DAMAGES, decompressed
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
 from batchery_producer.gateway.batches.requests import ENDPOINTS, read_items
@@ -300,7 +300,10 @@ def read_body(data: bytes) -> None:
 EMBEDDINGS = b'{"model": "m", "input": ["x"], "encoding_format": "base64", "dimensions": 3}'
 CHAT_BODY = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
 
-FILE_ERRORS: tuple[type[Exception], ...] = (DatasetError, OSError, zstandard.ZstdError)
+FILE_ERRORS: tuple[type[Exception], ...] = (
+    *(DatasetError, OSError, *DAMAGES),
+    *(zstandard.ZstdError, pyarrow.ArrowException),
+)
 
 DECODERS: Mapping[str, Decoder] = {
     "message": Decoder(read_message, inbox.MALFORMED, (MESSAGE, b'{"properties": {}}')),

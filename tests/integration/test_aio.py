@@ -3,8 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -181,57 +180,3 @@ def test_a_queue_that_is_none_holds_up_no_other_call(play: Scene, store: Any) ->
     with pytest.raises(BrokerRefused, match="not a queue"):
         play(scene)
     store.delete("odd")
-
-
-@pytest.mark.parametrize("per_job", [None, 7], ids=["single", "multi-item"])
-def test_a_stream_keeps_the_order_and_raises_what_its_input_raised_in_the_end(
-    play: Scene, per_job: int | None
-) -> None:
-    async def numbers() -> AsyncIterator[str]:
-        for number in range(100):
-            yield f"text {number}"
-        raise OSError("the input is gone")
-
-    async def scene(client: AsyncClient) -> Any:
-        shout = client.task(f"{APP}.shout", queue=QUEUE)
-        stream = shout.map(numbers(), window=20, per_job=per_job, timeout_s=patient(60))
-        found = [await anext(stream) for _ in range(100)]
-        with pytest.raises(OSError, match="the input is gone"):
-            await anext(stream)
-        return found
-
-    assert play(scene) == [f"TEXT {number}" for number in range(100)]
-
-
-def test_items_that_wait_for_room_hold_up_no_other_call(play: Scene, store: Any) -> None:
-    async def scene(client: AsyncClient) -> Any:
-        async def is_full() -> None:
-            while store.llen("nobody") < 2:
-                await asyncio.sleep(0.01)
-
-        items = client.task("nobody", max_waiting=2).as_completed(range(5))
-        many = asyncio.create_task(anext(items))
-        await is_full()
-        value = await client.task(f"{APP}.shout", queue=QUEUE, timeout_s=patient(60))("a")
-        store.delete("nobody")
-        await is_full()  # The next ones have followed.
-        many.cancel()
-        await asyncio.wait([many])
-        return value
-
-    assert play(scene) == "A"
-    store.delete("nobody")
-
-
-def test_outcomes_of_a_slow_input_come_while_it_is_read(play: Scene) -> None:
-    async def items() -> AsyncIterator[str]:
-        while True:  # Whoever waits for its end, or for a full window, waits too long.
-            await asyncio.sleep(0.1)
-            yield "text"
-
-    async def scene(client: AsyncClient) -> Any:
-        shout = client.task(f"{APP}.shout", queue=QUEUE)
-        async with aclosing(shout.as_completed(items(), window=10_000)) as outcomes:
-            return await anext(outcomes)
-
-    assert play(scene).value == "TEXT"

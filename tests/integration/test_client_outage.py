@@ -62,17 +62,15 @@ def test_jobs_that_were_not_sent_are_not_revoked(
     assert not [each for each in worker.inspect(client, "revoked") if each.startswith("unsent-")]
 
 
-@pytest.mark.parametrize("call", ["one", "outcomes", "stream"])
+@pytest.mark.parametrize("call", ["one", "outcomes"])
 def test_an_async_call_says_that_redis_is_away(own_redis: OwnRedis, call: str) -> None:
     async def scene() -> None:
         async with AsyncClient(own_redis.url) as client:
             task = client.task("nobody", timeout_s=TIMEOUT_S)
             if call == "one":
                 await task("item")
-            elif call == "outcomes":
-                await task.outcomes(["a", "b"])
             else:
-                _ = [each async for each in client.task("nobody").map("ab", timeout_s=TIMEOUT_S)]
+                await task.outcomes(["a", "b"])
 
     own_redis.kill()
     with pytest.raises(

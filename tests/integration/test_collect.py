@@ -14,7 +14,7 @@ from batchery.protocol.headers import read_stream_name, stream_key
 from batchery.retry import RetryPolicy
 from batchery.transport.redis_schema import Keys
 from batchery_producer.answers import Answer
-from batchery_producer.collector import collector_for
+from batchery_producer.collector import Collector
 from batchery_producer.publisher import Publisher
 from batchery_worker.commit.committer import CommitStatus, JobResult, RedisCommitter
 from batchery_worker.work import CommitContext
@@ -36,7 +36,7 @@ def app(url: str) -> Iterator[Celery]:
 
 @pytest.fixture
 def collector(app: Celery) -> Iterator[Any]:
-    with contextlib.closing(collector_for(app, RetryPolicy(away_s=20))) as made:
+    with contextlib.closing(Collector(app, RetryPolicy(away_s=20))) as made:
         yield made
 
 
@@ -97,7 +97,7 @@ def describe_function(collector: Any) -> str:
 def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
     app: Celery, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    with contextlib.closing(collector_for(app, RetryPolicy())) as other:
+    with contextlib.closing(Collector(app, RetryPolicy())) as other:
         for each, ids in ((collector, ["a", "c"]), (other, ["b"])):
             each.expect(ids)
             without_sweeps(each)
@@ -164,7 +164,7 @@ def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
     options = {"global_keyprefix": "mine"}
     with (
         bulk_app(url, result_backend_transport_options=options) as app,
-        contextlib.closing(collector_for(app, RetryPolicy())) as collector,
+        contextlib.closing(Collector(app, RetryPolicy())) as collector,
     ):
         collector.expect(["a"])
         without_sweeps(collector)
@@ -186,6 +186,7 @@ def test_results_that_nobody_announces_are_found(app: Any, collector: Any, bare:
     error = {"exc_type": "LookupError", "exc_module": "builtins", "exc_message": ["lost"]}
     store(app, bare, "job-7", "FAILURE", error)
     store(app, bare, last, "STARTED", None)
+    assert collector.find_missing(["job-7", "job-8", last], {"job-8"}) == [last]
     answers = collect(collector, len(ids))
     assert set(answers) == set(ids)
     assert answers["job-1"] == Answer("job-1")
@@ -194,7 +195,7 @@ def test_results_that_nobody_announces_are_found(app: Any, collector: Any, bare:
 
 def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:
     assert isinstance(client.backend.client, redis.Redis)
-    with contextlib.closing(collector_for(client, RetryPolicy())) as collector:
+    with contextlib.closing(Collector(client, RetryPolicy())) as collector:
         without_sweeps(collector)
         ids = [uuid() for _ in range(300)]
         collector.expect(ids)

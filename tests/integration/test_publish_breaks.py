@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import redis
 from celery import Celery, uuid
 
 from batchery import BrokerRefused, QueueFull
+from batchery.retry import RetryPolicy
 from batchery_producer import broker
 from batchery_producer.publisher import CHUNK_JOBS, Publisher
 from support.harness import wait_for
@@ -103,7 +104,8 @@ def test_a_patient_publisher_waits_for_memory(app: Celery, bare: Any) -> None:
     bare.config_set("maxmemory", 1)
     again = threading.Timer(0.3, bare.config_set, ("maxmemory", 0))
     again.start()
-    with Publisher(app, "same", persistent=True) as publisher:
+    patient = broker.BrokerConnection(app, RetryPolicy(), persistent=True)
+    with closing(patient), Publisher(app, "same", broker=patient) as publisher:
         publisher.send(jobs(2))
     again.join()
     assert ids(bare) == ["job-0", "job-1"]

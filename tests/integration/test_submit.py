@@ -47,25 +47,6 @@ def test_every_row_gets_its_own_result_and_nothing_stays_behind(
     )
 
 
-def test_results_may_stay_in_the_backend(
-    tmp_path: Path, client: Celery, redis_url: str, worker: Worker, store: "redis.Redis"
-) -> None:
-    wait_idle(redis_url)
-    before = set(store.scan_iter("celery-task-meta-*"))
-    submit_file(
-        write_rows(tmp_path / "in.jsonl", 5),
-        f"{APP}.shout",
-        tmp_path / "out.jsonl",
-        app=client,
-        queue=QUEUE,
-        keep_results=True,
-        timeout_s=patient(30),
-    )
-    left = set(store.scan_iter("celery-task-meta-*")) - before
-    assert len(left) == 5
-    store.delete(*left)
-
-
 def test_failures_and_bad_lines_are_told_with_line_and_reason(
     tmp_path: Path, client: Celery, worker: Worker
 ) -> None:

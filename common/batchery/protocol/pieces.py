@@ -12,8 +12,8 @@ A reader key says that somebody reads. Readers set its time to live anew every f
 is left of it says how long ago that was.
 
 Each process that reads has a wake stream of its own. It waits for that one alone, however many jobs
-it reads: devices write what a step has made of all of them there once more, in one entry. An entry
-that is lost or too large costs time and no piece, as the reader then reads the piece streams.
+it reads: devices write there which of them have more now, in one entry for a whole step. An entry
+that is lost costs time and no piece, as the reader looks at all piece streams now and then.
 """
 
 from collections import defaultdict
@@ -29,9 +29,8 @@ from batchery.protocol.headers import HEADER, backend_prefix, is_streamed
 #: Field of an entry with a piece, in JSON; and of the entry that says that a result is stored.
 PIECE, END = b"p", b"end"
 
-#: Fields of an entry of a wake stream: keys of piece streams, and what is told of each; see
-#: pieces.lua.
-WOKEN, TOLD = b"k", b"p"
+#: Field of an entry of a wake stream: keys of piece streams, a line for each.
+WOKEN = b"k"
 
 #: Id of the first entry, which makes the stream.
 FIRST_ID = "0-1"
@@ -109,7 +108,7 @@ def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
                 if wake.startswith(begins):
                     woken[wake].append(key)
         for wake, ended in woken.items():
-            entry = {WOKEN: b"\n".join(ended), TOLD: b",".join([b"0"] * len(ended))}
+            entry = {WOKEN: b"\n".join(ended)}
             pipe.xadd(wake, entry, maxlen=MAX_WAKES, approximate=False, nomkstream=True)
         pipe.execute()
 

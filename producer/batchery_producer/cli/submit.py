@@ -123,7 +123,6 @@ ON_ERROR = click.Choice(["continue", "stop"])
     "--priority", type=PRIORITY, help="Celery's: in Redis, 0 is the highest, 9 the lowest."
 )
 @click.option("--tenant", metavar="NAME", help="For whom the jobs run.")
-@click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
 def submit(

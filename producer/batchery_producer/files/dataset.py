@@ -14,7 +14,6 @@ from batchery.errors import DatasetError
 from batchery.settings import nearest_name
 from batchery_producer.files.options import SubmitOptions
 from batchery_producer.files.rows import (
-    Damage,
     InvalidLine,
     find_delimiter,
     read_csv,
@@ -27,7 +26,7 @@ from batchery_producer.files.source import (
     Source,
     decompressed,
     find_sources,
-    is_url,
+    is_damage,
 )
 
 #: Formats of tables; their rows are no lines.
@@ -39,12 +38,12 @@ SAMPLE_BYTES = 8192
 #: After how many rows the place in the file is looked at: each time is a call of the system.
 MEASURE_ROWS = 64
 
+#: Lines of such a file may be valid UTF-8, with zeros in them.
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
-#: Number of rows of which one must have the fields that the caller names: in JSON lines, a field
-#: may be missing here and there. If the first of them cannot be read, half must be readable.
+#: Number of rows of which one must be readable, and have the fields that the caller names: in JSON
+#: lines, a field may be missing here and there.
 FIRST_ROWS = 100
-
 
 #: Default names of the fields that hold the item and the caller's id.
 ITEM_FIELD = "text"
@@ -66,7 +65,6 @@ class Record(NamedTuple):
             be another row's id.
         item: The argument of the job.
         broken: Why it cannot become a job; empty if it can.
-        lacks_field: Whether that is because it has not the field which the caller named.
     """
 
     source: int
@@ -75,7 +73,6 @@ class Record(NamedTuple):
     id: Any
     item: Any = None
     broken: str = ""
-    lacks_field: bool = False
 
 
 class Picker:
@@ -84,7 +81,7 @@ class Picker:
     Attributes:
         field: Holds the item; None until it is determined.
         id_field: Holds the id, likewise; None if the number of the row is the id.
-        unseen: Which of the fields that the caller names no row has had so far.
+        lacks_id_field: Whether the caller names one that no row has had so far.
         fields: Those of the first row that has some.
     """
 
@@ -97,7 +94,7 @@ class Picker:
             names: Of all sources.
         """
         self.field, self.id_field = options.field, options.id_field
-        self.unseen = {each for each in (self.field, self.id_field) if each is not None}
+        self.lacks_id_field = self.id_field is not None
         self.fields: Sequence[str] = ()
         self._source, self._names = source, names
         #: Whether a row could be read, so that it is known whether rows have ids.
@@ -109,33 +106,31 @@ class Picker:
         Raises:
             DatasetError: This is the first row, and it is unclear which field is the item.
         """
-        id_, item, broken, lacks_field = None, None, "", False
+        id_, item, broken = None, None, ""
         if isinstance(row, InvalidLine):
             broken = str(row)
         elif isinstance(row, str):
-            item, self._has_rows, lacks_field = row, True, bool(self.field)
-            broken = "a bare string; it has no fields" if lacks_field else ""
+            item, self._has_rows = row, True
+            broken = "a bare string; it has no fields" if self.field else ""
         else:
-            if self.unseen or not self.fields:
+            if not self.fields:
                 self._determine_fields(row)
             item = lookup(row, self.field or ITEM_FIELD)
             id_ = self._find_id(row)
             if item is MISSING:
-                near, lacks_field = nearest_name(str(self.field), row), True
+                near = nearest_name(str(self.field), row)
                 broken = f"no field {self.field!r}{near}; {name_fields(row)}"
         if id_ is None and self.id_field is None and self._has_rows:
             id_ = number if len(self._names) == 1 else f"{self._names[self._source]}:{number}"
         item = None if broken else item
-        return Record(self._source, number, line, id_, item, broken, lacks_field)
+        return Record(self._source, number, line, id_, item, broken)
 
     def _find_id(self, row: Mapping[str, Any]) -> Any:
         id_ = lookup(row, self.id_field) if self.id_field else None
+        self.lacks_id_field = self.lacks_id_field and id_ is MISSING
         return None if id_ is MISSING or (isinstance(id_, str) and not id_.strip()) else id_
 
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
-        self.unseen = {each for each in self.unseen if lookup(row, each) is MISSING}
-        if self.fields:
-            return
         self.id_field = self.id_field or next((name for name in ID_FIELDS if name in row), None)
         self.field = self.field or choose_field(row, id_field=self.id_field)
         self.fields, self._has_rows = list(row), bool(row)
@@ -213,8 +208,6 @@ class Dataset:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.name = self.names[0] + more
         self.is_stream = any(each.size_bytes is None for each in self.sources)
-        given = [names] if isinstance(names, str | Path) else names
-        self._patterns = [str(Path(each).absolute()) for each in given if not is_url(each)]
         self._before_bytes = self._read_rows = 0
         #: Numbers of rows and bytes that were read, now and then.
         self._measured = (0, 0)
@@ -226,10 +219,6 @@ class Dataset:
     def inputs(self) -> Sequence[Path]:
         """Files on this machine that must not be overwritten."""
         return [each.path for each in self.sources if each.path]
-
-    def would_read(self, path: Path) -> bool:
-        """Whether another run with the same names would read a file, once it is there."""
-        return any(path.absolute().match(each) for each in self._patterns)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -278,41 +267,39 @@ class Dataset:
         """As iteration, but a wrong field or format is noticed before the first row.
 
         Raises:
-            DatasetError: The input is unusable, or none of the first rows has the fields, or most
-                of them cannot be read, or a later file cannot be read at all.
+            DatasetError: The input is unusable, or none of the first rows can be read or has the
+                fields, or a later file cannot be read at all.
         """
         for number, source in enumerate(self.sources[1:], 1):
             # A run would end at a bad file after hours.
             if self._options.limit is None and source.path and source.size_bytes is not None:
                 next(self._read(source, number), None)
         self._first, self._found_delimiter = None, ""
-        rows, first, broken = iter(self), list[Record](), list[Record]()
+        rows, first = iter(self), list[Record]()
         for row in islice(rows, FIRST_ROWS):
             first.append(row)
-            broken += [row] if row.broken and not row.lacks_field else []
-            if not (row.broken or broken or self._unseen):
+            if not (row.broken or (self._first and self._first.lacks_id_field)):
                 break
-        if len(broken) > len(first) / 2:
-            raise DatasetError(
-                f"{self.line_name(broken[0])}: {broken[0].broken}; of the first {len(first)} rows,"
-                f" {len(broken)} cannot be read: check --format, and the header of a CSV"
-            )
-        for field in self._unseen:
-            fields = self._first.fields if self._first else ()
-            raise DatasetError(
-                f"{self.name}: no field {field!r}{nearest_name(field, fields)}; so far no"
-                f" row of {len(first)} has it: name another with --field or --id-field;"
-                f" there are {', '.join(map(repr, fields)) or 'none'}"
-            )
+        else:
+            self._refuse(first)
         yield from chain(first, rows)
+
+    def _refuse(self, rows: Sequence[Record]) -> None:
+        """Raises why the first rows are unusable, if there are any."""
+        if not rows:
+            return
+        why, field = rows[0].broken, self._options.id_field
+        if field and self._first and not why:
+            fields = ", ".join(map(repr, self._first.fields))
+            why = f"no field {field!r}{nearest_name(field, self._first.fields)}; fields: {fields}"
+        raise DatasetError(
+            f"{self.line_name(rows[0])}: {why}; none of the first {len(rows)} rows can be used:"
+            " check --format, --field, --id-field, and the header of a CSV"
+        )
 
     def line_name(self, row: Record) -> str:
         """Names the line of a row in messages."""
         return f"{self.names[row.source]}, line {row.line}"
-
-    @property
-    def _unseen(self) -> Sequence[str]:
-        return sorted(self._first.unseen) if self._first else ()
 
     def _all(self) -> Iterator[Record]:
         self._before_bytes = self._read_rows = 0
@@ -323,37 +310,35 @@ class Dataset:
     def _read(self, source: Source, number: int) -> Iterator[Record]:
         picker = Picker(self._options, number, self.names)
         self._first = self._first or picker
+        count = line = 0
         with source.reading() as raw:
             try:
                 for count, (line, row) in enumerate(self._open_rows(source, raw), 1):
-                    if isinstance(row, Damage):
-                        if count == 1:
-                            raise DatasetError(f"cannot be read: {row}")
-                        row = Damage(f"cannot be read from here on: {row}")
                     self._read_rows += 1
                     if self._read_rows % MEASURE_ROWS == 0 and source.size_bytes is not None:
                         self._measured = self._read_rows, self._before_bytes + raw.tell()
                     yield picker.pick(count, line, row)
             except DatasetError as error:
                 raise DatasetError(f"{source.name}: {error}") from None
+            except Exception as error:
+                if not is_damage(error, is_remote=source.remote is not None):
+                    raise
+                why = (str(error) or type(error).__name__).splitlines()[0]
+                if not count:
+                    raise DatasetError(f"{source.name}: cannot be read: {why}") from None
+                self._read_rows += 1
+                rest = InvalidLine(f"cannot be read from here on: {why}")
+                yield picker.pick(count + 1, line + 1, rest)
 
     def _open_rows(self, source: Source, raw: BufferedReader) -> Iterator[tuple[int, Any]]:
-        is_remote = source.remote is not None
         if raw.peek(2)[:2] in UTF16_MARKS:
             raise DatasetError("UTF-16; convert it to UTF-8, with iconv for example")
-        if source.format == "parquet" and source.size_bytes is None:
-            raise DatasetError("a pipe cannot be Parquet, whose index is at its end")
         if source.format in TABLES:
-            return read_table(raw, source.format, is_remote=is_remote)
+            return read_table(raw, source.format)
         stream: Any = decompressed(raw)
-        lines = split_lines(stream, is_remote=is_remote)
+        lines = split_lines(stream)
         if source.format not in ("csv", "tsv"):
             return read_json(lines) if source.format == "jsonl" else read_text(lines)
-        delimiter = "\t"
-        if source.format == "csv":
-            try:
-                delimiter = find_delimiter(stream.peek(SAMPLE_BYTES))
-            except Exception:  # noqa: BLE001
-                delimiter = ","  # Reading fails again, and says where.
+        delimiter = find_delimiter(stream.peek(SAMPLE_BYTES)) if source.format == "csv" else "\t"
         self._found_delimiter = self._found_delimiter or delimiter
         return read_csv(lines, delimiter)

@@ -145,12 +145,8 @@ def simplify(value: Any) -> Any:
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=simplify).encode
 
 
-def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[str, Any], int]]:
+def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
     """Reads a file that `JsonLines` wrote, up to an incomplete end.
-
-    Args:
-        path: Of the file.
-        has_ends: Whether a last line without a line end is incomplete; an editor may leave one.
 
     Yields:
         Each entry, and the offset in the file at which its line ends.
@@ -168,7 +164,7 @@ def read_lines(path: Path, *, has_ends: bool = True) -> Iterator[tuple[Mapping[s
                     " name another output, or use --overwrite"
                 )
             try:
-                entry = json.loads(line) if line.endswith(b"\n") or not has_ends else None
+                entry = json.loads(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 entry = None
             if isinstance(entry, dict):

@@ -119,7 +119,6 @@ class SubmitOptions:
         resume: Finish an output that is there: only what is missing is submitted. Jobs of the
             earlier run that are still in flight are awaited, not sent again.
         stop_at_failure: End the run when a job fails, or a row cannot become a job.
-        keep_results: Leave results in the backend, too, until they expire.
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
         timeout_s: Give up when no result has come for so long, in seconds; by default never.
@@ -144,7 +143,6 @@ class SubmitOptions:
     overwrite: bool = False
     resume: bool = False
     stop_at_failure: bool = False
-    keep_results: bool = False
     window: int = WINDOW
     expires_s: float | None = None
     timeout_s: float | None = None

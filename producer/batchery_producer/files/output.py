@@ -40,9 +40,6 @@ MAX_MESSAGE_CHARS = 10_000
 #: Number of a table's rows in memory at a time, and in a row group.
 WRITE_ROWS = 4096
 
-#: The columns of a table, those that are there.
-COLUMNS = ("id", "file", "row", "result")
-
 
 class Output:
     """The files of a run: results, failures if any, and a journal until all rows are done.
@@ -145,11 +142,6 @@ class Output:
             raise DatasetError(f"{file}: there is no directory {file.parent}; create it first")
         if file.exists() and any(map(file.samefile, self._source.inputs)):
             raise DatasetError(f"{file}: this is the input; name another file{option}")
-        if self._journal_path and self._source.would_read(file):
-            raise DatasetError(
-                f"{file}: a pattern of the input matches it, so that --resume would read it;"
-                f" name another file{option}"
-            )
 
     @property
     def is_begun(self) -> bool:
@@ -212,10 +204,6 @@ class Output:
             str(each) if each and each.exists() else "" for each in (results, self.errors.path)
         )
         return found, failures
-
-    def missing(self, rows: Iterable[Record]) -> Iterator[Record]:
-        """Rows of the input that are not done."""
-        return (row for row in rows if (row.source, row.row) not in self.done)
 
     def result(self, row: Record, result: Any) -> str:
         """Adds the result of a job; returns why it cannot be written, or an empty text."""
@@ -330,52 +318,37 @@ def _read_sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
 def write_parquet(entries: Callable[[], Iterable[Entry]], file: BinaryIO) -> None:
     """Writes a table whose columns have types that hold all of their values.
 
-    Where no type does, the column has JSON texts.
+    Where there are no such types, ids and results are JSON texts.
 
     Args:
         entries: Gives the rows, each time from the first.
         file: A file that can be written anew.
     """
     arrow = extra("pyarrow")
-    errors = (arrow.ArrowException, OverflowError, ValueError, TypeError)
-    types: dict[str, Any] = {}
-    for batch in chunks(iter(entries()), WRITE_ROWS):
-        for name in batch[0]:
-            try:
-                type_ = arrow.array([each[name] for each in batch]).type
-                types[name] = _join_types(types.get(name, type_), type_)
-            except errors:
-                types[name] = arrow.string()
-    types = types or {"id": arrow.null(), "row": arrow.int64(), "result": arrow.null()}
-    schema = arrow.schema([(name, types[name]) for name in COLUMNS if name in types])
     try:
-        _write_table(schema, entries, file)
-    except errors:  # Integers of one part may be too large to stand beside the floats of another.
+        schema = arrow.schema({"id": arrow.null(), "row": arrow.int64(), "result": arrow.null()})
+        for number, rows in enumerate(chunks(iter(entries()), WRITE_ROWS)):
+            found = arrow.Table.from_pylist(rows).schema
+            known = [schema, found] if number else [found]
+            schema = arrow.unify_schemas(known, promote_options="permissive")
+        _write_table(schema, entries(), file)
+    except (arrow.ArrowException, OverflowError, ValueError, TypeError):
         file.seek(0)
         file.truncate()
-        texts = {**dict.fromkeys(schema.names, arrow.string()), "row": arrow.int64()}
-        _write_table(arrow.schema(texts), entries, file)
+        names = next(iter(entries()))
+        texts = {name: arrow.string() for name in names} | {"row": arrow.int64()}
+        _write_table(arrow.schema(texts), map(_with_texts, entries()), file)
 
 
-def _join_types(one: Any, other: Any) -> Any:
-    arrow = extra("pyarrow")
-    schemas = [arrow.schema({"column": each}) for each in (one, other)]
-    joined = arrow.unify_schemas(schemas, promote_options="permissive").field(0).type
-    # An object without a single field cannot be written to a Parquet file.
-    return arrow.string() if "struct<>" in str(joined) else joined
-
-
-def _write_table(schema: Any, entries: Callable[[], Iterable[Entry]], file: BinaryIO) -> None:
+def _write_table(schema: Any, entries: Iterable[Entry], file: BinaryIO) -> None:
     arrow = extra("pyarrow")
     with extra("pyarrow.parquet").ParquetWriter(file, schema) as writer:
-        for batch in chunks(iter(entries()), WRITE_ROWS):
-            columns = []
-            for field in schema:
-                values = [each[field.name] for each in batch]
-                if field.type == arrow.string():
-                    values = [_as_text(each) for each in values]
-                columns.append(arrow.array(values, field.type))
-            writer.write_batch(arrow.record_batch(columns, schema=schema))
+        for rows in chunks(iter(entries), WRITE_ROWS):
+            writer.write_table(arrow.Table.from_pylist(rows, schema))
+
+
+def _with_texts(entry: Entry) -> Entry:
+    return {**entry, "id": _as_text(entry["id"]), "result": _as_text(entry["result"])}
 
 
 def _as_text(value: Any) -> str | None:

@@ -6,14 +6,11 @@ every job; it may find a job twice that moves meanwhile.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import redis
-from celery import Celery, states
-from celery.backends.redis import RedisBackend
-from celery.result import AsyncResult
-from celery.utils.functional import chunks
+from celery import Celery
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import NoPermissionError
@@ -58,15 +55,6 @@ def find_in_flight(
         ) from error
 
 
-def find_missing(
-    app: Celery, task_ids: Sequence[str], in_flight: Collection[str], retries: RetryPolicy
-) -> list[str]:
-    """Jobs out of some that are neither in flight, of which `find_in_flight` knew, nor ended."""
-    absent = [task_id for task_id in task_ids if task_id not in in_flight]
-    ended = retries.call(lambda: set(_ended(app, absent)), ERRORS)
-    return [task_id for task_id in absent if task_id not in ended]
-
-
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
     with app.connection_for_read() as connection:
         if not issubclass(connection.get_transport_cls(), kombu_redis.Transport):
@@ -102,18 +90,6 @@ def _waiting(client: Any, key: str) -> Iterator[bytes]:
     while messages := client.lrange(key, start, start + CHUNK - 1):
         yield from messages
         start += len(messages)
-
-
-def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
-    backend: Any = app.backend
-    if not isinstance(backend, RedisBackend):
-        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
-        return
-    for some in chunks(iter(task_ids), CHUNK):
-        stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
-        for task_id, value in zip(some, stored, strict=True):
-            if value is not None and backend.decode(value).get("status") in states.READY_STATES:
-                yield task_id
 
 
 def _text(name: Any) -> str:

@@ -1,7 +1,7 @@
 """Rows of files, format by format: JSON lines, CSV, plain text, Parquet and Arrow.
 
 Each reader yields the line (of a table: the number) of a row, and the row. What is wrong with a row
-takes its place, as an `InvalidLine`; a `Damage` is the last one.
+takes its place, as an `InvalidLine`. A file that is damaged raises what its library does.
 """
 
 import csv
@@ -12,7 +12,7 @@ from io import BufferedReader
 from typing import Any, BinaryIO
 
 from batchery.errors import DatasetError
-from batchery_producer.files.source import extra, is_damage
+from batchery_producer.files.source import extra
 
 #: Maximum length of a line in bytes (CSV: of a field in characters). A longer line fails alone, so
 #: that a file without line ends does not fill the memory.
@@ -36,34 +36,17 @@ class InvalidLine(ValueError):
     """A row cannot be used; the text says why."""
 
 
-class Damage(InvalidLine):
-    """Neither this row nor what follows can be read."""
-
-
-def split_lines(stream: BinaryIO, *, is_remote: bool = False) -> Iterator[bytes | InvalidLine]:
-    """The lines of a byte stream, with their line ends.
-
-    Args:
-        stream: Where a line longer than `MAX_LINE_BYTES` fails alone, and damage is the last line.
-        is_remote: Whether a network may be why it cannot be read.
-
-    Raises:
-        OSError: A disk does not answer; where a network does not, any error.
-    """
+def split_lines(stream: BinaryIO) -> Iterator[bytes | InvalidLine]:
+    """The lines of a byte stream, with their line ends; one that is too long fails alone."""
     mark = BYTE_ORDER_MARK
-    try:
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            if len(line) <= MAX_LINE_BYTES:
-                yield line.removeprefix(mark)
-            else:
-                while line and not line.endswith(b"\n"):
-                    line = stream.readline(MAX_LINE_BYTES + 1)
-                yield InvalidLine(f"longer than {MAX_LINE_BYTES} bytes")
-            mark = b""
-    except Exception as error:
-        if not is_damage(error, is_remote=is_remote):
-            raise
-        yield Damage(str(error))
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
+            yield line.removeprefix(mark)
+        else:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE_BYTES + 1)
+            yield InvalidLine(f"longer than {MAX_LINE_BYTES} bytes")
+        mark = b""
 
 
 def read_text(lines: Iterable[bytes | InvalidLine]) -> Iterator[tuple[int, str | InvalidLine]]:
@@ -140,7 +123,7 @@ def read_csv(
                 yield number, InvalidLine(wrong)
         except (InvalidLine, UnicodeError, csv.Error) as error:
             invalid = _explain_csv(error)
-            if not (columns or isinstance(invalid, Damage)):
+            if not columns:
                 raise DatasetError(f"the CSV header in line {number}: {invalid}") from None
             yield number, invalid
         number = count + 1
@@ -169,32 +152,21 @@ def find_delimiter(sample: bytes) -> str:
     return max(DELIMITERS, key=lambda each: len(next(csv.reader(header, delimiter=each), ())))
 
 
-def read_table(
-    file: BufferedReader, format_: str, *, is_remote: bool = False
-) -> Iterator[tuple[int, Mapping[str, Any] | InvalidLine]]:
+def read_table(file: BufferedReader, format_: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Rows of a Parquet file, an Arrow file or an Arrow stream, as column name to value.
 
     Raises:
         DatasetError: pyarrow is not installed.
-        OSError: As of `split_lines`.
     """
-    arrow = extra("pyarrow")
-    # pyarrow may believe that a file has two gigabytes of metadata; nobody validates names.
-    errors = (arrow.ArrowException, ValueError, MemoryError)
     number = 0
-    try:
-        for batch in _open_table(file, format_):
-            for start in range(0, batch.num_rows, READ_ROWS):
-                part = batch.slice(start, READ_ROWS)
-                # pyarrow believes the offsets in a file, and would read beyond its end.
-                part.validate(full=True)
-                for row in _convert(part):
-                    number += 1
-                    yield number, row
-    except Exception as error:
-        if not (isinstance(error, errors) or is_damage(error, is_remote=is_remote)):
-            raise
-        yield number + 1, Damage((str(error) or type(error).__name__).splitlines()[0])
+    for batch in _open_table(file, format_):
+        for start in range(0, batch.num_rows, READ_ROWS):
+            part = batch.slice(start, READ_ROWS)
+            # pyarrow believes the offsets in a file, and would read beyond its end.
+            part.validate(full=True)
+            for row in _convert(part):
+                number += 1
+                yield number, row
 
 
 def _open_table(file: BufferedReader, format_: str) -> Iterable[Any]:
@@ -217,9 +189,6 @@ def _convert(batch: Any) -> Sequence[Mapping[str, Any]]:
     """
     arrow: Any = extra("pyarrow")
     errors = (arrow.ArrowException, ValueError, OverflowError, LookupError)
-    with suppress(*errors[1:]):
-        rows: Sequence[Mapping[str, Any]] = batch.to_pylist()
-        return rows
     columns: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for type_ in (column.type, arrow.string(), arrow.int64()):

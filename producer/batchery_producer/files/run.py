@@ -1,18 +1,18 @@
 """A run of `submit_file`: it reads rows, sends jobs, collects results, and writes them down.
 
 Rows are read ahead on a thread, the `Feed`; all else is one loop, `FileRun`, in the caller's
-thread: a `Stream` takes jobs from it and gives it their answers.
+thread: a `Stream` sends jobs and gives their answers.
 """
 
 import base64
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any, Generic, TypeVar
 
 from celery import Celery
@@ -31,15 +31,16 @@ from batchery.errors import (
 from batchery.retry import STOP_CHECK_S, Interrupted, RetryPolicy
 from batchery.transport.dead_letters import check_size
 from batchery_producer.answers import Answer
-from batchery_producer.collector import collector_for
+from batchery_producer.broker import BrokerConnection
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import explain_stall, find_task
 from batchery_producer.files.dataset import TABLES, Dataset, Record
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.files.output import Output
-from batchery_producer.files.recovery import COMMAND_S, find_in_flight, find_missing
+from batchery_producer.files.recovery import COMMAND_S, find_in_flight
 from batchery_producer.publisher import Publisher
-from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.stream import WAIT_S, NewJob, Stream
 from batchery_producer.template import encode_item
 
 T = TypeVar("T")
@@ -68,15 +69,28 @@ class Feed(Generic[T]):
     def __init__(self, entries: Iterable[T], ahead: int) -> None:
         """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
         self.exhausted = False
-        self._ahead = ahead
-        self._read = deque[T]()
-        self._changed = threading.Condition()
+        #: Those that were taken already, and are to be taken again.
+        self._first: list[T] = []
+        #: The last one is the feed itself.
+        self._read = Queue[Any](ahead)
         self._is_ended = self._is_closed = False
         self._error: BaseException | None = None
         # A daemon, because a thread that waits for a pipe cannot be woken.
         threading.Thread(
             target=self._run, args=(entries,), name="batchery-feed", daemon=True
         ).start()
+
+    def begin(self, stop: Callable[[], bool]) -> None:
+        """Waits for the first entry, which is not taken.
+
+        Raises:
+            Interrupted: `stop` returned True.
+            Exception: The error of the iteration, if no entry came before it.
+        """
+        while not (self._first or self.exhausted):
+            if stop():
+                raise Interrupted("asked to stop")
+            self._first = self.take(1, STOP_CHECK_S)
 
     def take(self, maximum: int, wait_s: float = 0) -> list[T]:
         """Takes the entries that are there.
@@ -91,56 +105,39 @@ class Feed(Generic[T]):
         Raises:
             Exception: The error of the iteration, once all entries before it were taken.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._read or self._is_ended, wait_s)
-            taken = [self._read.popleft() for _ in range(min(maximum, len(self._read)))]
-            self._changed.notify()
-            is_last = self._is_ended and not self._read
-        if is_last and self._error is not None and not taken:
+        taken, self._first = self._first, []
+        with suppress(Empty):
+            while len(taken) < maximum and not self._is_ended:
+                entry = self._read.get(timeout=0 if taken else wait_s)
+                if entry is self:
+                    self._is_ended = True
+                else:
+                    taken.append(entry)
+        if self._is_ended and self._error is not None and not taken:
             raise self._error
-        self.exhausted = is_last and self._error is None
+        self.exhausted = self._is_ended and self._error is None
         return taken
 
     def close(self) -> None:
         """Lets the thread end; entries that were read ahead are lost."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._is_closed = True
+        with suppress(Empty):
+            while True:
+                self._read.get_nowait()
 
     def _run(self, entries: Iterable[T]) -> None:
         try:
             for entry in entries:
-                with self._changed:
-                    while len(self._read) >= self._ahead and not self._is_closed:
-                        self._changed.wait()
-                    if self._is_closed:
-                        break
-                    self._read.append(entry)
-                    self._changed.notify()
+                self._read.put(entry)
+                if self._is_closed:
+                    break
             if isinstance(entries, Generator):
                 # Closed here, because what the generator has open belongs to this thread.
                 entries.close()
         except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
             self._error = error
-        with self._changed:
-            self._is_ended = True
-            self._changed.notify()
-
-
-def begin(entries: Iterator[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """Waits for the first entry, and returns all.
-
-    Raises:
-        Interrupted: `stop` returned True.
-        Exception: The error of the iteration, if no entry came before it.
-    """
-    first = list[T]()
-    with closing(Feed(islice(entries, 1), 1)) as feed:
-        while not (feed.exhausted or first):
-            if stop():
-                raise Interrupted("asked to stop")
-            first = feed.take(1, STOP_CHECK_S)
-    return chain(first, entries)
+        if not self._is_closed:
+            self._read.put(self)
 
 
 class FileRun:
@@ -159,7 +156,6 @@ class FileRun:
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 the task does not take the keywords, or there are workers and none of them has it.
         """
-        self._window = Window[Record](options.window)
         check_backend(app)
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
@@ -167,18 +163,28 @@ class FileRun:
         self.task = find_task(app, task, options.queue)
         self._app, self._dataset, self._options = app, dataset, options
         self._retries = RetryPolicy(options.stop, command_s=COMMAND_S)
-        self._collector = collector_for(app, self._retries)
+        self._collector = Collector(app, self._retries)
+        sending = RetryPolicy(self._take_meanwhile, command_s=COMMAND_S)
+        self._broker = BrokerConnection(app, sending, persistent=True)
         self._publisher = Publisher(
             app,
             self.task,
             queue=options.queue,
             keywords=options.keywords,
             wait_s=options.timeout_s,
-            outage_policy=RetryPolicy(self._take_meanwhile, command_s=COMMAND_S),
-            persistent=True,
+            broker=self._broker,
             **options.sending,
         )
         self.queue = self._publisher.queue
+        self._stream = Stream[Record](
+            self._collector,
+            self._publisher,
+            options.window,
+            missing=self._find_missing,
+            timeout_s=options.timeout_s,
+            explain=self.explain,
+            notice=options.notice,
+        )
         _check_keywords(app, self.task, options.keywords or {})
         known = app.tasks.get(self.task)
         self._is_json = (getattr(known, "serializer", None) or app.conf.task_serializer) == "json"
@@ -186,8 +192,10 @@ class FileRun:
         self._stopped_by = ""
         self._in_flight: Collection[str] | None = None
 
-    def run(self, rows: Iterable[Record], output: Output) -> Summary:
+    def run(self, rows: Feed[Record], output: Output) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
+
+        Those that the output has already are left out.
 
         Raises:
             DatasetError: The input is unusable, or the output can no longer be written. Results
@@ -197,22 +205,11 @@ class FileRun:
         self._output, self._journal = output, output.journal
         self._began_s = time.monotonic()
         self._counts = deque([(self._began_s, 0)], maxlen=RATE_SAMPLES)
-        self._feed = Feed(rows, ahead=self._window.size)
-        self._stream = Stream(
-            self._collector,
-            self._window,
-            self,
-            self._publisher,
-            missing=self._find_missing,
-            keep_results=self._options.keep_results,
-            timeout_s=self._options.timeout_s,
-            explain=self.explain,
-            notice=self._options.notice,
-        )
-        with closing(self._collector), self._publisher, closing(self._feed):
+        self._feed = rows
+        with closing(self._collector), closing(self._broker):
             ending, message = self._run()
             seconds = time.monotonic() - self._began_s
-            output.finish(complete=self._feed.exhausted and not self._window)
+            output.finish(complete=self._is_done)
         if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
             ending = Ending.SOME_FAILED
         return Summary(
@@ -220,7 +217,7 @@ class FileRun:
             self._submitted,
             self._succeeded,
             self._failed,
-            len(self._window),
+            len(self._stream.in_flight),
             seconds,
             self.queue,
             message,
@@ -237,8 +234,10 @@ class FileRun:
         """How the run ended, and why if early."""
         ending, message = Ending.SUCCEEDED, ""
         try:
-            while not (self._stream.is_done or self._is_stopped()):
-                self._note_all(self._stream.step())
+            while not (self._is_done or self._is_stopped()):
+                jobs = self._take_jobs()
+                has_room = self._stream.room() > 0 and not self._feed.exhausted
+                self._note_all(self._stream.step(jobs, has_room=has_room))
         except (GaveUp, NoResult, BrokerRefused, QueueFull) as error:
             ending, message = Ending.GAVE_UP, str(error)
         except Interrupted:
@@ -251,7 +250,7 @@ class FileRun:
                 self._flush()
         if self._stopped_by:
             return Ending.SOME_FAILED, self._stopped_by
-        if ending is Ending.SUCCEEDED and not self._stream.is_done:
+        if ending is Ending.SUCCEEDED and not self._is_done:
             return Ending.INTERRUPTED, "interrupted"
         return ending, message
 
@@ -264,20 +263,28 @@ class FileRun:
         return self._is_stopped()
 
     @property
-    def exhausted(self) -> bool:
-        """As `JobSource.exhausted`."""
-        return self._feed.exhausted
+    def _is_done(self) -> bool:
+        """Whether every row is written, and none will follow."""
+        return self._feed.exhausted and not self._stream.in_flight
 
-    def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
-        """As `JobSource.take`; rows that cannot become jobs fail here."""
-        jobs = list[NewJob[Record]]()
-        for row in self._feed.take(maximum, wait_s):
-            if broken := row.broken or self._refuse(row):
-                self._fail(row, INVALID_LINE, broken)
-                continue
-            # The window holds no items, which may be large.
-            task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
-            jobs.append(NewJob(task_id, row.item, 0, bare))
+    def _take_jobs(self) -> list[NewJob[Record]]:
+        """Jobs of the next rows, if there is room; rows that cannot become jobs fail here."""
+        jobs, room = list[NewJob[Record]](), self._stream.room()
+        # With no job in flight, there is nothing but the input to wait for.
+        wait_s = 0.0 if self._stream.in_flight else WAIT_S
+        while room and not (jobs or self._is_stopped()):
+            rows = self._feed.take(room, wait_s)
+            for row in rows:
+                if (row.source, row.row) in self._output.done:
+                    continue
+                if broken := row.broken or self._refuse(row):
+                    self._fail(row, INVALID_LINE, broken)
+                    continue
+                # The window holds no items, which may be large.
+                task_id, bare = self._journal.task_id(row.source, row.row), row._replace(item=None)
+                jobs.append(NewJob(task_id, row.item, 0, bare))
+            if not rows:
+                break
         return jobs
 
     def _refuse(self, row: Record) -> str:
@@ -295,7 +302,7 @@ class FileRun:
             if self._in_flight is None:
                 pattern = self._journal.pattern
                 self._in_flight = find_in_flight(self._app, self.queue, pattern, self._retries)
-            task_ids = find_missing(self._app, task_ids, self._in_flight, self._retries)
+            task_ids = self._collector.find_missing(task_ids, self._in_flight)
         self._submitted += len(task_ids)
         return task_ids
 
@@ -310,7 +317,7 @@ class FileRun:
                 continue
             else:
                 self._succeeded += 1
-            self._stream.discard(task_id)
+            self._stream.discarded.append(task_id)
         if self._stream.flush_is_due:
             self._flush()
         self._options.progress(self._snapshot())
@@ -336,7 +343,7 @@ class FileRun:
             self._submitted,
             self._succeeded,
             self._failed,
-            len(self._window),
+            len(self._stream.in_flight),
             rate,
             None if total is None else max(total - self._output.done.count, 0),
         )
@@ -381,16 +388,16 @@ def submit_file(
     dataset = Dataset(source, options)
     files = Output(dataset, output, options)
     run = FileRun(app, dataset, task, options)
-    try:
-        rows = begin(dataset.checked(), options.stop)
-    except Interrupted:
-        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
     settings = {"task": run.task, "kwargs": options.keywords or {}, "ordered": options.ordered}
-    options.began(dataset.description)
-    with files:
+    with closing(Feed(dataset.checked(), options.window)) as rows, files:
+        try:
+            rows.begin(options.stop)
+        except Interrupted:
+            return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "", "interrupted")
+        options.began(dataset.description)
         files.open(Journal.of(dataset.sources, {**settings, **dataset.settings}))
         try:
-            summary = run.run(files.missing(rows), files)
+            summary = run.run(rows, files)
         except DatasetError as error:
             raise DatasetError(f"{error}{files.hint}") from error
         return replace(summary, message=summary.message + files.hint)

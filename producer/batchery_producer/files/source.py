@@ -49,6 +49,10 @@ COMPRESSIONS: Mapping[str, tuple[bytes, str]] = {
 #: Longest of these beginnings, in bytes.
 MAGIC_BYTES = 10
 
+#: What readers of formats raise where the content is wrong. pyarrow may believe that a file has two
+#: gigabytes of metadata, and nobody validates names.
+DAMAGES = (EOFError, ValueError, MemoryError, zlib.error, LZMAError, gzip.BadGzipFile)
+
 #: Name of standard input and standard output.
 STANDARD_STREAM = "-"
 
@@ -87,8 +91,11 @@ def decompressed(raw: BufferedReader) -> BinaryIO:
 
 def is_damage(error: Exception, *, is_remote: bool) -> bool:
     """Whether a file's content is why it cannot be read; or a disk or a network does not answer."""
-    of_zstd = getattr(sys.modules.get("zstandard"), "ZstdError", EOFError)
-    if isinstance(error, (EOFError, zlib.error, LZMAError, gzip.BadGzipFile, of_zstd)):
+    of_libraries = (
+        getattr(sys.modules.get("zstandard"), "ZstdError", EOFError),
+        getattr(sys.modules.get("pyarrow"), "ArrowException", EOFError),
+    )
+    if isinstance(error, (*DAMAGES, *of_libraries)):
         return True
     return isinstance(error, OSError) and error.errno is None and not is_remote
 

@@ -7,7 +7,6 @@ import pytest
 from celery import Celery
 
 from batchery import Model, SettingsError, install, register
-from batchery.retry import RetryPolicy
 from batchery_producer.publisher import Publisher
 
 
@@ -29,7 +28,7 @@ def sent_headers(app: Celery, queue: str) -> list[Any]:
 
 def find_queue(app: Celery, task: str, queue: str | None = None) -> str:
     """The queue in which one job of the task ends up; also what the publisher says it is."""
-    with Publisher(app, task, queue=queue, outage_policy=RetryPolicy(lambda: False)) as publisher:
+    with Publisher(app, task, queue=queue) as publisher:
         publisher.send([("an-id", "an item")])
         name = publisher.queue
     with app.connection_for_read() as connection:
@@ -53,7 +52,7 @@ def test_model_of_the_app_uses_the_model_queue() -> None:
 def test_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
-        Publisher(app, "any", queue="nowhere", outage_policy=RetryPolicy(lambda: False))
+        Publisher(app, "any", queue="nowhere")
 
 
 def test_publisher_of_an_eager_app_is_refused() -> None:
@@ -65,9 +64,8 @@ def test_publisher_of_an_eager_app_is_refused() -> None:
 
 def test_jobs_in_bulk_say_when_they_were_sent() -> None:
     app = make_app()
-    outage_policy = RetryPolicy(lambda: False)
     before_s = time.time() - 0.001
-    with Publisher(app, "timed", headers={"mine": 1}, outage_policy=outage_policy) as publisher:
+    with Publisher(app, "timed", headers={"mine": 1}) as publisher:
         publisher.send([("a", "one"), ("b", "two")], {"call": 2, "batchery_sent_at": 7.0})
         publisher.send([("c", "three")])
     headers = sent_headers(app, "timed")

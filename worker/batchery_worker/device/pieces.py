@@ -9,10 +9,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import redis
@@ -50,9 +49,8 @@ logger = logging.getLogger("batchery.device")
 MAX_PIECES_PER_SCRIPT = 2000
 MAX_JOBS_PER_SCRIPT = 100
 
-#: How often readers are looked for, in seconds: so long after pieces, whose readers are busy then;
-#: or at last beside pieces.
-LOOK_S, QUIET_S, MAX_LOOK_S = 0.4, 0.02, 1.0
+#: How often readers are looked for, in seconds; and where there are pieces, which go first.
+LOOK_S, MAX_LOOK_S = 0.4, 1.0
 
 #: After a call that took longer than the first, in seconds, Redis was away, for readers as well.
 #: They are looked for after the second: those who are there have renewed their keys by then.
@@ -79,10 +77,8 @@ class StreamedJob:
             begins anew.
     """
 
-    def __init__(
-        self, backend: Any, work_id: int, task_id: str, token: str, context: PieceContext
-    ) -> None:
-        self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
+    def __init__(self, backend: Any, task_id: str, token: str, context: PieceContext) -> None:
+        self.task_id, self.token, self.context = task_id, token, context
         # Once for all pieces: Celery makes it anew each time.
         self.key = pieces_key(backend, task_id)
         self.refusal = ""
@@ -162,8 +158,6 @@ class PieceWriter:
         #: Jobs with pieces that wait; those of one worker id are written together. Two of them have
         #: the same task id where a message was published twice.
         self._waiting: dict[StreamedJob, None] = {}
-        #: Batches whose job the device must drop, and why; those that it does not know yet.
-        self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
         #: When readers were looked for, on the clock of `time.monotonic`; later than now where
         #: they are to come back first.
@@ -177,7 +171,7 @@ class PieceWriter:
         if context is None or not isinstance(self._backend, RedisBackend):
             return {}
         jobs = {
-            index: StreamedJob(self._backend, work.id, work.jobs[index][0], token, context)
+            index: StreamedJob(self._backend, work.jobs[index][0], token, context)
             for index, token in context.tokens.items()
         }
         with self._changed:
@@ -241,29 +235,24 @@ class PieceWriter:
             pieces: By `Work.id`, of batches of one job.
 
         Returns:
-            The jobs that must leave their slots, by `Work.id`, if they have not left by now:
+            The jobs that must leave their slots, by `Work.id`, until they have left:
             `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
             failure where JSON cannot write a piece.
         """
+        refused: dict[int, Failed | CommitStatus] = {}
         with self._changed:
-            refused, self._refused = self._refused, {}
-            for work_id, each in pieces.items():
-                for job in self._open.get(work_id, {}).values():
+            for work_id, jobs in self._open.items():
+                for job in jobs.values():
                     try:
-                        for piece in each:
+                        for piece in pieces.get(work_id, ()):
                             self._add(job, _encode(piece))
                     except UnserialisableResult as error:
                         refused[work_id] = Failed(error)
+                    if job.refusal not in ("", UNREAD):
+                        refused[work_id] = CommitStatus(job.refusal)
             if pieces:
                 self._changed.notify_all()
         return refused
-
-    def find_refusal(self, work: Work) -> CommitStatus | None:
-        """Why a job must leave that comes now, if it must: `write` says that only once."""
-        for job in self._open.get(work.id, {}).values():
-            if job.refusal and job.refusal != UNREAD:
-                return CommitStatus(job.refusal)
-        return None
 
     def flush(self, work: Work) -> None:
         """Waits until all pieces of a batch are written, as long as Redis is away."""
@@ -278,7 +267,6 @@ class PieceWriter:
             return
         with self._changed:
             jobs = self._open.pop(work.id)
-            self._refused.pop(work.id, None)
         stored = [
             job.task_id
             for index, job in jobs.items()
@@ -294,15 +282,16 @@ class PieceWriter:
             self._waiting[job] = None
 
     def _run(self) -> None:
-        looks = False
         while True:
             with self._changed:
-                # There may be more jobs than one script takes.
-                looks = looks and bool(self._waiting) and self._looked_s <= time.monotonic()
-                looks = looks or self._await()
-                context = next(iter(self._waiting)).context
-                taken = self._take(context)
-            answers = self._write_and_look(context, taken, looks)
+                looked = self._await()
+                taken = {job: (0, list[bytes]()) for job in looked} if looked else self._take()
+            began_s = time.monotonic()
+            answers = self._write(next(iter(taken)).context, taken, bool(looked))
+            if time.monotonic() - began_s > AWAY_S:
+                self._looked_s = time.monotonic() + RETURN_S
+                if looked:
+                    continue  # Readers could not renew their keys either.
             with self._changed:
                 for (job, (_, pieces)), answer in zip(taken.items(), answers, strict=True):
                     job.is_sending = False
@@ -312,30 +301,25 @@ class PieceWriter:
                             self._waiting[job] = None
                     elif answer in REFUSALS:
                         job.refuse(REFUSALS[answer])
-                        if job.refusal != UNREAD:
-                            self._refused[job.work_id] = CommitStatus(job.refusal)
                 self._changed.notify_all()
 
-    def _await(self) -> bool:
-        """Waits for pieces, or until readers are to be looked for; whether that is so."""
-        written_s = time.monotonic()
+    def _await(self) -> Sequence[StreamedJob]:
+        """Waits for pieces, or until readers are to be looked for; the jobs of these."""
         while True:
             now_s = time.monotonic()
             if self._waiting and now_s < self._looked_s + MAX_LOOK_S:
-                return False
-            left_s = max(self._looked_s + LOOK_S, written_s + QUIET_S) - now_s
+                return ()
             jobs = [job for each in self._open.values() for job in each.values() if not job.refusal]
-            if jobs and (left_s <= 0 or self._waiting):
+            left_s = self._looked_s + LOOK_S - now_s
+            if jobs and left_s <= 0:
                 self._looked_s = now_s
-                self._waiting = dict.fromkeys(jobs)
-                return True
+                return _of_one_worker(jobs)
             self._changed.wait(left_s if jobs else None)
 
-    def _take(self, context: PieceContext) -> Taken:
-        """Takes what waits of the jobs whose leases are those of this one."""
+    def _take(self) -> Taken:
+        """Takes what waits of some jobs."""
         left, left_bytes, taken = MAX_PIECES_PER_SCRIPT, MAX_BYTES_PER_SCRIPT, Taken()
-        same = [job for job in self._waiting if job.context.worker == context.worker]
-        for job in islice(same, MAX_JOBS_PER_SCRIPT):
+        for job in _of_one_worker(self._waiting)[:MAX_JOBS_PER_SCRIPT]:
             taken[job] = _, pieces = job.take(left, left_bytes)
             job.is_sending = True
             left -= len(pieces)
@@ -345,20 +329,6 @@ class PieceWriter:
             if not left or left_bytes <= 0:
                 break
         return taken
-
-    def _write_and_look(self, context: PieceContext, taken: Taken, looks: bool) -> str:
-        """Writes pieces; believes that readers have gone only where they could have renewed."""
-        began_s = time.monotonic()
-        answers = self._write(context, taken, looks)
-        now_s = time.monotonic()
-        if now_s - began_s < AWAY_S:
-            return answers
-        self._looked_s = now_s + RETURN_S
-        if not looks or GONE not in answers:
-            return answers
-        gone = [job for job, answer in zip(taken, answers, strict=True) if answer == GONE]
-        again = iter(self._write(context, {job: taken[job] for job in gone}, looks=False))
-        return "".join(next(again) if answer == GONE else answer for answer in answers)
 
     def _write(self, context: PieceContext, taken: Taken, looks: bool) -> str:
         """Writes pieces, as long as Redis is away; a digit for each job."""
@@ -423,6 +393,12 @@ class PieceWriter:
             lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
         )
         return None if answer is None else bytes(answer).decode()
+
+
+def _of_one_worker(jobs: Collection[StreamedJob]) -> Sequence[StreamedJob]:
+    """Those of the jobs whose leases are held under the same id as that of the first."""
+    worker = next(iter(jobs)).context.worker
+    return [job for job in jobs if job.context.worker == worker]
 
 
 def _read_all(key: bytes, results: RetryingRedis) -> Any:

@@ -160,10 +160,7 @@ class SlotLoop:
             self._slots.add_first(*items)
         else:
             self._slots.add(*items)
-        # It may have been refused while a step ran, after which it was not known yet.
-        if refusal := self._pieces.find_refusal(work):
-            self._drop({work.id: refusal})
-        elif not message.left:
+        if not message.left:
             self._end(message)
 
     def _make_room(self, victims: Sequence[int]) -> None:

@@ -145,7 +145,7 @@ def _split_lines(file: BinaryIO, start: Slice) -> Iterator[tuple[Slice, bytes | 
     """The lines that are not blank, and where each begins."""
     offset, number = start
     file.seek(offset)
-    for line in split_lines(file, is_remote=True):
+    for line in split_lines(file):
         if isinstance(line, InvalidLine) or line.strip():
             yield Slice(offset, number), line
         offset, number = file.tell(), number + 1

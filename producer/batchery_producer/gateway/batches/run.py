@@ -20,9 +20,9 @@ from celery.utils.functional import chunks
 from batchery.protocol.headers import with_tenant
 from batchery.retry import RetryPolicy
 from batchery_producer.answers import build_header
-from batchery_producer.broker import REVOKE_CHUNK
-from batchery_producer.collector import collector_for
-from batchery_producer.files.recovery import find_in_flight, find_missing
+from batchery_producer.broker import REVOKE_CHUNK, BrokerConnection
+from batchery_producer.collector import Collector
+from batchery_producer.files.recovery import find_in_flight
 from batchery_producer.gateway.batches.files import (
     FileIsGone,
     locate,
@@ -83,7 +83,7 @@ class BatchRun:
         self._is_stalled = time.time() - record.progress_at > STALL_S
         self._looked_s = float("-inf")
         self._retries = RetryPolicy()
-        self._collector = collector_for(context.app, self._retries)
+        self._collector = Collector(context.app, self._retries)
         #: The requests of the slices that are in flight, by number, and all of them by job.
         self._open: dict[int, list[Request]] = {}
         self._by_job: dict[str, Request] = {}
@@ -170,7 +170,7 @@ class BatchRun:
         if is_sent:
             pattern = re.compile(rb"%b-\d+-\d+" % record.id.encode())
             known = find_in_flight(app, model.queue, pattern, self._retries)
-            job_ids = find_missing(app, job_ids, known, self._retries)
+            job_ids = self._collector.find_missing(job_ids, known)
         # Whoever goes on if this process is killed looks which jobs are missing.
         self._change(sent=max(record.sent, number + 1), progress_at=0.0)
         self._publish(model, job_ids)
@@ -180,17 +180,18 @@ class BatchRun:
         record = self._record
         left_s = max(record.expires_at - time.time(), 0)
         options = {"priority": record.priority, "expires": left_s + EXPIRY_GRACE_S}
-        with Publisher(
-            self._context.app,
-            model.name,
-            queue=model.queue,
-            # As /v1/embeddings asks, so that its jobs share batches with these.
-            keywords={"encoding": "base64"} if record.endpoint == EMBEDDINGS_URL else {},
-            outage_policy=self._retries,
-            wait_s=ROOM_WAIT_S,
-            persistent=True,
-            **with_tenant(options, record.tenant),
-        ) as publisher:
+        app = self._context.app
+        with closing(BrokerConnection(app, self._retries, persistent=True)) as broker:
+            publisher = Publisher(
+                app,
+                model.name,
+                queue=model.queue,
+                # As /v1/embeddings asks, so that its jobs share batches with these.
+                keywords={"encoding": "base64"} if record.endpoint == EMBEDDINGS_URL else {},
+                broker=broker,
+                wait_s=ROOM_WAIT_S,
+                **with_tenant(options, record.tenant),
+            )
             jobs = [(each, self._by_job[each].jobs[each]) for each in job_ids]
             for count, group in groupby(jobs, key=lambda job: len(job[1])):
                 publisher.send(list(group), build_header(count, self._collector.headers))

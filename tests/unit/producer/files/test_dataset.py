@@ -208,11 +208,6 @@ def test_what_is_not_utf_8_fails_and_says_what_to_do(tmp_path: Path, name: str) 
     assert reason.startswith("not UTF-8, into which iconv converts other encodings")
 
 
-def test_utf_16_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="UTF-16; convert it"):
-        read(write(tmp_path / "d.txt", "one\n".encode("utf-16")))
-
-
 def test_csv_whose_header_is_unusable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="twice: text, text"):
         read(write(tmp_path / "d.csv", "text,text\na,b\n"))

@@ -6,22 +6,32 @@ import pytest
 
 from batchery import DatasetError
 from batchery.retry import Interrupted
-from batchery_producer.files.dataset import FIRST_ROWS, Dataset
-from batchery_producer.files.run import begin
+from batchery_producer.files.dataset import FIRST_ROWS, Dataset, Record
+from batchery_producer.files.run import Feed
+
+
+def begin(dataset: Dataset, *, stop: bool = False) -> list[Record]:
+    """Reads as a run does, up to its first row; then to the end."""
+    feed = Feed(dataset.checked(), 1000)
+    feed.begin(lambda: stop)
+    rows = list[Record]()
+    while not feed.exhausted:
+        rows += feed.take(1000, 60)
+    return rows
 
 
 def test_reading_begins_if_one_of_the_first_rows_has_the_fields(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"no": 1}\n' * (FIRST_ROWS - 1) + '{"text": "a", "key": null}\n{"no": 2}\n')
-    rows = begin(Dataset(path, field="text", id_field="key").checked(), lambda: False)
+    rows = begin(Dataset(path, field="text", id_field="key"))
     assert [row.line for row in rows] == list(range(1, FIRST_ROWS + 2))
 
 
 @pytest.mark.parametrize(
     ("field", "id_field", "why"),
     [
-        ("txt", None, "no field 'txt', the nearest is text; so far no row of 100 has it"),
-        ("text", "keys", "no field 'keys', the nearest is key; so far no row of 100 has it"),
+        ("txt", None, "no field 'txt', the nearest is text; fields: 'text', 'key'"),
+        ("text", "keys", "no field 'keys', the nearest is key; fields: 'text', 'key'"),
     ],
 )
 def test_reading_does_not_begin_without_a_field_that_the_caller_names(
@@ -29,17 +39,18 @@ def test_reading_does_not_begin_without_a_field_that_the_caller_names(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a", "key": "b"}\n' * (FIRST_ROWS + 1))
-    with pytest.raises(DatasetError, match=rf"{why}.*; there are 'text', 'key'"):
-        begin(Dataset(path, field=field, id_field=id_field).checked(), lambda: False)
+    with pytest.raises(DatasetError, match=rf"{why}; none of the first 100 rows can be used"):
+        begin(Dataset(path, field=field, id_field=id_field))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("in.jsonl", b"not JSON\nnor this\n", "line 1: not JSON: .*; of the first 2 rows, 2"),
+        ("in.jsonl", b"not JSON\nnor this\n", "line 1: not JSON: .*; none of the first 2 rows"),
         ("in.jsonl", b'[{"text": "a"}]\n', "line 1: a JSON list; .*jq .* makes lines of a list"),
-        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n3;auf\n", "line 2: not UTF-8, .*iconv"),
-        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format, and"),
+        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n", "line 2: not UTF-8, .*iconv"),
+        ("in.txt", "one\n".encode("utf-16"), "UTF-16; convert it to UTF-8"),
+        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format"),
         (
             "in.csv",
             b"question; long, or not\nHow?\nWhy?\n",
@@ -47,19 +58,19 @@ def test_reading_does_not_begin_without_a_field_that_the_caller_names(
         ),
     ],
 )
-def test_reading_does_not_begin_if_most_of_the_first_rows_cannot_be_read(
+def test_reading_does_not_begin_if_none_of_the_first_rows_can_be_read(
     tmp_path: Path, name: str, content: bytes, why: str
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=why):
-        begin(Dataset(path).checked(), lambda: False)
+        begin(Dataset(path))
 
 
-def test_reading_begins_if_half_of_the_first_rows_can_be_read(tmp_path: Path) -> None:
+def test_reading_begins_if_one_of_the_first_rows_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("not JSON\nnor this\n" + '{"text": "a"}\n{"no": 1}\n')
-    rows = begin(Dataset(path).checked(), lambda: False)
+    rows = begin(Dataset(path))
     assert [row.line for row in rows] == [1, 2, 3, 4]
 
 
@@ -67,12 +78,12 @@ def test_reading_does_not_begin_without_a_row_or_when_asked_to_stop(tmp_path: Pa
     path = tmp_path / "in.txt"
     path.write_text("\n\n")
     with pytest.raises(DatasetError, match="empty; there is nothing"):
-        begin(Dataset(path).checked(), lambda: False)
+        begin(Dataset(path))
     path.write_text("a\n")
-    with pytest.raises(DatasetError, match=r"no field 'text'; .*there are none"):
-        begin(Dataset(path, field="text").checked(), lambda: False)
+    with pytest.raises(DatasetError, match="a bare string; it has no fields"):
+        begin(Dataset(path, field="text"))
     with pytest.raises(Interrupted):
-        begin(Dataset(path).checked(), lambda: True)
+        begin(Dataset(path), stop=True)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +109,15 @@ def test_reading_does_not_begin_if_a_later_file_would_end_it(
     (tmp_path / name).write_bytes(content)
     names = [tmp_path / "a.jsonl", tmp_path / name]
     with pytest.raises(DatasetError, match=why):
-        begin(Dataset(names).checked(), lambda: False)
+        begin(Dataset(names))
     # A part of the rows may need none of it.
-    next(begin(Dataset(names, limit=2).checked(), lambda: False))
+    assert len(begin(Dataset(names, limit=2))) == 2
 
 
 def test_files_of_several_formats_are_read_together(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 1}\n')
     (tmp_path / "b.txt").write_text("one\n")
     dataset = Dataset([tmp_path / "a.jsonl", tmp_path / "b.txt"])
-    assert [row.id for row in begin(dataset.checked(), lambda: False)] == [1, f"{tmp_path}/b.txt:1"]
+    assert [row.id for row in begin(dataset)] == [1, f"{tmp_path}/b.txt:1"]
     assert "the item is 'text', the id is 'id'" in dataset.description
     assert dataset.total == 2

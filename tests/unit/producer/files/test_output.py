@@ -117,26 +117,6 @@ def test_output_may_replace_an_empty_file_or_with_overwrite_any_but_the_input(
     assert Path("full.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    ("pattern", "results", "errors"),
-    [
-        ("*.jsonl", "out.parquet", None),
-        ("./*.jsonl", "out.jsonl", "bad.ndjson"),
-        ("**/*.jsonl", "deep/out.parquet", "deep/bad.jsonl"),
-    ],
-)
-def test_output_that_the_run_would_read_when_it_goes_on_is_refused(
-    source: Dataset, pattern: str, results: str, errors: str | None
-) -> None:
-    Path("deep").mkdir()
-    Path("one.jsonl").write_text('"one"\n')
-    for form in (pattern, Path.cwd() / pattern):
-        with pytest.raises(DatasetError, match=r"would read it.*name another"):
-            Output(Dataset(form), results, errors=errors)
-    Output(Dataset(pattern), "out.parquet", errors="bad.ndjson")
-    Output(Dataset(pattern), "-", errors=errors)  # Nobody can resume it.
-
-
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_output_of_another_program_or_a_complete_one_is_kept_by_resume(
     source: Dataset, name: str
@@ -175,7 +155,7 @@ def test_output_is_begun_gone_on_with_and_complete(source: Dataset, name: str) -
         Output(source, name)
     with Output(source, name, resume=True) as output:
         assert output.open(journal(source)).run == begun.journal.run
-        assert [row.row for row in output.missing(source)] == [1, 3]
+        assert [row.row for row in source if (row.source, row.row) not in output.done] == [1, 3]
         for row in (1, 3):
             output.result(record(row), f"text {row}")
         output.finish(complete=True)

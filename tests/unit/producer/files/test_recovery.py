@@ -1,28 +1,24 @@
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from celery import Celery, states
+from celery import Celery
 from redis.exceptions import NoPermissionError
 
 from batchery import RedisUnavailable
 from batchery.retry import RetryPolicy
 from batchery_producer.files import recovery
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.recovery import find_in_flight, find_missing
+from batchery_producer.files.recovery import find_in_flight
 
 JOURNAL = Journal("0123456789abcdef", {}, ["in.txt"], [])
 IDS = [JOURNAL.task_id(0, row) for row in range(1, 5)]
 
 
 @pytest.fixture
-def app() -> Iterator[Celery]:
-    """An app whose broker and backend are in memory."""
-    app = Celery("resume", broker="memory://", backend="cache+memory://", set_as_current=False)
-    yield app
-    backend: Any = app.backend
-    backend.client.cache.clear()  # All apps of a process share it.
+def app() -> Celery:
+    """An app whose broker is in memory."""
+    return Celery("resume", broker="memory://", set_as_current=False)
 
 
 @pytest.fixture
@@ -33,28 +29,18 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Any:
     return mock
 
 
-def missing(app: Celery, ids: list[str]) -> list[str]:
-    retries = RetryPolicy(away_s=0)
-    in_flight = find_in_flight(app, "embed", JOURNAL.pattern, retries)
-    return find_missing(app, ids, in_flight, retries)
-
-
-def test_job_in_flight_or_ended_is_not_missing(app: Celery, search: Any) -> None:
-    backend: Any = app.backend
-    backend.store_result(IDS[1], "value", states.SUCCESS)
-    backend.store_result(IDS[2], "value", states.STARTED)
-    assert missing(app, IDS) == IDS[2:]
-    search.assert_called_once_with(app, "embed", JOURNAL.pattern)
+def in_flight(app: Celery) -> set[str]:
+    return set(find_in_flight(app, "embed", JOURNAL.pattern, RetryPolicy(away_s=0)))
 
 
 def test_user_who_may_not_read_messages_is_told_who_may(app: Celery, search: Any) -> None:
     search.side_effect = NoPermissionError("no permissions to run the 'lrange' command")
     with pytest.raises(RedisUnavailable, match=r"'lrange' command; use the user `operator` of"):
-        missing(app, IDS)
+        in_flight(app)
 
 
 def test_queue_of_another_broker_than_redis_is_not_searched(app: Celery) -> None:
-    assert missing(app, IDS) == IDS
+    assert in_flight(app) == set()
 
 
 def test_message_is_found_while_others_leave_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

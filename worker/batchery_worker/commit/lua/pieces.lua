@@ -13,11 +13,9 @@
 --                   live is renewed by readers; goes when the sender gives the job up, or expires.
 --           SET     its <prefix>batchery-woken:<task id>: wake streams of those who read the job.
 --                   Made by them; goes when the result is stored, or expires as it does.
---           STREAM  each of these <prefix>batchery-wake:<id>: entries {k: keys of piece streams, with
---                   line ends between; p: for each, JSON of the number of a piece, it, and those
---                   after it, with commas between; 0 if that is too large}, or at the end of a job
---                   {k: its key; p: 0}. Made by its reader; written here and by whoever stores a
---                   result; expires a minute after its reader has gone.
+--           STREAM  each of these <prefix>batchery-wake:<id>: entries {k: keys of piece streams that
+--                   have more, with line ends between}. Made by its reader; written here and by
+--                   whoever stores a result; expires a minute after its reader has gone.
 -- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
 --           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
 --           must have (empty where readers are not looked for), <prefix>batchery-, the maximum of
@@ -46,24 +44,15 @@ else
   begin_to_write(leases)
 end
 
--- Entries of wake streams, and bytes of their pieces. Readers fetch larger ones where they are.
-local wakes, bytes, most_bytes = {}, 0, 65536
+-- Keys of the piece streams that have more, by wake stream.
+local wakes = {}
 
-local function wake(stream, woken, text)
-  if bytes + #text > most_bytes then
-    text = '0'
-  end
-  bytes = bytes + #text
+local function wake(stream, woken)
   for _, key in ipairs(redis.pcall('SRANDMEMBER', woken, most_woken)) do
-    local entry = wakes[key]
     -- Whoever sends jobs may have put any name there.
-    if not entry and string.sub(key, 1, #wakes_begin) == wakes_begin then
-      entry = {{}, {}}
-      wakes[key] = entry
-    end
-    if entry then
-      local last = #entry[1] + 1
-      entry[1][last], entry[2][last] = stream, text
+    if string.sub(key, 1, #wakes_begin) == wakes_begin then
+      wakes[key] = wakes[key] or {}
+      table.insert(wakes[key], stream)
     end
   end
 end
@@ -82,8 +71,8 @@ for i = 1, count do
     answers[i] = 2
   else
     answers[i] = 1
-    local is_new = true
     for n = 0, pieces - 1 do
+      -- Redis refuses an id that is not above the last one: it has this piece already.
       local number, piece, added = (first + n) .. '-0', ARGV[at + n]
       -- Redis drops some hundred entries at a time, and each look costs a tenth of a piece.
       if (first + n) % 100 == 0 then
@@ -95,18 +84,15 @@ for i = 1, count do
         answers[i] = 3
         break
       end
-      -- Redis refuses an id that is not above the last one: it has this piece already.
-      is_new = is_new and type(added) == 'string'
     end
     if pieces > 0 and answers[i] == 1 then
-      local text = is_new and table.concat(ARGV, ',', at, at + pieces - 1)
-      wake(stream, wokens .. id, text and '[' .. firsts[i] .. ',' .. text .. ']' or '0')
+      wake(stream, wokens .. id)
     end
   end
   at = at + pieces
 end
-for key, entry in pairs(wakes) do
-  local keys, texts = table.concat(entry[1], '\n'), table.concat(entry[2], ',')
-  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', 'k', keys, 'p', texts)
+for key, streams in pairs(wakes) do
+  local keys = table.concat(streams, '\n')
+  redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', most_wakes, '*', 'k', keys)
 end
 return table.concat(answers)
