@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -33,6 +32,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as JsonError
 
+from batchery.broker_url import check_broker_url
 from batchery.device_names import check_devices
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings, KeySettings
@@ -47,24 +47,6 @@ TOML_FILE = Path("batchery.toml")
 
 #: Environment variable with the path of the settings file, where it is not `TOML_FILE`.
 FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
-
-#: Schemes of URLs that name no broker.
-NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
-
-
-def check_broker_url(url: str) -> str:
-    """Returns the URL of a broker, or several with semicolons between, as Celery takes them.
-
-    Raises:
-        ValueError: It is none.
-    """
-    for part in url.split(";"):
-        parts = urlsplit(part.strip())
-        if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:
-            raise ValueError("it is no URL of a broker; write it as redis://localhost:6379/0")
-        # A socket's path may hold anything; a port that is no number raises here.
-        _ = parts.scheme.endswith(("unix", "socket")) or parts.port
-    return url
 
 
 def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]:

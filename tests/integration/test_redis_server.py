@@ -14,7 +14,6 @@ import psutil
 import pytest
 import redis
 
-from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack import redis_server
 from batchery_worker.devstack.guarded_process import GuardedProcess
@@ -50,7 +49,7 @@ def test_server_persists_writes_and_evicts_nothing(server: EmbeddedRedis) -> Non
 @pytest.mark.parametrize("password", ["", ":guessed@"])
 def test_nobody_gets_in_without_the_password(server: EmbeddedRedis, password: str) -> None:
     with (
-        connect(f"redis://{password}127.0.0.1:{server.port}") as client,
+        redis.Redis.from_url(f"redis://{password}127.0.0.1:{server.port}") as client,
         pytest.raises(redis.AuthenticationError),
     ):
         client.ping()

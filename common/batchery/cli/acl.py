@@ -9,7 +9,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 from kombu.transport.redis import Channel
 
-from batchery.cli.app import REDIS_SCHEMES, app_options, load_app, url_errors
+from batchery.cli.app import app_options, load_app, url_errors
 from batchery.cli.survey import app_queues
 from batchery.errors import SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
@@ -101,7 +101,7 @@ def name_keys(app: Celery, queues: Collection[str]) -> dict[str, str]:
     """
     with url_errors("broker_url"):
         connection = app.connection_for_write()
-    if not connection.as_uri().startswith((*REDIS_SCHEMES, "sentinel://")):
+    if connection.transport.driver_type != "redis":
         raise SettingsError(
             f"access lists are Redis's, but the broker is {connection.as_uri()}; name a Redis"
         )

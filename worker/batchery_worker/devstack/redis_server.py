@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
 
-from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.guarded_process import GuardedProcess
 
@@ -193,7 +195,9 @@ def _lock(directory: Path) -> int:
 def _answers(process: GuardedProcess, url: str) -> bool:
     """Waits for the first answer; False if somebody else has taken the port."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    with connect(url, ANSWER_TIMEOUT_S) as client:
+    with Redis.from_url(
+        url, socket_timeout=ANSWER_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
+    ) as client:
         while process.poll() is None:
             try:
                 client.ping()

@@ -17,7 +17,6 @@ from batchery.cli.app import DEFAULT_APP, check_redis
 from batchery.cli.health import ask
 from batchery.errors import StartError
 from batchery.settings import Settings
-from batchery.valkey import redis_url as as_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 
@@ -96,7 +95,6 @@ class Stack:
     _is_ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.redis_url = as_redis(self.redis_url)
         self.worker_name = f"batchery-{secrets.token_hex(3)}@{socket.gethostname()}"
 
     def start(self) -> Self:
