@@ -21,19 +21,24 @@ def stack(redis_url: str) -> Iterator[Stack]:
     stack = Stack("apps.shop", redis_url=redis_url, flower_port=0, environment=environment)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     with stack:
+        # Once it has had an event of the worker, it misses none.
+        wait_for(lambda: stack.worker_name in str(ask(stack, "/workers?json=1")), "the worker")
         yield stack
 
 
-def tasks(stack: Stack) -> dict[str, Any]:
-    url = f"{stack.flower_url}/api/tasks?limit=10000"
-    with urllib.request.urlopen(url, timeout=patient(60)) as answer:
-        listed: dict[str, Any] = json.load(answer)
-    return listed
+def ask(stack: Stack, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{stack.flower_url}{path}", timeout=patient(60)) as answer:
+        said: dict[str, Any] = json.load(answer)
+    return said
 
 
 def finished(stack: Stack, ids: set[str]) -> dict[str, Any]:
     """The run's tasks, once Flower knows how each of them ended."""
-    listed = {task_id: task for task_id, task in tasks(stack).items() if task_id in ids}
+    listed = {
+        task_id: task
+        for task_id, task in ask(stack, "/api/tasks?limit=10000").items()
+        if task_id in ids
+    }
     ended = [task for task in listed.values() if task["state"] in ("SUCCESS", "FAILURE")]
     return listed if len(ended) == len(ids) else {}
 

@@ -5,6 +5,7 @@ commands that it knows by name; there, this module makes the name known, by the 
 """
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -34,7 +35,7 @@ def collect_figures(consumer: Any) -> dict[str, Any] | None:
         **fleet.figures(),
         "queues": sorted({*_queues(consumer), *fleet.queues}),
         "time_s": time.time(),
-        **(watch.figures() if watch is not None else {}),
+        **({"health": asdict(watch.check_health())} if watch is not None else {}),
     }
 
 

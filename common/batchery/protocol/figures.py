@@ -364,8 +364,6 @@ class WorkerFigures:
     leases: LeaseFigures | None = None
     #: None of older workers.
     health: HealthFigures | None = None
-    #: How late the event loop was, at the worst of the last seconds; None if nobody measures it.
-    loop_lag_s: float | None = None
     #: When it answered, in seconds since 1970 by its machine's clock; None from older versions.
     time_s: float | None = None
 

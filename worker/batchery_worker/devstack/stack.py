@@ -1,5 +1,6 @@
 """Redis, a worker, Flower and the HTTP gateway as child processes, for `batchery up`."""
 
+import contextlib
 import importlib.util
 import os
 import secrets
@@ -12,9 +13,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from batchery.cli.app import DEFAULT_APP, check_redis
-from batchery.cli.health import ask
 from batchery.errors import StartError
 from batchery.settings import Settings
 from batchery_worker.devstack.guarded_process import GuardedProcess, python_command
@@ -117,8 +118,8 @@ class Stack:
             # Not before: it would find that a model which takes long to load has no worker.
             if self.gateway and self._is_installed("gateway"):
                 self._start_gateway()
-            self._wait_for("flower", self._is_flower_ready, deadline_s)
-            self._wait_for("gateway", self._is_gateway_ready, deadline_s)
+            for name, url in (("flower", self.flower_url), ("gateway", self.gateway_url)):
+                self._wait_for(name, partial(_listens, url), deadline_s)
         except BaseException:
             self.stop()
             raise
@@ -228,22 +229,18 @@ class Stack:
                 raise error
             time.sleep(POLL_S)
 
-    def _is_flower_ready(self) -> bool:
-        """Whether it has received an event of the worker: from then on it misses no job."""
-        status, said = ask(str(self.flower_url), "/workers?json=1")
-        if self.worker_name in said or status not in (0, 200):  # It may ask for a password.
-            # It asks workers when it starts, which is too early, so it must ask again.
-            ask(str(self.flower_url), "/api/workers?refresh=1")
-            return True
-        return False
-
-    def _is_gateway_ready(self) -> bool:
-        return ask(str(self.gateway_url), "/health")[0] != 0
-
     def _check_alive(self) -> None:
         for name, process in self.processes.items():
             if process.poll() is not None:
                 raise _ended(name, process.wait(), process.tail())
+
+
+def _listens(url: str | None) -> bool:
+    """Whether somebody listens at a URL."""
+    address = urlsplit(url or "")
+    with contextlib.suppress(OSError), socket.create_connection((address.hostname, address.port)):
+        return True
+    return False
 
 
 def _ended(name: str, code: int, log: str) -> StartError:
