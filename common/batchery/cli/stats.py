@@ -24,7 +24,6 @@ from batchery.cli.survey import (
     aliases_in,
     app_queues,
     consumed_queues,
-    has_batch_tasks,
     registered_tasks,
     survey,
 )
@@ -58,8 +57,6 @@ CACHE = ("hit_rate", "items", "hits", "deduplicated", "errors", "error")
 
 #: What to do about the state of a device.
 HINTS = {GIVEN_UP: ", restart its worker when it is mended"}
-
-NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
 
 NO_ANSWER = "no worker answers; start one, or wait until it has loaded its models"
 
@@ -111,7 +108,7 @@ def show(app: Celery, *, as_json: bool, timeout_s: float = PATIENCE_S) -> int:
 
 
 def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
-    """A survey with the tasks of all workers; those that run batch tasks one by one are named.
+    """A survey with the tasks of all workers that answer soon.
 
     Args:
         app: The app whose workers are asked.
@@ -124,15 +121,7 @@ def look(app: Celery, queues: Collection[str], timeout_s: float) -> Survey:
         if unserved:  # Workers without leases may serve them.
             unserved -= set[str]().union(*consumed_queues(app).values())
         tasks = registered_tasks(app, FIELDS, DISCOVERY_S)
-        if late := [name for name in found.figures if name not in tasks]:
-            tasks = {**tasks, **registered_tasks(app, FIELDS, timeout_s, names=late)}
-    plain = {
-        name: {"error": NOT_INSTALLED}
-        for name, each in tasks.items()
-        if has_batch_tasks(each, "False") and not has_batch_tasks(each)
-    }
-    workers = {**plain, **found.workers}
-    return replace(found, workers=workers, tasks=list_served(tasks), unserved=unserved)
+    return replace(found, tasks=list_served(tasks), unserved=unserved)
 
 
 def list_served(found: Registered) -> list[dict[str, Any]]:
@@ -172,9 +161,6 @@ def draw(now: Survey, before: Survey | None = None) -> RenderableType:
         for each in now.tasks
     ]
     parts.append(_draw_table(tasks, "task", "kind", "queue", "also called", "workers"))
-    if orphaned := sum(now.orphaned.values()):
-        text = "of these jobs are held by dead workers, until one that lives gives them back"
-        parts.append(Text(f"{orphaned:,} {text}", "red"))
     if now.dead_letters:
         parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)

@@ -364,8 +364,6 @@ class WorkerFigures:
     leases: LeaseFigures | None = None
     #: None of older workers.
     health: HealthFigures | None = None
-    #: When it answered, in seconds since 1970 by its machine's clock; None from older versions.
-    time_s: float | None = None
 
     def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
         """The figures of the time between two answers, whose length is then `clock_s`.
